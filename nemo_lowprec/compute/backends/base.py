@@ -1,0 +1,103 @@
+"""What a backend does: quantize operands and run the three GEMMs of a linear layer.
+
+Rowwise data serve the GEMM that contracts the last dimension, columnwise data (the transpose) the one that
+contracts the first:
+
+    fprop   input.rowwise [M, K]         weight.rowwise [N, K]        contracts K
+    dgrad   grad_output.rowwise [M, N]   weight.columnwise [K, N]     contracts N
+    wgrad   grad_output.columnwise [N, M]  input.columnwise [K, M]    contracts M
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.formats.block import BlockLayout
+
+__all__ = ["Backend", "Part", "Quantized"]
+
+
+class Part(NamedTuple):
+    """One orientation of a quantized operand: ``data`` [rows, contracted], and its scales."""
+
+    data: Tensor
+    scale_inv: Tensor
+    layout: BlockLayout | None
+
+
+@dataclass
+class Quantized:
+    """A quantized operand in the orientations that its GEMMs need."""
+
+    rowwise: Part | None = None
+    columnwise: Part | None = None
+
+
+class Backend(ABC):
+    """Kernels behind converted layers. Stateless: scales and histories belong to the operands.
+
+    Attributes:
+        name: as in ``backend=``.
+        row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
+        scalings: ways of scaling that the backend has kernels for.
+    """
+
+    name: str
+    row_multiple: int = 1
+    scalings: frozenset[str] = frozenset()
+
+    @classmethod
+    @abstractmethod
+    def unavailable(cls, recipe: Recipe | None) -> str | None:
+        """Why this machine cannot run ``recipe`` on this backend, with the way out; None where it can."""
+
+    @abstractmethod
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+        """Quantize a 2-D tensor; with ``record`` its amax enters the operand's history."""
+
+    @abstractmethod
+    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Any:
+        """Use a weight that is stored in FP8 as a GEMM operand, without rounding it again."""
+
+    @abstractmethod
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """Return [M, N] = x @ weight.T + bias."""
+
+    @abstractmethod
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
+        """Return [M, K] = grad_output @ weight."""
+
+    @abstractmethod
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+        """Return [N, K] = grad_output.T @ x."""
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """Half-precision GEMM [m, k] @ [k, n], for overridden GEMMs."""
+        return torch.mm(a, b).to(out_dtype)
+
+    def columnwise_only(self, operand: Any) -> Any:
+        """The operand without its rowwise orientation, which backward does not need."""
+        return Quantized(None, operand.columnwise)
+
+    # Operands cross from forward to backward as plain tensors, so that activation checkpointing and offloading
+    # see them.
+    def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
+        """Take an operand apart into tensors and a description."""
+        parts = (operand.rowwise, operand.columnwise)
+        tensors = [t for p in parts for t in ((p.data, p.scale_inv) if p is not None else (None, None))]
+        return tensors, [p.layout if p is not None else None for p in parts]
+
+    def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
+        """Put an operand together again."""
+        parts = []
+        for i, layout in enumerate(meta):
+            data, scale_inv = tensors[2 * i], tensors[2 * i + 1]
+            parts.append(None if data is None or scale_inv is None else Part(data, scale_inv, layout))
+        return Quantized(*parts)

@@ -1,0 +1,114 @@
+"""The reference backend: plain torch on any device. It defines the numerics that the other backends are held to.
+
+Operands are rounded to the recipe's format and multiplied in FP32; half-precision GEMMs round operands and results
+to half and accumulate in FP32, as tensor cores do. (On CPUs without half-precision instructions this is also
+10 to 100 times faster than torch's own half GEMMs.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Backend, Part, Quantized
+from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.formats import (
+    BlockScaled,
+    ScaledTensor,
+    cast,
+    compute_amax,
+    compute_scale,
+    decode,
+    dequantize_blocks,
+    quantize_blocks,
+)
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend(Backend):
+    """Quantize with ``formats``, multiply in FP32."""
+
+    name = "reference"
+    row_multiple = 16  # so that the Hadamard blocks of NVFP4's wgrad are whole; zero rows change nothing
+    scalings = frozenset({"delayed", "current", "blockwise", "mxfp8", "nvfp4"})
+
+    @classmethod
+    def unavailable(cls, recipe: Recipe | None) -> str | None:
+        return None
+
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
+        if operand.layout is None:
+            part = self._per_tensor(values, operand, record)
+            return self._orient(part, rowwise, columnwise)
+        return Quantized(
+            self._blocks(values, operand, columnwise=False) if rowwise else None,
+            self._blocks(values.t(), operand, columnwise=True) if columnwise else None,
+        )
+
+    def _per_tensor(self, values: Tensor, operand: Operand, record: bool) -> Part:
+        amax = compute_amax(values)
+        if operand.slot is not None:
+            if record:
+                operand.slot.record(amax)
+            scale = operand.slot.current_scale(amax)
+        else:
+            scale = compute_scale(amax.reshape(1), operand.fmt.max, operand.margin)
+        return Part(cast(values.float() * scale, operand.fmt), scale.reciprocal(), None)
+
+    def _blocks(self, values: Tensor, operand: Operand, columnwise: bool) -> Part:
+        assert operand.layout is not None
+        generator = None
+        if operand.scaling == "nvfp4":
+            if columnwise and operand.kind != "weight":
+                values = _hadamard(values.float())
+            if operand.kind == "grad_output":
+                device = values.device
+                generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else (
+                    torch.default_generator
+                )  # fmt: skip
+        quantized = quantize_blocks(values, operand.fmt, operand.layout, generator)
+        return Part(quantized.data, quantized.scale_inv, operand.layout)
+
+    @staticmethod
+    def _orient(part: Part, rowwise: bool, columnwise: bool) -> Quantized:
+        transposed = Part(part.data.t(), part.scale_inv, None)
+        return Quantized(part if rowwise else None, transposed if columnwise else None)
+
+    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Quantized:
+        return self._orient(Part(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
+
+    def fprop(self, x: Quantized, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        out = _gemm(x.rowwise, weight.rowwise)
+        return (out if bias is None else out + bias.float()).to(out_dtype)
+
+    def dgrad(self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm(grad_output.rowwise, weight.columnwise).to(out_dtype)
+
+    def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return torch.mm(a.float(), b.float()).to(out_dtype)
+
+
+def _gemm(a: Part | None, b: Part | None) -> Tensor:
+    """FP32 [m, n] = a [m, k] @ b [n, k].T."""
+    assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
+    if a.layout is None and b.layout is None:
+        return torch.mm(decode(a.data), decode(b.data).t()) * (a.scale_inv * b.scale_inv)
+    return torch.mm(_values(a), _values(b).t())
+
+
+def _values(part: Part) -> Tensor:
+    if part.layout is None:
+        return decode(part.data) * part.scale_inv
+    return dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout))
+
+
+def _hadamard(values: Tensor) -> Tensor:
+    """Rotate groups of 16 along the last dimension, so that outliers spread; both wgrad operands, so it cancels."""
+    matrix = torch.ones(1, 1, device=values.device)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (values.reshape(-1, 16) @ (matrix / 4)).reshape(values.shape)

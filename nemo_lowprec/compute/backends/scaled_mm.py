@@ -1,0 +1,60 @@
+"""The ``torch`` backend: ``torch._scaled_mm`` on NVIDIA GPUs of compute capability 8.9 and up, without TE."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Part, Quantized
+from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.recipe import Operand, Recipe
+
+__all__ = ["ScaledMMBackend"]
+
+
+class ScaledMMBackend(ReferenceBackend):
+    """Per-tensor scales; quantization as in the reference, GEMMs on tensor cores."""
+
+    name = "torch"
+    row_multiple = 16
+    scalings = frozenset({"delayed", "current"})
+
+    @classmethod
+    def unavailable(cls, recipe: Recipe | None) -> str | None:
+        if not torch.cuda.is_available():
+            return "backend='torch' needs an NVIDIA GPU; use backend='reference' on this machine"
+        if torch.cuda.get_device_capability() < (8, 9):
+            major, minor = torch.cuda.get_device_capability()
+            return f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}; use backend='reference'"
+        if recipe is not None and recipe.scaling not in cls.scalings:
+            return f"backend='torch' has no {recipe.scaling} scaling; install transformer-engine or use another level"
+        return None
+
+    @staticmethod
+    def _orient(part: Part, rowwise: bool, columnwise: bool) -> Quantized:
+        # Hopper's FP8 GEMM contracts the contiguous dimension of both operands: a transpose is a copy.
+        transposed = Part(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None
+        return Quantized(part if rowwise else None, transposed)
+
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
+        return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
+
+    def fprop(self, x: Quantized, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
+        return out if bias is None else out + bias.to(out_dtype)
+
+    def dgrad(self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
+
+    def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return _gemm(grad_output.columnwise, x.columnwise, out_dtype)
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return torch.mm(a, b).to(out_dtype)
+
+
+def _gemm(a: Part | None, b: Part | None, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+    assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
+    return torch._scaled_mm(
+        a.data, b.data.t(), a.scale_inv.view(()), b.scale_inv.view(()), out_dtype=out_dtype, use_fast_accum=fast_accum
+    )

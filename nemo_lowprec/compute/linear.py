@@ -1,0 +1,199 @@
+"""The converted linear layer: an ``nn.Linear`` whose three GEMMs run at the level's precision.
+
+An existing layer is converted by changing its class, so that its identity, parameters, hooks, names and attributes
+stay what they were. Which of the three GEMMs run in FP8, on which backend and with which operands is a ``GemmPlan``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.formats import ScaledTensor
+
+__all__ = ["GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear"]
+
+
+@dataclass
+class GemmPlan:
+    """How a layer computes.
+
+    Attributes:
+        backend: runs the GEMMs.
+        half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
+        recipe: None for a layer whose GEMMs all run in half precision.
+        operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
+    """
+
+    backend: Backend
+    half: torch.dtype
+    recipe: Recipe | None = None
+    operands: dict[str, Operand] | None = None
+
+    @property
+    def fp8(self) -> tuple[bool, bool, bool]:
+        """Which of (fprop, dgrad, wgrad) run in FP8."""
+        if self.recipe is None:
+            return (False, False, False)
+        fprop, dgrad, wgrad = self.recipe.override_linear_precision
+        return (not fprop, not dgrad, not wgrad)
+
+
+class LowPrecisionLinear(nn.Linear):
+    """``nn.Linear`` with the GEMMs of a ``GemmPlan``; made by ``convert``, not constructed.
+
+    Input [..., in_features] of any float dtype, output [..., out_features] in the plan's half dtype under autocast,
+    else in the input's dtype. The weight may be FP32, half, or a ``ScaledTensor``.
+    """
+
+    gemm_plan: GemmPlan
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _apply(input, self.weight, self.bias, self)
+
+    def extra_repr(self) -> str:
+        plan = self.gemm_plan
+        kind = plan.recipe.scaling if plan.recipe is not None else "half"
+        return f"{super().extra_repr()}, {kind}, backend={plan.backend.name}"
+
+
+class LowPrecisionConv1D(LowPrecisionLinear):
+    """The same for transformers' ``Conv1D`` (GPT-2), whose weight is stored [in_features, out_features]."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return _apply(x, self.weight.t(), self.bias, self)
+
+
+@torch.compiler.disable
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLinear) -> Tensor:
+    plan = layer.gemm_plan
+    device = x.device.type
+    out_dtype = plan.half if torch.is_autocast_enabled(device) else x.dtype
+    # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
+    record = layer.training
+    with torch.autocast(device, enabled=False):
+        flat = x.reshape(-1, x.shape[-1])
+        out = _LinearFunction.apply(flat, weight, bias, plan, out_dtype, record, wgrad_dtype(layer.weight))
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def wgrad_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype in which autograd will store this weight's gradient (``grad_dtype`` where it was set)."""
+    return getattr(weight, "grad_dtype", None) or weight.dtype
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype):
+        backend = plan.backend
+        fprop8, dgrad8, wgrad8 = plan.fp8
+        need_dgrad = ctx.needs_input_grad[0]
+        need_wgrad = ctx.needs_input_grad[1]
+        rows = x.shape[0]
+        pad = -rows % backend.row_multiple if any(plan.fp8) else 0
+        xp = F.pad(x, (0, 0, 0, pad)) if pad else x
+
+        x8 = w8 = None
+        x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
+        if fprop8 or x_columnwise:
+            x8 = backend.quantize(
+                _compute_dtype(xp, plan), plan.operands["input"],
+                rowwise=fprop8, columnwise=x_columnwise, record=record,
+            )  # fmt: skip
+        stored = isinstance(weight, ScaledTensor)
+        if fprop8 or (w_columnwise and not stored):
+            # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
+            w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_columnwise and not stored, record=record)
+
+        if fprop8:
+            out = backend.fprop(x8, w8, bias, out_dtype)[:rows]
+        else:
+            out = backend.matmul(x.to(plan.half), _half(weight, plan).t(), out_dtype)
+            out = out if bias is None else out + bias.to(out_dtype)
+
+        x_tensors, x_meta = [], None
+        if x_columnwise:
+            x_tensors, x_meta = backend.save(_drop(x8, rowwise=fprop8, backend=backend))
+        elif need_wgrad:
+            x_tensors = [x]
+        w_tensors, w_meta = [], None
+        if need_dgrad and w_columnwise and not stored:
+            w_tensors, w_meta = backend.save(_drop(w8, rowwise=fprop8, backend=backend))
+        elif need_dgrad:
+            w_tensors = [weight]
+        ctx.save_for_backward(*x_tensors, *w_tensors)
+        ctx.saved_split = len(x_tensors)
+        ctx.metas = (x_meta, w_meta)
+        ctx.plan, ctx.record, ctx.rows, ctx.pad = plan, record, rows, pad
+        ctx.x_dtype, ctx.grad_dtype = x.dtype, grad_dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output):
+        plan: GemmPlan = ctx.plan
+        backend = plan.backend
+        _, dgrad8, wgrad8 = plan.fp8
+        need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
+        saved = ctx.saved_tensors
+        x_saved, w_saved = list(saved[: ctx.saved_split]), list(saved[ctx.saved_split :])
+        x_meta, w_meta = ctx.metas
+
+        dy = grad_output
+        rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
+        dy8 = None
+        if rowwise or columnwise:
+            padded = F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy
+            dy8 = backend.quantize(
+                _compute_dtype(padded, plan), plan.operands["grad_output"],
+                rowwise=rowwise, columnwise=columnwise, record=ctx.record,
+            )  # fmt: skip
+
+        dx = dw = db = None
+        if need_dgrad:
+            if dgrad8:
+                if w_meta is not None:
+                    w8 = backend.restore(w_saved, w_meta)
+                else:
+                    w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True, record=ctx.record)
+                dx = backend.dgrad(dy8, w8, ctx.x_dtype)[: ctx.rows]
+            else:
+                dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)
+        if need_wgrad:
+            if wgrad8:
+                dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)
+            else:
+                dw = backend.matmul(dy.to(plan.half).t(), x_saved[0].to(plan.half), ctx.grad_dtype)
+        if ctx.bias_dtype is not None and need_bias:
+            db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None, None
+
+
+def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
+    """Activations are quantized from half, as they come out of the layers around."""
+    return values if values.dtype == plan.half else values.to(plan.half)
+
+
+def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
+    return weight.dequantize(plan.half) if isinstance(weight, ScaledTensor) else weight.to(plan.half)
+
+
+def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+    if isinstance(weight, ScaledTensor):
+        return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
+    assert plan.operands is not None
+    return plan.backend.quantize(
+        weight, plan.operands["weight"], rowwise=rowwise, columnwise=columnwise, record=record
+    )
+
+
+def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:
+    """Keep only what backward needs: the columnwise orientation."""
+    return backend.columnwise_only(operand) if rowwise else operand

@@ -1,0 +1,85 @@
+"""Converted norms: statistics in FP32, output in the level's half dtype.
+
+Under autocast torch's layer_norm returns FP32, and the RMSNorm classes of transformers make several FP32 copies of
+their input; a converted norm reads and writes half precision once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "rms_norm_kind"]
+
+
+def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+    """(dtype to compute from, dtype of the output)."""
+    weight = module.weight
+    out = module.half if torch.is_autocast_enabled(x.device.type) else x.dtype  # type: ignore[attr-defined]
+    same = weight is None or weight.dtype == x.dtype
+    return (x.dtype if same else torch.float32), out  # type: ignore[return-value]
+
+
+def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return t if t is None else t.to(dtype)
+
+
+class LowPrecisionLayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` with FP32 statistics and half output; made by ``convert``."""
+
+    half: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        dtype, out = _dtypes(self, input)
+        with torch.autocast(input.device.type, enabled=False):
+            weight, bias = _to(self.weight, dtype), _to(self.bias, dtype)
+            return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(out)
+
+
+class LowPrecisionRMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` with FP32 statistics and half output; made by ``convert`` from torch's or transformers' classes.
+
+    With ``zero_centered`` the factor is 1 + weight (Gemma).
+    """
+
+    half: torch.dtype
+    zero_centered: bool
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        dtype, out = _dtypes(self, x)
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight
+            if weight is not None and self.zero_centered:
+                dtype, weight = torch.float32, weight.float() + 1.0
+            return F.rms_norm(x.to(dtype), self.normalized_shape, _to(weight, dtype), eps).to(out)
+
+
+def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:
+    """Recognise an RMSNorm of another library by what it computes.
+
+    Returns (eps, zero_centered), or None where the module does something else. The check runs the module on a small
+    random input, so that a class of the same name with another formula is left alone.
+    """
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or weight.is_meta:
+        return None
+    if any(True for _ in module.children()) or len(list(module.parameters(recurse=False))) != 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    try:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            got = type(module).forward(module, x)
+    except Exception:  # any failure means: not a plain norm
+        return None
+    if not isinstance(got, Tensor) or got.shape != x.shape:
+        return None
+    for zero_centered in (False, True):
+        factor = weight.float() + (1.0 if zero_centered else 0.0)
+        want = F.rms_norm(x.float(), (weight.numel(),), factor.detach(), eps)
+        if torch.allclose(got.float(), want, rtol=1e-2, atol=1e-3) and want.abs().max() > 0:
+            return eps, zero_centered
+    return None

@@ -1,0 +1,172 @@
+"""Delayed scaling: scales computed from the amaxes of the last steps, for all tensors of a model at once.
+
+One table holds the scales and histories of every GEMM operand of a model, one column an operand, so that the
+update at the end of a step is a handful of launches whatever the number of layers. An operand sees its own column
+through a ``Slot``.
+
+Differences to Transformer Engine's recipe, each on purpose:
+
+* The update happens once an optimizer step, not once a forward: micro-batches and the recomputation of activation
+  checkpointing contribute to one amax, and evaluation contributes nothing.
+* An operand without a history is scaled from the tensor at hand (TE starts at scale 1, which rounds gradients of
+  1e-6 to zero; TE issue 982).
+* A non-finite amax enters the history as 0, so that one overflow does not freeze the scale for a whole window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.scale import compute_scale
+
+__all__ = ["DelayedScaling", "Slot"]
+
+
+class Slot:
+    """One operand's column of a ``DelayedScaling`` table.
+
+    Attributes:
+        fmt: format of the stored operand.
+        scale: shape [1], FP32, view into the table.
+        amax: shape [1], FP32, view into the table: the running maximum since the last update.
+        cold: True while no usable amax has entered the history; the operand is then scaled by its own amax.
+    """
+
+    __slots__ = ("amax", "cold", "fmt", "margin", "scale")
+
+    def __init__(self, fmt: FloatFormat, margin: int) -> None:
+        self.fmt = fmt
+        self.margin = margin
+        self.cold = True
+        self.scale: Tensor
+        self.amax: Tensor
+
+    def record(self, amax: Tensor) -> None:
+        """Fold the amax of one tensor into this step's maximum."""
+        torch.maximum(self.amax, amax.reshape(1), out=self.amax)
+
+    def current_scale(self, amax: Tensor) -> Tensor:
+        """Scale [1] for the tensor at hand: the delayed one, or from ``amax`` itself while there is no history."""
+        return compute_scale(amax.reshape(1), self.fmt.max, self.margin) if self.cold else self.scale
+
+
+class DelayedScaling:
+    """Amax histories and scales of named operands.
+
+    Args:
+        history_len: steps that an amax is remembered, at least 1.
+        algo: ``max`` over the history, or the ``most_recent`` amax.
+        margin: scales are divided by 2**margin.
+        interval: scales are recomputed every ``interval`` updates; amaxes are recorded at every one.
+    """
+
+    def __init__(
+        self, history_len: int = 1024, algo: Literal["max", "most_recent"] = "max", margin: int = 0, interval: int = 1
+    ) -> None:
+        self.history_len = history_len
+        self.algo = algo
+        self.margin = margin
+        self.interval = interval
+        self.updates = 0
+        self.slots: dict[str, Slot] = {}
+        self._allocate(torch.device("cpu"))
+
+    def add(self, name: str, fmt: FloatFormat) -> Slot:
+        """Give the operand ``name`` a column (its own earlier one if it has it already)."""
+        if name not in self.slots:
+            state = self.state_dict()
+            self.slots[name] = Slot(fmt, self.margin)
+            self._allocate(self.scale.device)
+            self.load_state_dict(state)
+        return self.slots[name]
+
+    def add_all(self, operands: dict[str, FloatFormat]) -> None:
+        """Give many operands their columns at once."""
+        state = self.state_dict()
+        for name, fmt in operands.items():
+            self.slots.setdefault(name, Slot(fmt, self.margin))
+        self._allocate(self.scale.device)
+        self.load_state_dict(state)
+
+    def to(self, device: torch.device) -> None:
+        """Move the table; slots follow."""
+        if device != self.scale.device:
+            state = self.state_dict()
+            self._allocate(device)
+            self.load_state_dict(state)
+
+    def _allocate(self, device: torch.device) -> None:
+        n = len(self.slots)
+        self.scale = torch.ones(n, device=device)
+        self.amax = torch.zeros(n, device=device)
+        self.history = torch.zeros(self.history_len, n, device=device)
+        self._fp_max = torch.tensor([s.fmt.max for s in self.slots.values()], device=device)
+        for i, slot in enumerate(self.slots.values()):
+            slot.scale, slot.amax = self.scale[i : i + 1], self.amax[i : i + 1]
+            slot.cold = True
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales."""
+        if not self.slots:
+            return
+        amax = torch.where(torch.isfinite(self.amax), self.amax, torch.zeros_like(self.amax))
+        self.history[self.updates % self.history_len] = amax
+        self.updates += 1
+        self.amax.zero_()
+        if self.updates % self.interval:
+            return
+        window = self.history.amax(0) if self.algo == "max" else amax
+        self.scale.copy_(compute_scale(window, self._fp_max, self.margin, previous=self.scale))
+        if any(slot.cold for slot in self.slots.values()):
+            # The only read-back to the host, gone once every operand has been seen.
+            for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
+                slot.cold = slot.cold and not seen
+
+    def discard(self) -> None:
+        """Forget this step's amaxes: the step was skipped."""
+        self.amax.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain tensors by operand: history oldest first, scale, and whether the scale is in use yet."""
+        oldest = self.updates % self.history_len
+        history = torch.roll(self.history, -oldest, 0).cpu()
+        scale, amax = self.scale.cpu(), self.amax.cpu()
+        return {
+            "updates": self.updates,
+            "operands": {
+                name: {
+                    "amax_history": history[:, i].clone(),
+                    "scale": scale[i].clone(),
+                    "amax": amax[i].clone(),
+                    "cold": slot.cold,
+                }
+                for i, (name, slot) in enumerate(self.slots.items())
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the columns that ``state`` knows; operands that it does not know start afresh.
+
+        A history of another length is cut to its newest entries or padded with zeros before them.
+        """
+        self.updates = int(state["updates"])
+        oldest = self.updates % self.history_len
+        columns = self.history.cpu().clone()
+        scale, amax = self.scale.cpu(), self.amax.cpu()
+        for i, (name, slot) in enumerate(self.slots.items()):
+            saved = state["operands"].get(name)
+            if saved is None:
+                continue
+            recent = saved["amax_history"][-self.history_len :].cpu()
+            column = torch.zeros(self.history_len)
+            column[self.history_len - len(recent) :] = recent
+            columns[:, i] = torch.roll(column, oldest, 0)
+            scale[i], amax[i], slot.cold = saved["scale"], saved["amax"], bool(saved["cold"])
+        self.history.copy_(columns)
+        self.scale.copy_(scale)
+        self.amax.copy_(amax)

@@ -1,0 +1,33 @@
+"""Per-tensor scales: the rules of Transformer Engine.
+
+``stored = cast(value * scale)``, ``value = stored * scale_inv`` with ``scale = (max / amax) / 2**margin``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["compute_amax", "compute_scale"]
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def compute_amax(values: Tensor) -> Tensor:
+    """Largest magnitude of ``values`` (any shape) as a 0-dim FP32 tensor; 0 where it is empty, NaN where one is."""
+    if values.numel() == 0:
+        return values.new_zeros((), dtype=torch.float32)
+    low, high = torch.aminmax(values)  # one pass; abs().max() makes a copy
+    return torch.maximum(-low, high).float()
+
+
+def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previous: Tensor | None = None) -> Tensor:
+    """Scale for a tensor whose largest magnitude is ``amax`` (FP32, any shape; scales come out in the same shape).
+
+    A zero or non-finite amax keeps ``previous`` (1 where there is none). Source: Transformer Engine's
+    ``_default_sf_compute`` with the clamp of its infinite scales.
+    """
+    keep = torch.ones_like(amax) if previous is None else previous
+    scale = (fp_max / amax) / (2.0**margin)
+    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _FP32_MAX), scale)
+    return torch.where((amax > 0) & torch.isfinite(amax), scale, keep)

@@ -1,0 +1,116 @@
+"""A tensor that is stored in FP8 and reads as a float tensor.
+
+The storage of weights under ``fp8_params``: one byte an element and one FP32 scale. Any torch operation reads the
+values; an in-place one writes them back, rounded again with a fresh scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nemo_lowprec.formats.floats import FloatFormat, cast, decode, get_format
+from nemo_lowprec.formats.scale import compute_amax, compute_scale
+
+__all__ = ["ScaledTensor"]
+
+aten = torch.ops.aten
+
+
+class ScaledTensor(Tensor):
+    """Per-tensor scaled FP8 storage of shape ``data.shape`` that reads as ``dtype``.
+
+    Attributes:
+        data_fp8: float8 tensor of the same shape.
+        scale_inv: FP32, shape [1]; value = data_fp8 * scale_inv.
+        fmt: the storage format.
+        margin: scales are divided by 2**margin.
+    """
+
+    data_fp8: Tensor
+    scale_inv: Tensor
+    fmt: FloatFormat
+    margin: int
+
+    @staticmethod
+    def __new__(cls, data_fp8: Tensor, scale_inv: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, data_fp8.shape, strides=data_fp8.stride(), dtype=dtype, device=data_fp8.device, requires_grad=False
+        )
+        self.data_fp8, self.scale_inv, self.fmt, self.margin = data_fp8, scale_inv, fmt, margin
+        return self
+
+    @classmethod
+    def from_float(cls, values: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0) -> ScaledTensor:
+        """Quantize ``values`` with the scale of their own amax."""
+        values = values.detach()
+        scale = compute_scale(compute_amax(values).reshape(1), fmt.max, margin)
+        return cls(cast(values.float() * scale, fmt), scale.reciprocal(), fmt, dtype, margin)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> ScaledTensor:
+        """Store ``values`` (same shape) anew, in place."""
+        scale = compute_scale(compute_amax(values).reshape(1), self.fmt.max, self.margin)
+        self.data_fp8.copy_(cast(values.float() * scale, self.fmt))
+        self.scale_inv.copy_(scale.reciprocal())
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor, of the nominal dtype unless told otherwise."""
+        return (decode(self.data_fp8) * self.scale_inv).to(dtype or self.dtype)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"ScaledTensor({self.fmt.name}, shape={tuple(self.shape)}, reads as {self.dtype})"
+
+    def __tensor_flatten__(self):
+        return ["data_fp8", "scale_inv"], (self.fmt.name, self.dtype, self.margin)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, outer_size, outer_stride):
+        name, dtype, margin = meta
+        return ScaledTensor(inner["data_fp8"], inner["scale_inv"], get_format(name), dtype, margin)
+
+    def __reduce_ex__(self, protocol):
+        state = (self.data_fp8.view(torch.uint8), self.scale_inv, self.fmt.name, self.dtype, self.margin)
+        return _rebuild, state
+
+    def __deepcopy__(self, memo):
+        return self._with(self.data_fp8.clone(), self.scale_inv.clone())
+
+    def _with(self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> ScaledTensor:
+        return ScaledTensor(data, scale_inv, self.fmt, dtype or self.dtype, self.margin)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        this = args[0] if args and isinstance(args[0], ScaledTensor) else None
+        if this is not None:
+            if func in (aten.detach.default, aten.alias.default):
+                return this._with(this.data_fp8, this.scale_inv)
+            if func is aten.clone.default:
+                return this._with(this.data_fp8.clone(), this.scale_inv.clone())
+            if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking", "memory_format", "layout"}:
+                device = kwargs.get("device", this.device)
+                return this._with(this.data_fp8.to(device, copy=True), this.scale_inv.to(device, copy=True))
+            if func is aten.copy_.default:
+                source = args[1]
+                return this.quantize_(source.dequantize(torch.float32) if isinstance(source, ScaledTensor) else source)
+
+        def read(x):
+            return x.dequantize() if isinstance(x, ScaledTensor) else x
+
+        plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable and this is not None and func.__name__.split(".")[0].endswith("_"):
+            return this.quantize_(plain_args[0])
+        return result
+
+
+def _rebuild(data: Tensor, scale_inv: Tensor, fmt: str, dtype: torch.dtype, margin: int) -> ScaledTensor:
+    storage = get_format(fmt)
+    return ScaledTensor(data.view(storage.dtype), scale_inv, storage, dtype, margin)
