@@ -1,0 +1,37 @@
+"""Text data for pretraining: a corpus, its tokenizer, Megatron's .bin/.idx files, and their loader.
+
+corpus      which documents there are, and which of them are for validation
+tokenizer   a byte-level BPE trained on the training documents
+prepare     corpus -> tokenizer.json, train.bin/.idx, validation.bin/.idx, prepared.json
+indexed     opens .bin/.idx pairs of Megatron and NeMo, and says what is wrong with a broken one
+packed      fixed-length samples packed from shuffled documents, in Megatron's own order
+loader      a data loader whose position is part of the checkpoint
+module      all of it as one LightningDataModule
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Document": "corpus",
+    "list_documents": "corpus",
+    "split_documents": "corpus",
+    "train_tokenizer": "tokenizer",
+    "PreparedData": "prepare",
+    "prepare_data": "prepare",
+    "is_prepared": "prepare",
+    "open_prepared": "prepare",
+    "open_indexed": "indexed",
+    "PackedDataset": "packed",
+    "ResumableLoader": "loader",
+    "validation_loader": "loader",
+    "TextDataModule": "module",
+}
+__all__ = list(_HOME)
+
+
+# Lazy, because Lightning, tokenizers and Megatron-core each take seconds to import.
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,267 @@
+"""Data loaders: one whose position is part of the checkpoint, and one for validation.
+
+The training position is (epoch, samples taken from that epoch), counted over all ranks. It is the
+loader's own and not the trainer's: Lightning's epochs end early with `limit_train_batches`, and
+after a resume it may count an epoch that had no batches. So the batches after a resume are those
+that would have come next, wherever the checkpoint was taken, with any number of workers, and at
+any world size that keeps the global batch size.
+
+Lightning saves and restores the position by itself, because `ResumableLoader` has `state_dict` and
+`load_state_dict`. It does so before the first batch, but not after a checkpoint from the end of an
+epoch in a run bounded by epochs; there it only tells the sampler the epoch, which is enough unless
+`limit_train_batches` is set. `TextDataModule` carries the position in its own state too, which
+Lightning always restores.
+
+`ResumableLoader` is not a torch DataLoader but has one inside, so Lightning leaves its sampler
+alone, whatever `use_distributed_sampler` says.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+Batch = dict[str, Tensor]
+
+
+class SizedDataset(Protocol):
+    """A map-style dataset with a length."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        """One sample."""
+
+
+class EpochOrder:
+    """The order of the samples in each epoch.
+
+    Epoch 0 is the dataset's own order, which `PackedDataset` has shuffled as Megatron does. Every
+    later epoch is a permutation drawn from the seed and its number.
+
+    Args:
+        samples: Number of samples, n.
+        seed: Of the permutations.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.samples = samples
+        self.seed = seed
+        self.on_set_epoch: Callable[[int], None] | None = None
+
+    def __call__(self, epoch: int) -> Tensor:
+        """Sample indices of the epoch, int64 of shape [n]."""
+        if epoch == 0:
+            return torch.arange(self.samples)
+        # Not seed + epoch, which would give neighbouring seeds nearly the same epochs.
+        seed = (self.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63
+        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning at the start of each of its epochs."""
+        if self.on_set_epoch is not None:
+            self.on_set_epoch(epoch)
+
+
+class ResumableLoader:
+    """Endless training batches from a dataset, with a position that is saved and restored.
+
+    A step takes `micro_batch_size * world_size` samples in order, and each rank a contiguous part
+    of them: in rank order, the ranks' micro-batches are the ones that a single rank would see one
+    after another. An epoch ends where less than a global batch is left; that tail (another one in
+    each epoch but the first) is left out.
+
+    Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when it is
+    handed out, not when a worker has read it. The default random generator of torch is not touched.
+
+    Args:
+        dataset: Map-style, with a length, each sample a dict of tensors.
+        micro_batch_size: Samples of one batch on one rank.
+        seed: Of the order of the samples.
+        rank: This process among those that share the batches (its data-parallel rank).
+        world_size: Number of those processes.
+        global_batch_size: Samples of one optimizer step, over ranks and gradient accumulation.
+            None: those of one batch on all ranks.
+        num_workers: Processes that read ahead; 0: none.
+        pin_memory: Whether batches come in page-locked memory.
+        stop_at_epoch_end: Whether an iterator ends where an epoch does. False: it goes on with the
+            next one, for a trainer that counts the batches itself.
+        in_flight: Returns how many of the batches handed out last do not count as taken yet, for a
+            checkpoint written from within a training step. None: none.
+
+    Raises:
+        ValueError: A bad value, or less than a global batch of samples.
+    """
+
+    def __init__(
+        self,
+        dataset: SizedDataset,
+        micro_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        global_batch_size: int | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        stop_at_epoch_end: bool = True,
+        in_flight: Callable[[], int] | None = None,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1.")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank} must lie in [0, world_size={world_size}).")
+        self.samples_per_step = micro_batch_size * world_size
+        global_batch_size = global_batch_size or self.samples_per_step
+        if global_batch_size % self.samples_per_step:
+            raise ValueError(
+                f"global_batch_size={global_batch_size} must be a multiple of micro_batch_size * "
+                f"world_size = {self.samples_per_step}."
+            )
+        if len(dataset) < global_batch_size:
+            raise ValueError(
+                f"The training data have {len(dataset)} samples, less than one global batch of "
+                f"{global_batch_size}: pass more data, or a smaller seq_length, batch or "
+                "accumulation."
+            )
+        # Not `self.dataset`: Lightning's overfit_batches would take this for a torch DataLoader.
+        self._dataset = dataset
+        self.batch_size = micro_batch_size
+        self.rank = rank
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+        self.stop_at_epoch_end = stop_at_epoch_end
+        self.sampler = EpochOrder(len(dataset), seed)
+        self.sampler.on_set_epoch = self._start_at_epoch
+        self._in_flight = in_flight
+        self._epoch_samples = len(dataset) // global_batch_size * global_batch_size
+        self._epoch = self._taken = 0
+        self._untouched = True
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on one rank, wherever the position is."""
+        return self._epoch_samples // self.samples_per_step
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from the position on; nothing is read before the first is asked for."""
+        while True:
+            # Batches on other ranks or of another size may not end where this epoch does.
+            if self._taken + self.samples_per_step > self._epoch_samples:
+                self._epoch, self._taken = self._epoch + 1, 0
+            yield from self._rest_of_epoch()
+            if self.stop_at_epoch_end:
+                return
+
+    def _rest_of_epoch(self) -> Iterator[Batch]:
+        order = self.sampler(self._epoch)
+        first = self.rank * self.batch_size
+        batches = [
+            order[start + first : start + first + self.batch_size].tolist()
+            for start in range(
+                self._taken,
+                self._epoch_samples - self.samples_per_step + 1,
+                self.samples_per_step,
+            )
+        ]
+        for batch in _torch_loader(
+            self._dataset,
+            batch_sampler=batches,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        ):
+            self._untouched = False
+            self._taken += self.samples_per_step
+            yield batch
+
+    def _start_at_epoch(self, epoch: int) -> None:
+        # A trainer's epoch places only a loader that has no position of its own yet.
+        if self._untouched:
+            self._epoch, self._taken = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The position: `epoch`, `taken` (samples of it, all ranks), and `samples` and `seed`."""
+        taken = self._taken
+        if self._in_flight is not None:
+            taken = max(0, taken - self._in_flight() * self.samples_per_step)
+        return {
+            "epoch": self._epoch,
+            "taken": taken,
+            "samples": self.sampler.samples,
+            "seed": self.sampler.seed,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes to a saved position; one of other data or another seed is left, with a warning."""
+        here = {"samples": self.sampler.samples, "seed": self.sampler.seed}
+        there = {name: state[name] for name in here}
+        if here != there:
+            warnings.warn(
+                f"The checkpoint's position belongs to other data or another seed ({there}, here "
+                f"{here}): these data start from their beginning.",
+                stacklevel=2,
+            )
+            return
+        self._epoch, self._taken = state["epoch"], state["taken"]
+        self._untouched = False
+
+
+def validation_loader(
+    dataset: SizedDataset,
+    micro_batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Batch]:
+    """Whole batches in the dataset's order, from the beginning at each `iter()`.
+
+    Every rank gets the same number of batches, as sharded models need it; the samples that do not
+    fill a batch on all ranks are left out.
+
+    Args:
+        dataset: As for `ResumableLoader`.
+        micro_batch_size: Samples of one batch on one rank.
+        rank: This process among those that share the batches.
+        world_size: Number of those processes.
+        num_workers: Processes that read ahead; 0: none.
+        pin_memory: Whether batches come in page-locked memory.
+
+    Returns:
+        A torch DataLoader with a DistributedSampler, which Lightning does not replace.
+
+    Raises:
+        ValueError: A bad value, or too few samples for one batch on every rank.
+    """
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1.")
+    if len(dataset) < micro_batch_size * world_size:
+        raise ValueError(
+            f"The validation data have {len(dataset)} samples, too few for a batch of "
+            f"{micro_batch_size} on each of {world_size} ranks: pass a larger validation_fraction, "
+            "or a smaller micro_batch_size or seq_length."
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset,  # type: ignore[arg-type]
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=False,
+        drop_last=True,
+    )
+    return _torch_loader(
+        dataset,
+        batch_size=micro_batch_size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+    )
+
+
+def _torch_loader(dataset: SizedDataset | Dataset[Any], **options: Any) -> DataLoader[Batch]:
+    # Its own generator: an iterator draws the workers' seed, and that draw from the default one
+    # would make the dropout after a resume another one.
+    return DataLoader(dataset, generator=torch.Generator(), **options)  # type: ignore[arg-type]

@@ -1,0 +1,254 @@
+"""The data of a pretraining run as one LightningDataModule."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from tokenizers import Tokenizer
+from torch.utils.data import DataLoader, Subset
+
+from nemo_lowprec.data.loader import Batch, ResumableLoader, SizedDataset, validation_loader
+from nemo_lowprec.data.packed import PackedDataset
+from nemo_lowprec.data.prepare import PreparedData, check_arguments, open_prepared, prepare_data
+
+_DEFAULT_VOCAB_SIZE = 8192
+
+
+class TextDataModule(LightningDataModule):
+    """Packed text for next-token prediction: prepares what is missing, and resumes where it was.
+
+    A batch is a dict of `input_ids` and `labels`, int64 of shape [micro_batch_size, seq_length];
+    the labels are already shifted (see `PackedDataset`). Testing uses the validation data.
+
+    Lightning's `use_distributed_sampler` may be left as it is. The global batch is
+    micro_batch_size x data-parallel ranks x `accumulate_grad_batches`, and an epoch of training is
+    a whole number of those.
+
+    Args:
+        data_dir: Prepared folder. It is prepared by the first process of each node if it does not
+            exist.
+        source: What to prepare it from (see `prepare_data`); None: the Python standard library.
+        vocab_size: Number of ids. For preparing, the size of the tokenizer to train (None: 8192).
+            With prefixes, that of the data's tokenizer; None needs a `tokenizer.json` beside them.
+        seq_length: Tokens of one sample.
+        micro_batch_size: Samples of one batch on one rank.
+        num_workers: Processes that read ahead, for training and for validation each; 0: none.
+        seed: Of the split, and of the order of documents and samples.
+        max_bytes: Prepares only so many bytes of the source; None: all.
+        train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data
+            to use in place of `data_dir`.
+        validation_prefix: The same of the validation data.
+        validation_samples: Validates on so many samples at most, a random choice by the seed;
+            None: all.
+        pin_memory: Whether batches come in page-locked memory; None: where there is a GPU.
+
+    Raises:
+        ValueError: At construction, a bad value, or arguments that exclude each other; when
+            preparing or setting up, as for `prepare_data`, `open_indexed` and `PackedDataset`.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path = "data/stdlib",
+        source: str | Path | None = None,
+        vocab_size: int | None = None,
+        seq_length: int = 1024,
+        micro_batch_size: int = 4,
+        num_workers: int = 0,
+        seed: int = 0,
+        max_bytes: int | None = None,
+        train_prefix: str | Path | None = None,
+        validation_prefix: str | Path | None = None,
+        validation_samples: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
+        for name, value, least in (
+            ("seq_length", seq_length, 1),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+            ("validation_samples", validation_samples, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        if self._prefixes is None:
+            vocab_size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+            check_arguments(vocab_size, seed=seed, max_bytes=max_bytes)
+        elif vocab_size is None and not _tokenizer_beside(self._prefixes[0]).is_file():
+            raise ValueError(
+                f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, "
+                "the number of ids of the tokenizer that made the data."
+            )
+        elif vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size} must be at least 1.")
+        self.data_dir = Path(data_dir)
+        self.source = source
+        self.seq_length = seq_length
+        self.micro_batch_size = micro_batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.max_bytes = max_bytes
+        self.validation_samples = validation_samples
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self.prepared: PreparedData | None = None
+        self._vocab_size = vocab_size
+        self._tokenizer: Tokenizer | None = None
+        self._train: PackedDataset | None = None
+        self._validation: SizedDataset | None = None
+        self._loader: ResumableLoader | None = None
+        self._position: dict[str, int] | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: that of the tokenizer once set up, before that the one asked for.
+
+        A model built for the number asked for always fits: the tokenizer has that many or fewer.
+        """
+        if self.prepared is not None:
+            return self.prepared.vocab_size
+        if self._vocab_size is None:
+            return int(self.tokenizer.get_vocab_size())
+        return self._vocab_size
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data, of the `tokenizers` library; loaded when first asked for.
+
+        Raises:
+            ValueError: The data are not prepared yet, or have no tokenizer.json beside them.
+        """
+        if self._tokenizer is None:
+            folder = self.data_dir if self._prefixes is None else Path(self._prefixes[0]).parent
+            path = folder / "tokenizer.json"
+            if not path.is_file():
+                raise ValueError(
+                    f"{path} does not exist: call prepare_data() first, or put the tokenizer of "
+                    "the data there."
+                )
+            self._tokenizer = Tokenizer.from_file(str(path))
+        return self._tokenizer
+
+    def prepare_data(self) -> None:
+        """Prepares `data_dir` where that is missing; Lightning calls it in one process a node."""
+        if self._prefixes is None:
+            prepare_data(
+                self.data_dir,
+                source=self.source,
+                vocab_size=self._vocab_size or _DEFAULT_VOCAB_SIZE,
+                seed=self.seed,
+                max_bytes=self.max_bytes,
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the data and builds the samples; `stage` makes no difference."""
+        if self._train is not None:
+            return
+        if self._prefixes is None:
+            self.prepared = open_prepared(self.data_dir)
+            prefixes = (self.prepared.train_prefix, self.prepared.validation_prefix)
+        else:
+            prefixes = self._prefixes
+        train, validation = (
+            PackedDataset(prefix, self.seq_length, self.seed, self.vocab_size)
+            for prefix in prefixes
+        )
+        self._validation = validation
+        if self.validation_samples is not None and self.validation_samples < len(validation):
+            self._validation = Subset(validation, range(self.validation_samples))
+        self._train = train
+
+    def train_dataloader(self) -> ResumableLoader | DataLoader[Batch]:
+        """Training batches from the restored position on.
+
+        With `overfit_batches` the same first batches come in every epoch, without a position.
+        """
+        self.setup()
+        assert self._train is not None
+        if self.trainer is not None and self.trainer.overfit_batches > 0:
+            return self._in_order(self._train)
+        rank, world_size = self._shard()
+        steps = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
+        self._loader = ResumableLoader(
+            self._train,
+            self.micro_batch_size,
+            seed=self.seed,
+            rank=rank,
+            world_size=world_size,
+            global_batch_size=self.micro_batch_size * world_size * steps,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            # Lightning counts to len() or limit_train_batches by itself.
+            stop_at_epoch_end=self.trainer is None,
+            in_flight=self._batches_in_flight,
+        )
+        if self._position is not None:
+            self._loader.load_state_dict(self._position)
+            self._position = None
+        return self._loader
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Validation batches, the same ones each time."""
+        self.setup()
+        assert self._validation is not None
+        return self._in_order(self._validation)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The validation batches."""
+        return self.val_dataloader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data."""
+        return {} if self._loader is None else {"position": self._loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the position for the next `train_dataloader()`."""
+        self._position = state_dict.get("position")
+
+    def _in_order(self, dataset: SizedDataset) -> DataLoader[Batch]:
+        rank, world_size = self._shard()
+        return validation_loader(
+            dataset,
+            self.micro_batch_size,
+            rank,
+            world_size,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+
+    def _shard(self) -> tuple[int, int]:
+        """This process' data-parallel rank, and how many there are."""
+        # A strategy with tensor or pipeline parallel ranks gives its data-parallel ones here.
+        sampler = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return (sampler["rank"], sampler["num_replicas"]) if sampler else (0, 1)
+
+    def _batches_in_flight(self) -> int:
+        """1 within a training step, whose batch Lightning runs again after a resume; else 0."""
+        if self.trainer is None:
+            return 0
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return progress.ready - progress.processed
+
+
+def _check_prefixes(
+    train: str | Path | None,
+    validation: str | Path | None,
+    source: str | Path | None,
+    max_bytes: int | None,
+) -> tuple[str, str] | None:
+    if train is None and validation is None:
+        return None
+    if train is None or validation is None:
+        raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
+    if source is not None or max_bytes is not None:
+        raise ValueError(
+            "source and max_bytes are for preparing data, and train_prefix names data that are "
+            "prepared: pass one or the other."
+        )
+    return str(train), str(validation)
+
+
+def _tokenizer_beside(prefix: str) -> Path:
+    return Path(prefix).parent / "tokenizer.json"

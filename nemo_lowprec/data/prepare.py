@@ -1,0 +1,335 @@
+"""Prepares a corpus for pretraining: tokenizer, Megatron's .bin/.idx files, and a record of both.
+
+The folder is written under another name beside its place and renamed when it is complete: whatever
+stands under the final name is whole, and nothing that was there is written over.
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from nemo_lowprec.data.corpus import (
+    Document,
+    in_hash_order,
+    limit_bytes,
+    list_documents,
+    listing_fingerprint,
+    source_files,
+    split_documents,
+)
+from nemo_lowprec.data.indexed import open_indexed
+from nemo_lowprec.data.megatron import import_megatron
+from nemo_lowprec.data.progress import progress_bar
+from nemo_lowprec.data.tokenizer import (
+    END_OF_DOCUMENT,
+    MIN_VOCAB_SIZE,
+    encode_documents,
+    train_tokenizer,
+)
+
+log = logging.getLogger(__name__)
+
+_RECORD = "prepared.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A folder of prepared data, as its `prepared.json` describes it.
+
+    Attributes:
+        path: The folder.
+        record: The contents of `prepared.json`.
+    """
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def train_prefix(self) -> str:
+        """Path of train.bin and train.idx, without the ending."""
+        return str(self.path / "train")
+
+    @property
+    def validation_prefix(self) -> str:
+        """Path of validation.bin and validation.idx, without the ending."""
+        return str(self.path / "validation")
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """tokenizer.json: `PreTrainedTokenizerFast(tokenizer_file=...)` of transformers reads it."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer has; less than was asked for where the corpus is small."""
+        return int(self.record["vocab_size"])
+
+    @property
+    def end_of_document(self) -> int:
+        """Id that ends every document."""
+        return int(self.record["end_of_document"])
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of `train` and of `validation`, the ends of documents included."""
+        return {split: int(self.record[split]["tokens"]) for split in ("train", "validation")}
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer, of the `tokenizers` library."""
+        return Tokenizer.from_file(str(self.tokenizer_path))
+
+
+def prepare_data(
+    out_dir: str | Path,
+    source: str | Path | None = None,
+    vocab_size: int = 8192,
+    validation_fraction: float = 0.02,
+    seed: int = 0,
+    max_bytes: int | None = None,
+    text_field: str = "text",
+    tokenizer_bytes: int = 8_000_000,
+) -> PreparedData:
+    """Writes `tokenizer.json`, `train.bin/.idx`, `validation.bin/.idx` and `prepared.json`.
+
+    A folder that was prepared with the same arguments from the same files is returned at once. The
+    standard library of another Python counts as the same, so that prepared data can be carried to
+    another machine; so does a source that is no longer there, if it has the same path.
+
+    A killed run leaves a folder `.NAME.*.partial` beside `out_dir`, which may be deleted.
+
+    Args:
+        out_dir: Folder to write: one that does not exist yet, or is empty.
+        source: None: the sources of the running Python's standard library. Or a folder of text
+            files, a folder of .jsonl files, or one .jsonl file. Files that are not UTF-8 are left
+            out and counted in the record.
+        vocab_size: Ids of the tokenizer at most, at least 257. Below 65500 tokens take 2 bytes on
+            disk, else 4.
+        validation_fraction: Fraction of the files (one .jsonl file: of its lines) kept for
+            validation, chosen by the hash of their names. In (0, 1).
+        seed: Changes which files are for validation and which ones `max_bytes` takes.
+        max_bytes: Takes only so many bytes of documents, in hash order; None: all.
+        text_field: Key of the text in .jsonl lines.
+        tokenizer_bytes: The tokenizer is trained on so many bytes of training documents, in hash
+            order.
+
+    Raises:
+        ValueError: A bad value; an empty or unreadable source; or `out_dir` holds something else,
+            or data prepared from other files or with other arguments.
+    """
+    arguments = {
+        "source": None if source is None else str(source),
+        "vocab_size": vocab_size,
+        "validation_fraction": validation_fraction,
+        "seed": seed,
+        "max_bytes": max_bytes,
+        "text_field": text_field,
+        "tokenizer_bytes": tokenizer_bytes,
+    }
+    check_arguments(vocab_size, validation_fraction, seed, max_bytes, tokenizer_bytes)
+    target = Path(os.path.abspath(out_dir))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        return _reuse(target, arguments)
+
+    started = time.perf_counter()
+    documents = list_documents(source, text_field)
+    if max_bytes is not None:
+        documents = limit_bytes(documents, max_bytes, seed)
+    train, validation = split_documents(documents, validation_fraction, seed)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(
+        tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    )
+    try:
+        tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, tokenizer_bytes)
+        tokenizer.save(str(partial / "tokenizer.json"))
+        record = {
+            "format": _FORMAT,
+            "arguments": arguments,
+            "source_fingerprint": listing_fingerprint(source_files(source)),
+            "vocab_size": tokenizer.get_vocab_size(),
+            "end_of_document": tokenizer.token_to_id(END_OF_DOCUMENT),
+            "train": _write_indexed(partial / "train", tokenizer, train),
+            "validation": _write_indexed(partial / "validation", tokenizer, validation),
+            "versions": {
+                "python": sys.version.split()[0],
+                "tokenizers": version("tokenizers"),
+                "megatron-core": version("megatron-core"),
+            },
+        }
+        (partial / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        _make_readable(partial)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir() or not any(target.iterdir()):
+                raise
+            # Another process was faster, or the folder was filled meanwhile.
+            return _reuse(target, arguments)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    prepared = PreparedData(target, record)
+    log.info(
+        "Prepared %s in %.1f s: %d training and %d validation tokens, %d ids.",
+        target,
+        time.perf_counter() - started,
+        prepared.tokens["train"],
+        prepared.tokens["validation"],
+        prepared.vocab_size,
+    )
+    return prepared
+
+
+def is_prepared(out_dir: str | Path) -> bool:
+    """Whether `open_prepared` opens the folder."""
+    try:
+        open_prepared(out_dir)
+    except ValueError:
+        return False
+    return True
+
+
+def open_prepared(out_dir: str | Path) -> PreparedData:
+    """Opens a prepared folder, wherever it was moved, and whatever its arguments were.
+
+    Raises:
+        ValueError: It was not written by `prepare_data`, or a file of it is missing or truncated.
+    """
+    path = Path(os.path.abspath(out_dir))
+    try:
+        record = json.loads((path / _RECORD).read_text())
+        complete = record["format"] == _FORMAT
+    except (OSError, ValueError, LookupError, TypeError):
+        complete = False
+    if not complete:
+        raise ValueError(
+            f"{path} is not a folder of prepared data (it has no {_RECORD} of format {_FORMAT}): "
+            "pass one that prepare_data wrote, or a new one to prepare."
+        )
+    prepared = PreparedData(path, record)
+    if not prepared.tokenizer_path.is_file():
+        raise ValueError(
+            f"{prepared.tokenizer_path} is missing: copy it again, or prepare a new folder."
+        )
+    for prefix in (prepared.train_prefix, prepared.validation_prefix):
+        open_indexed(prefix)
+    return prepared
+
+
+def check_arguments(
+    vocab_size: int,
+    validation_fraction: float = 0.02,
+    seed: int = 0,
+    max_bytes: int | None = None,
+    tokenizer_bytes: int = 8_000_000,
+) -> None:
+    """Raises ValueError for a value that `prepare_data` cannot work with."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
+            f"{END_OF_DOCUMENT}: pass at least that."
+        )
+    if not 0 < validation_fraction < 1:
+        raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1.")
+    if seed < 0:
+        raise ValueError(f"seed={seed} must not be negative.")
+    for name, value in (("max_bytes", max_bytes), ("tokenizer_bytes", tokenizer_bytes)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
+def _reuse(target: Path, arguments: dict[str, Any]) -> PreparedData:
+    prepared = open_prepared(target)
+    recorded = prepared.record["arguments"]
+    other = [
+        f"{name} is {recorded.get(name)!r} there and {value!r} now"
+        for name, value in arguments.items()
+        if name != "source" and recorded.get(name) != value
+    ]
+    other += _source_difference(prepared.record, arguments["source"])
+    if other:
+        raise ValueError(
+            f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use "
+            "that one with its own arguments."
+        )
+    return prepared
+
+
+def _source_difference(record: dict[str, Any], source: str | None) -> list[str]:
+    recorded = record["arguments"]["source"]
+    if recorded is None and source is None:
+        return []
+    same_path = recorded == source
+    if recorded is not None and source is not None and Path(source).exists():
+        if listing_fingerprint(source_files(source)) == record["source_fingerprint"]:
+            return []
+        if same_path:
+            return [f"the files of {source} have changed since"]
+    return [] if same_path else [f"source is {recorded!r} there and {source!r} now"]
+
+
+def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: int) -> Tokenizer:
+    taken, total = [], 0
+    for document in documents:
+        if total >= max_bytes:
+            break
+        taken.append(document)
+        total += document.size
+    with progress_bar("Reading for the tokenizer", total) as advance:
+        return train_tokenizer(_read(taken, advance, []), vocab_size)
+
+
+def _read(
+    documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]
+) -> Iterator[str]:
+    """The texts that are UTF-8; the names of the others go to `skipped`."""
+    for document in documents:
+        text = document.read()
+        advance(document.size)
+        if text is None:
+            skipped.append(document.name)
+        elif text:
+            yield text
+
+
+def _write_indexed(
+    prefix: Path, tokenizer: Tokenizer, documents: Sequence[Document]
+) -> dict[str, Any]:
+    """Writes PREFIX.bin and PREFIX.idx; returns what `prepared.json` says about them."""
+    indexed_dataset = import_megatron("datasets.indexed_dataset")
+    dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    skipped: list[str] = []
+    written = tokens = 0
+    total = sum(document.size for document in documents)
+    with progress_bar(f"Encoding {prefix.name}", total) as advance:
+        for ids in encode_documents(tokenizer, _read(documents, advance, skipped)):
+            builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
+            written += 1
+            tokens += len(ids)
+    builder.finalize(f"{prefix}.idx")
+    if not written:
+        raise ValueError(
+            f"None of the {len(documents)} documents for {prefix.name} is UTF-8 text (the first is "
+            f"{documents[0].name}): convert them, or pass another source."
+        )
+    return {"documents": written, "tokens": tokens, "not_utf8": skipped}
+
+
+def _make_readable(folder: Path) -> None:
+    """Gives a folder of mkdtemp (0700) the permissions of an ordinary new one."""
+    mask = os.umask(0)
+    os.umask(mask)
+    folder.chmod(0o777 & ~mask)

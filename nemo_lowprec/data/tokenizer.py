@@ -1,0 +1,72 @@
+"""A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on the corpus.
+
+Its base alphabet is all 256 bytes, so there is no unknown token and decoding gives back exactly
+the text. Ids run from 0; `<|endoftext|>`, the end of a document (eod), is 0.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_DOCUMENT = "<|endoftext|>"
+MIN_VOCAB_SIZE = 257  # the bytes and the end of a document
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
+    """Trains the tokenizer; the same texts give the same tokenizer.json.
+
+    Args:
+        texts: The training texts; they are taken one by one.
+        vocab_size: Number of ids wanted, the 256 bytes and the end of a document included. A small
+            corpus can run out of pairs that occur twice and give fewer.
+
+    Raises:
+        ValueError: `vocab_size` is less than 257.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
+            f"{END_OF_DOCUMENT}: pass at least that."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each text, the end of a document appended, in order; on all cores.
+
+    The characters `<|endoftext|>` in a text are encoded as those characters, never as the end of a
+    document.
+    """
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True
+    try:
+        for batch in _batches(texts, characters=1 << 21):
+            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield [*encoding.ids, end]
+    finally:
+        tokenizer.encode_special_tokens = before
+
+
+def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    total = 0
+    for text in texts:
+        batch.append(text)
+        total += len(text)
+        if total >= characters:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
