@@ -224,8 +224,8 @@ def split_documents(
             groups = len({document.group for document in documents})
             raise ValueError(
                 f"validation_fraction={validation_fraction} with seed={seed} leaves nothing for "
-                f"{name} out of {groups} separable parts: pass another fraction or seed, or a "
-                "source of more files."
+                f"{name} out of {groups} separable parts: pass another fraction or seed, a larger "
+                "max_bytes, or a source of more files."
             )
     return sides
 

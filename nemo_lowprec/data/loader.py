@@ -196,6 +196,7 @@ class ResumableLoader:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes to a saved position; one of other data or another seed is left, with a warning."""
+        self._untouched = False
         here = {"samples": self.sampler.samples, "seed": self.sampler.seed}
         there = {name: state[name] for name in here}
         if here != there:
@@ -206,7 +207,6 @@ class ResumableLoader:
             )
             return
         self._epoch, self._taken = state["epoch"], state["taken"]
-        self._untouched = False
 
 
 def validation_loader(

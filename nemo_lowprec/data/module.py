@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Subset
 
@@ -35,6 +36,7 @@ class TextDataModule(LightningDataModule):
         micro_batch_size: Samples of one batch on one rank.
         num_workers: Processes that read ahead, for training and for validation each; 0: none.
         seed: Of the split, and of the order of documents and samples.
+        validation_fraction: Fraction of the source's files that preparing keeps for validation.
         max_bytes: Prepares only so many bytes of the source; None: all.
         train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data
             to use in place of `data_dir`.
@@ -57,6 +59,7 @@ class TextDataModule(LightningDataModule):
         micro_batch_size: int = 4,
         num_workers: int = 0,
         seed: int = 0,
+        validation_fraction: float = 0.02,
         max_bytes: int | None = None,
         train_prefix: str | Path | None = None,
         validation_prefix: str | Path | None = None,
@@ -76,7 +79,7 @@ class TextDataModule(LightningDataModule):
                 raise ValueError(f"{name}={value} must be at least {least}.")
         if self._prefixes is None:
             vocab_size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
-            check_arguments(vocab_size, seed=seed, max_bytes=max_bytes)
+            check_arguments(vocab_size, validation_fraction, seed, max_bytes)
         elif vocab_size is None and not _tokenizer_beside(self._prefixes[0]).is_file():
             raise ValueError(
                 f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, "
@@ -90,6 +93,7 @@ class TextDataModule(LightningDataModule):
         self.micro_batch_size = micro_batch_size
         self.num_workers = num_workers
         self.seed = seed
+        self.validation_fraction = validation_fraction
         self.max_bytes = max_bytes
         self.validation_samples = validation_samples
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -138,6 +142,7 @@ class TextDataModule(LightningDataModule):
                 self.data_dir,
                 source=self.source,
                 vocab_size=self._vocab_size or _DEFAULT_VOCAB_SIZE,
+                validation_fraction=self.validation_fraction,
                 seed=self.seed,
                 max_bytes=self.max_bytes,
             )
@@ -167,7 +172,7 @@ class TextDataModule(LightningDataModule):
         """
         self.setup()
         assert self._train is not None
-        if self.trainer is not None and self.trainer.overfit_batches > 0:
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
             return self._in_order(self._train)
         rank, world_size = self._shard()
         steps = self.trainer.accumulate_grad_batches if self.trainer is not None else 1
@@ -204,8 +209,9 @@ class TextDataModule(LightningDataModule):
         return {} if self._loader is None else {"position": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the position for the next `train_dataloader()`."""
-        self._position = state_dict.get("position")
+        """Keeps the position for the next `train_dataloader()`; validating or testing does not."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self._position = state_dict.get("position")
 
     def _in_order(self, dataset: SizedDataset) -> DataLoader[Batch]:
         rank, world_size = self._shard()
@@ -228,8 +234,8 @@ class TextDataModule(LightningDataModule):
         """1 within a training step, whose batch Lightning runs again after a resume; else 0."""
         if self.trainer is None:
             return 0
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return progress.ready - progress.processed
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
 
 
 def _check_prefixes(

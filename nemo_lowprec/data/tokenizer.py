@@ -48,7 +48,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[lis
     The characters `<|endoftext|>` in a text are encoded as those characters, never as the end of a
     document.
     """
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    end = tokenizer.get_vocab()[END_OF_DOCUMENT]
     before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
     try:
