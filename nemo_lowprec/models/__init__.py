@@ -1,0 +1,22 @@
+"""LightningModules that the recipes train.
+
+presets      architectures as data: published sizes, and tiny ones for a machine without a GPU
+causal_lm    CausalLM, any causal language model of transformers built from a config
+loss         next-token cross entropy in FP32, a slice of the tokens at a time
+schedule     linear warm-up, then cosine decay
+param_groups which parameters weight decay applies to
+throughput   tokens per second between two log steps
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {"CausalLM": "causal_lm", "PRESETS": "presets", "Preset": "presets", "get_preset": "presets"}
+__all__ = list(_HOME)
+
+
+# Lazy, because Lightning and transformers take seconds to import.
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,289 @@
+"""A LightningModule around a transformers causal language model built from a config: nothing is downloaded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
+from nemo_lowprec.models.param_groups import decay_groups
+from nemo_lowprec.models.presets import get_preset
+from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
+from nemo_lowprec.models.throughput import TokenRate
+
+__all__ = ["CausalLM"]
+
+_VOCAB_MULTIPLE = 128  # a head of this many rows fits FP8 GEMMs and splits over tensor-parallel ranks
+
+
+class CausalLM(LightningModule):
+    """Next-token prediction with AdamW, warm-up and a cosine schedule.
+
+    A batch is a dict of ``input_ids`` and ``labels``, int64 [batch, sequence]; ``labels[:, t]`` is the token that
+    follows ``input_ids[:, t]`` (already shifted), -100 leaves it out of the loss.
+
+    Logged each ``log_every_n_steps``: ``train/loss`` (nats a token, of the last micro-batch), ``train/perplexity``,
+    ``train/tokens_per_sec`` (all ranks, validation excluded), ``lr``. Logged at validation and test: ``val/loss`` and
+    ``val/perplexity`` (``test/...``), the mean over tokens of all ranks.
+
+    The weights are made in ``configure_model``, so that a sharding strategy can make them in place. Outside of a
+    Trainer call it by hand; it needs ``vocab_size`` (or a preset that has one) there.
+
+    Args:
+        preset: an architecture of ``models/presets.py``; None with ``model_type``.
+        model_type: transformers' name of any other architecture with a causal language model, such as ``qwen3``.
+        config: fields of the transformers config, on top of the preset's.
+        vocab_size: ids of the tokenizer; None: the config's, else the data module's. Where the config has none, the
+            model gets it rounded up to a multiple of 128; the ids above are never a label.
+        lr: peak learning rate.
+        min_lr: learning rate at the end of the schedule.
+        weight_decay: of matrices, embeddings included; biases and norms do not decay.
+        betas: AdamW's.
+        eps: AdamW's.
+        warmup_steps: optimizer steps of linear warm-up; None: a tenth of the run, at most 2,000.
+        schedule_steps: optimizer steps until ``min_lr``; None: the Trainer's whole run.
+        fused: torch's fused AdamW; None: where the parameters are on a GPU.
+        activation_checkpointing: recompute each layer in backward in place of keeping its activations.
+        attn_implementation: transformers' name: ``sdpa``, ``eager``, ...
+        init_seed: of the initial weights, whatever the global random state; None uses and advances the global one.
+
+    Raises:
+        ValueError: a bad value, at construction; a vocabulary that is missing or too small, or samples longer than
+            the model's positions, at ``configure_model``.
+    """
+
+    model: nn.Module | None
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        model_type: str | None = None,
+        config: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        lr: float = 3e-4,
+        min_lr: float = 3e-5,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int | None = None,
+        schedule_steps: int | None = None,
+        fused: bool | None = None,
+        activation_checkpointing: bool = False,
+        attn_implementation: str = "sdpa",
+        init_seed: int | None = 1234,
+    ) -> None:
+        super().__init__()
+        if (preset is None) == (model_type is None):
+            raise ValueError("CausalLM takes one of preset (see nemo_lowprec.models.presets) and model_type.")
+        _check_optimizer(lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps)
+        config, betas = dict(config or {}), (float(betas[0]), float(betas[1]))
+        self.save_hyperparameters(
+            {
+                "preset": preset,
+                "model_type": model_type,
+                "config": config,
+                "vocab_size": vocab_size,
+                "lr": lr,
+                "min_lr": min_lr,
+                "weight_decay": weight_decay,
+                "betas": betas,
+                "eps": eps,
+                "warmup_steps": warmup_steps,
+                "schedule_steps": schedule_steps,
+                "fused": fused,
+                "activation_checkpointing": activation_checkpointing,
+                "attn_implementation": attn_implementation,
+                "init_seed": init_seed,
+            }
+        )
+        if preset is not None:
+            found = get_preset(preset)
+            self._model_type, self._fields = found.model_type, {**found.config, **config}
+        else:
+            assert model_type is not None
+            self._model_type, self._fields = model_type, config
+        self.model = None
+        self.token_rate = TokenRate()
+        self._eval_loss: Tensor | None = None
+        self._eval_tokens: Tensor | None = None
+
+    # ------------------------------------------------------------------ the model
+
+    def configure_model(self) -> None:
+        """Makes the weights, in FP32; a second call does nothing."""
+        if self.model is not None:
+            return
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        vocab_size = self._resolve_vocab_size()
+        fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        try:
+            config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
+        except ValueError as error:
+            raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
+        self._check_positions(config)
+        seed = self.hparams["init_seed"]
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(gpus, enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            self.model = self._build(AutoModelForCausalLM, config)
+
+    def _build(self, auto: Any, config: Any) -> nn.Module:
+        model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)
+        if self.hparams["activation_checkpointing"]:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model.train()
+
+    def _resolve_vocab_size(self) -> int:
+        """The model's vocabulary. It becomes a hyperparameter, so that a checkpoint opens without the data."""
+        wanted = self.hparams["vocab_size"]
+        data = getattr(self._datamodule(), "vocab_size", None)
+        fixed = self._fields.get("vocab_size")
+        if wanted is None:
+            wanted = fixed if fixed is not None else data
+        if wanted is None:
+            raise ValueError(
+                "CausalLM has no vocab_size: pass it, or train with a data module that has the attribute vocab_size."
+            )
+        if data is not None and data > wanted:
+            raise ValueError(f"vocab_size={wanted} is too small for the data, whose tokenizer has {data} ids.")
+        self.hparams["vocab_size"] = wanted
+        return wanted if wanted == fixed else math.ceil(wanted / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+    def _check_positions(self, config: Any) -> None:
+        sequence = getattr(self._datamodule(), "seq_length", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        if sequence is not None and positions is not None and sequence > positions:
+            raise ValueError(f"Samples of {sequence} tokens are longer than the model's {positions} positions.")
+
+    def _datamodule(self) -> Any:
+        return getattr(self._trainer, "datamodule", None)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Logits [batch, sequence, vocabulary] of the ids [batch, sequence]."""
+        if self.model is None:
+            raise RuntimeError("CausalLM has no weights yet: call configure_model() first (a Trainer does).")
+        logits: Tensor = self.model(input_ids=input_ids).logits
+        return logits
+
+    # ------------------------------------------------------------------ steps
+
+    def _loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of the loss over the tokens of a batch, and their number; neither waits for the device."""
+        labels = batch["labels"]
+        return summed_cross_entropy(self(batch["input_ids"]), labels), (labels != IGNORE).sum()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        total, tokens = self._loss_sum(batch)
+        loss = total / tokens.clamp(min=1)
+        self.token_rate.add(batch["labels"].numel())
+        # Lightning reads logged tensors only at the log interval.
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log("train/perplexity", loss.detach().exp())
+        if self._is_log_step(self.trainer.global_step + 1):
+            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def _is_log_step(self, step: int) -> bool:
+        """Whether Lightning writes to its loggers once ``step`` optimizer steps are done."""
+        interval = self.trainer.log_every_n_steps
+        return interval > 0 and step % interval == 0
+
+    def on_train_start(self) -> None:
+        self.token_rate = TokenRate()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches or not self._is_log_step(self.trainer.global_step):
+            return
+        rate = self.token_rate.read()
+        if rate is not None:
+            self.log("train/tokens_per_sec", rate * self.trainer.world_size, prog_bar=True)
+
+    def _start_eval(self) -> None:
+        self._eval_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._eval_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def _eval_step(self, batch: dict[str, Tensor]) -> None:
+        assert self._eval_loss is not None and self._eval_tokens is not None
+        total, tokens = self._loss_sum(batch)
+        self._eval_loss += total
+        self._eval_tokens += tokens
+
+    def _end_eval(self, stage: str) -> None:
+        reduce = self.trainer.strategy.reduce
+        loss = reduce(self._eval_loss, reduce_op="sum") / reduce(self._eval_tokens, reduce_op="sum").clamp(min=1)
+        self.log(f"{stage}/loss", loss.float(), prog_bar=True)
+        self.log(f"{stage}/perplexity", loss.exp().float())
+
+    def on_validation_start(self) -> None:
+        self.token_rate.pause()
+
+    def on_validation_epoch_start(self) -> None:
+        self._start_eval()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._eval_step(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._end_eval("val")
+
+    def on_validation_end(self) -> None:
+        self.token_rate.resume()
+
+    def on_test_epoch_start(self) -> None:
+        self._start_eval()
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._eval_step(batch)
+
+    def on_test_epoch_end(self) -> None:
+        self._end_eval("test")
+
+    # ------------------------------------------------------------------ optimizer
+
+    def configure_optimizers(self) -> Any:
+        h = self.hparams
+        total = h["schedule_steps"] or self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("The Trainer has no end: give it max_steps or max_epochs, or the model schedule_steps.")
+        warmup = default_warmup(int(total)) if h["warmup_steps"] is None else h["warmup_steps"]
+        fused = h["fused"]
+        if fused is None:
+            fused = all(p.device.type == "cuda" for p in self.parameters())
+        optimizer = AdamW(
+            decay_groups(self, h["weight_decay"]), lr=h["lr"], betas=h["betas"], eps=h["eps"], fused=fused or None
+        )
+        scheduler = LambdaLR(optimizer, warmup_cosine(warmup, int(total), h["min_lr"] / h["lr"]))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _check_optimizer(
+    lr: float,
+    min_lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    warmup_steps: int | None,
+    schedule_steps: int | None,
+) -> None:
+    if not lr > 0:
+        raise ValueError(f"lr={lr} must be greater than 0.")
+    if not 0 <= min_lr <= lr:
+        raise ValueError(f"min_lr={min_lr} must be between 0 and lr={lr}.")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay={weight_decay} must be at least 0.")
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ValueError(f"betas={betas} must be two numbers from 0 to below 1.")
+    if eps < 0:
+        raise ValueError(f"eps={eps} must be at least 0.")
+    if warmup_steps is not None and warmup_steps < 0:
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0.")
+    if schedule_steps is not None and schedule_steps < 1:
+        raise ValueError(f"schedule_steps={schedule_steps} must be at least 1.")

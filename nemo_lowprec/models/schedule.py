@@ -1,0 +1,42 @@
+"""Linear warm-up, then cosine decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+__all__ = ["default_warmup", "warmup_cosine"]
+
+
+def default_warmup(total_steps: int) -> int:
+    """A tenth of the run, at most 2,000 optimizer steps."""
+    return min(2000, total_steps // 10)
+
+
+def warmup_cosine(warmup_steps: int, total_steps: int, floor: float) -> Callable[[int], float]:
+    """Factor of the peak learning rate at an optimizer step, for ``LambdaLR``.
+
+    It rises linearly to 1 over ``warmup_steps`` (the first step already has 1/warmup_steps of the peak), falls along
+    half a cosine to ``floor`` at ``total_steps``, and stays there.
+
+    A plain function on purpose: LambdaLR saves the attributes of a callable object, so that a resumed run with
+    another ``max_steps`` would keep the old horizon.
+
+    Args:
+        warmup_steps: optimizer steps of the warm-up, 0 for none.
+        total_steps: optimizer steps of the run.
+        floor: factor at the end, min_lr / lr.
+
+    Raises:
+        ValueError: the warm-up is negative or does not end before the run.
+    """
+    if warmup_steps < 0 or (warmup_steps and warmup_steps >= total_steps):
+        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and less than the run's {total_steps} steps.")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor

@@ -1,0 +1,65 @@
+"""Tokens per second of training alone, measured between two log steps."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+__all__ = ["TokenRate"]
+
+
+class TokenRate:
+    """A stopwatch over training tokens of this process.
+
+    It starts at the first ``read``, so that the first step (allocation, autotuning, compilation) does not count, and
+    stops while validation runs. Reading waits for the GPU; nothing else does.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._started = False
+        self._since: float | None = None
+        self._total_tokens = 0
+        self._total_seconds = 0.0
+
+    def add(self, tokens: int) -> None:
+        """Counts the tokens of one micro-batch."""
+        self._tokens += tokens
+
+    def pause(self) -> None:
+        """Stops the watch: what follows is not training."""
+        if self._since is not None:
+            self._seconds += _now() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        """Starts the watch again after ``pause``; it does not start one that was never read."""
+        if self._started:
+            self._since = _now()
+
+    def read(self) -> float | None:
+        """Tokens per second since the last reading, and starts anew; None at the first reading."""
+        now = _now()
+        if self._since is not None:
+            self._seconds += now - self._since
+        rate = None
+        if self._started and self._seconds > 0:
+            rate = self._tokens / self._seconds
+            self._total_tokens += self._tokens
+            self._total_seconds += self._seconds
+        self._started = True
+        self._tokens, self._seconds, self._since = 0, 0.0, now
+        return rate
+
+    @property
+    def mean(self) -> float | None:
+        """Tokens per second over all readings; None before the second one."""
+        return self._total_tokens / self._total_seconds if self._total_seconds else None
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

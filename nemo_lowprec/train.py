@@ -1,0 +1,158 @@
+"""One pretraining run: what every face (Hydra, nemo_run, a script) calls in the end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+__all__ = ["PretrainResult", "pretrain"]
+
+
+@dataclass(frozen=True)
+class PretrainResult:
+    """What a run came to.
+
+    Attributes:
+        level: precision level (or Lightning's name of another precision).
+        steps: optimizer steps at the end, those before a resume included.
+        val_loss_before: nats a token before the first step; None after a resume, or where the Trainer's
+            ``num_sanity_val_steps`` is not -1.
+        val_loss: nats a token at the end; None without validation.
+        tokens_per_sec: of training, over all ranks; None for a run shorter than two log intervals.
+        checkpoint: the best checkpoint, else the last one; None where none was written.
+    """
+
+    level: str
+    steps: int
+    val_loss_before: float | None
+    val_loss: float | None
+    tokens_per_sec: float | None
+    checkpoint: str | None
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp of ``val_loss``."""
+        return None if self.val_loss is None else math.exp(self.val_loss)
+
+    def print_table(self) -> None:
+        """Prints the result for people."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="Pretraining", show_header=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, value, form in (
+            ("Level", self.level, "{}"),
+            ("Steps", self.steps, "{}"),
+            ("Validation loss before", self.val_loss_before, "{:.4f}"),
+            ("Validation loss after", self.val_loss, "{:.4f}"),
+            ("Perplexity", self.perplexity, "{:.2f}"),
+            ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
+            ("Checkpoint", self.checkpoint, "{}"),
+        ):
+            table.add_row(name, "–" if value is None else form.format(value))
+        Console().print(table)
+
+
+def pretrain(
+    model: LightningModule,
+    data: LightningDataModule,
+    trainer: Trainer,
+    ckpt_path: Optional[str] = None,  # noqa: UP045  nemo_run's parser does not read `str | None`
+) -> PretrainResult:
+    """Trains ``model`` on ``data``, validates at the last step, and prints what it came to.
+
+    Args:
+        model: logs ``val/loss``, such as ``CausalLM``.
+        data: its batches.
+        trainer: a Trainer of ``lightning.pytorch`` with the precision level among its plugins.
+        ckpt_path: a checkpoint to resume from, or Lightning's ``last`` or ``best``.
+
+    Raises:
+        TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
+        ValueError: ``ckpt_path`` does not exist.
+    """
+    _check("model", model, LightningModule)
+    _check("data", data, LightningDataModule)
+    _check("trainer", trainer, Trainer)
+    if ckpt_path is not None and ckpt_path not in ("last", "best", "hpc", "registry") and "://" not in ckpt_path:
+        if not Path(ckpt_path).exists():
+            raise ValueError(f"ckpt_path={ckpt_path!r} does not exist.")
+    record = _Validations()
+    trainer.callbacks.append(record)
+    try:
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    finally:
+        trainer.callbacks.remove(record)
+    if trainer.interrupted:
+        raise KeyboardInterrupt  # Lightning has shut down in order; a half-trained result is no result
+    rate = getattr(getattr(model, "token_rate", None), "mean", None)
+    result = PretrainResult(
+        level=_level(trainer),
+        steps=trainer.global_step,
+        val_loss_before=record.before,
+        val_loss=record.last,
+        tokens_per_sec=None if rate is None else rate * trainer.world_size,
+        checkpoint=_checkpoint(trainer),
+    )
+    if trainer.is_global_zero:
+        result.print_table()
+    return result
+
+
+class _Validations(Callback):
+    """Keeps the validation losses, and has the last step validated whatever ``val_check_interval`` is."""
+
+    def __init__(self) -> None:
+        self.before: float | None = None
+        self.last: float | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Lightning validates where a run is asked to stop, but not where max_steps ends it. Checkpoints that
+        # monitor val/loss depend on it.
+        if 0 < trainer.max_steps <= trainer.global_step:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        loss = trainer.callback_metrics.get("val/loss")
+        if loss is None:
+            return
+        if not trainer.sanity_checking:
+            self.last = float(loss)
+        elif trainer.num_sanity_val_steps == float("inf"):  # Lightning's form of -1
+            self.before = float(loss)
+
+
+def _check(name: str, value: Any, wanted: type) -> None:
+    if isinstance(value, wanted):
+        return
+    origins = {base.__module__.partition(".")[0] for base in type(value).__mro__}
+    if origins & {"fiddle", "nemo_run"}:
+        raise TypeError(
+            f"{name} is a nemo_run Config, not a {wanted.__name__}: hand the whole recipe to nemo_run.run(), "
+            f"or build it with fiddle.build()."
+        )
+    if "pytorch_lightning" in origins:
+        raise TypeError(
+            f"{name} is a class of pytorch_lightning, whose objects do not work with those of lightning: "
+            f"import it from lightning.pytorch."
+        )
+    raise TypeError(f"{name} must be a {wanted.__name__} of lightning.pytorch, not {type(value).__name__}.")
+
+
+def _level(trainer: Trainer) -> str:
+    plugin = trainer.precision_plugin
+    return str(getattr(getattr(plugin, "level", None), "name", plugin.precision))
+
+
+def _checkpoint(trainer: Trainer) -> str | None:
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            return callback.best_model_path or callback.last_model_path or None
+    return None
