@@ -65,13 +65,24 @@ class ScaledTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.fmt.name}, shape={tuple(self.shape)}, reads as {self.dtype})"
 
-    def __tensor_flatten__(self):
-        return ["data_fp8", "scale_inv"], (self.fmt.name, self.dtype, self.margin)
+    # module.to() assigns .data (without __tensor_flatten__ it does not swap the parameter for another object, whose
+    # attributes and hooks would be lost), so .data carries the storage over.
+    def _get_data(self) -> Tensor:
+        return self.detach()
 
-    @staticmethod
-    def __tensor_unflatten__(inner, meta, outer_size, outer_stride):
-        name, dtype, margin = meta
-        return ScaledTensor(inner["data_fp8"], inner["scale_inv"], get_format(name), dtype, margin)
+    def _set_data(self, other: Tensor) -> None:
+        if not isinstance(other, ScaledTensor):
+            self.quantize_(other)
+            return
+        if other.device != self.device or other.shape != self.shape or other.dtype != self.dtype:
+            outer = torch.Tensor._make_wrapper_subclass(
+                ScaledTensor, other.shape, strides=other.stride(), dtype=other.dtype, device=other.device
+            )
+            super(ScaledTensor, type(self)).data.__set__(self, outer)  # type: ignore[attr-defined]
+        self.data_fp8, self.scale_inv = other.data_fp8, other.scale_inv
+        self.fmt, self.margin = other.fmt, other.margin
+
+    data = property(_get_data, _set_data)  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol):
         state = (self.data_fp8.view(torch.uint8), self.scale_inv, self.fmt.name, self.dtype, self.margin)

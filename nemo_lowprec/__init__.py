@@ -1,0 +1,32 @@
+"""Low-precision training for PyTorch Lightning and NeMo.
+
+Every level of the precision chart is a function of this package that returns a Lightning precision plugin::
+
+    from nemo_lowprec import bf16_with_fp8_mixed
+    Trainer(plugins=bf16_with_fp8_mixed(fp8_margin=1))
+"""
+
+from typing import Any
+
+from nemo_lowprec.chart import CHART, PrecisionLevel, get_level
+
+__version__ = "0.1.0"
+
+__all__ = ["CHART", "LowPrecision", "PrecisionLevel", "__version__", "get_level", *CHART]
+
+
+def __getattr__(name: str) -> Any:
+    # Lightning takes seconds to import; the chart alone should not.
+    if name in CHART:
+        from nemo_lowprec.plugins.levels import FACTORIES
+
+        return FACTORIES[name]
+    if name == "LowPrecision":
+        from nemo_lowprec.plugins.precision import LowPrecision
+
+        return LowPrecision
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

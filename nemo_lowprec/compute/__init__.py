@@ -1,0 +1,31 @@
+"""Column Computation (GEMM): which layers are converted, the FP8 recipe, and the backends that run it."""
+
+from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
+from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.convert import Conversion, convert_layers, is_converted, revert_layers
+from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
+from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
+from nemo_lowprec.compute.recipe import OPERANDS, Operand, Recipe
+
+__all__ = [
+    "BACKENDS",
+    "OPERANDS",
+    "Backend",
+    "Conversion",
+    "GemmPlan",
+    "LayerFilter",
+    "LowPrecisionConv1D",
+    "LowPrecisionLayerNorm",
+    "LowPrecisionLinear",
+    "LowPrecisionRMSNorm",
+    "Operand",
+    "Recipe",
+    "ReferenceBackend",
+    "choose_backend",
+    "convert_layers",
+    "is_converted",
+    "revert_layers",
+    "te_layers",
+]

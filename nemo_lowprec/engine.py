@@ -1,0 +1,249 @@
+"""The engine: one level's columns put together, for any training loop.
+
+It converts the model, gives the optimizer its masters, and owns what surrounds a step: scale the loss, unscale,
+skip on overflow, step, refresh the copies, roll the amax histories. The Lightning plugin calls it from Lightning's
+hooks and adds nothing to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from inspect import Parameter, signature
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compute import (
+    Backend,
+    Conversion,
+    LayerFilter,
+    Recipe,
+    ReferenceBackend,
+    choose_backend,
+    convert_layers,
+    revert_layers,
+    te_layers,
+)
+from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.grads import LossScale, LossScaleConfig, unscale_
+from nemo_lowprec.weights import MasterWeights
+
+__all__ = ["DTYPES", "Engine", "needs_closure"]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ENGINE = "_lowprec_engine"
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty
+
+
+class Engine:
+    """A row of the chart at work on one model.
+
+    Args:
+        level: the row.
+        recipe: its FP8 arguments; None for a level without FP8.
+        loss_scale: its loss scaling; None for a level without.
+        layers: which layers are converted.
+        backend: ``auto``, ``te``, ``torch`` or ``reference``.
+    """
+
+    def __init__(
+        self,
+        level: PrecisionLevel,
+        recipe: Recipe | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        layers: LayerFilter | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self.level = level
+        self.recipe = recipe
+        self.half = DTYPES[level.autocast]
+        self.layers = layers or LayerFilter()
+        self.backend_name = backend
+        self.backend: Backend | None = None
+        self.loss_scale = LossScale(loss_scale) if loss_scale is not None else None
+        self.histories: DelayedScaling | None = None
+        self.masters: MasterWeights | None = None
+        self.conversion = Conversion()
+        self.model: nn.Module | None = None
+        self.device = torch.device("cpu")
+        self.skipped: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._has_te_layers = False
+        self._loaded: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        return self  # a copy of the model is another model, and not this engine's
+
+    # The model
+
+    def convert(self, model: nn.Module, device: torch.device) -> None:
+        """Convert ``model`` in place for training on ``device``; nothing where this engine did already.
+
+        A model that another engine converted is given back its own layers and FP32 parameters first.
+
+        Raises:
+            ValueError: the level, or the forced backend, cannot run on ``device``.
+        """
+        other: Engine | None = model.__dict__.get(_ENGINE)
+        if other is not None and other.model is not model:  # a deep copy: its parameters are its own
+            revert_layers(model)
+            other = None
+        if other is self and device == self.device:
+            return
+        self._check_device(device)
+        backend = choose_backend(self.backend_name, self.recipe, device)
+        if other is not None:
+            other.revert()
+        self.backend, self.device, self.model = backend, device, model
+        self.histories = self.recipe.histories() if self.recipe is not None else None
+        self.conversion = convert_layers(
+            model,
+            self.half,
+            self.recipe,
+            backend,
+            # torch's half GEMMs on CPUs are up to 100 times slower than these, and round oftener.
+            ReferenceBackend() if device.type == "cpu" else None,
+            self.layers,
+            self.histories,
+        )
+        if self.level.has_half_weights:
+            self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
+            self.masters.install(model)
+            if self.recipe is not None and self.recipe.fp8_params:
+                linears = [n for n in self.conversion.low if type(model.get_submodule(n)).__name__ != "LowPrecisionConv1D"]
+                self.masters.store_in_fp8(linears, self.recipe.fp8_margin)
+        self._has_te_layers = te_layers.has_te_layers(model)
+        if self._has_te_layers:
+            te_layers.hide_extra_state(model)
+        model.__dict__[_ENGINE] = self
+
+    def _check_device(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{self.level.name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
+        if device.type == "cuda" and self.half == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+            raise ValueError(f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
+
+    def revert(self) -> None:
+        """Give the model its own layers and FP32 parameters back."""
+        if self.model is None:
+            return
+        if self.masters is not None:
+            self.masters.remove()
+            self.masters = None
+        revert_layers(self.model)
+        self.model.__dict__.pop(_ENGINE, None)
+        self.model = None
+
+    def settle(self) -> None:
+        """Follow the model to its device, once it is there."""
+        if self.histories is not None:
+            self.histories.to(self.device)
+        if self.masters is not None:
+            self.masters.settle()
+
+    # The optimizer
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Give ``optimizer`` its masters.
+
+        Raises:
+            ValueError: it evaluates the loss itself, and the level scales the loss.
+        """
+        if self.loss_scale is not None and needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} evaluates the loss inside its step, which FP16 loss scaling cannot "
+                f"unscale. Use a bf16 level instead of {self.level.name}, or another optimizer."
+            )
+        if optimizer in self._optimizers:
+            return
+        self._optimizers.add(optimizer)
+        if self.masters is not None:
+            self.masters.attach(optimizer)
+
+    # A step
+
+    @contextmanager
+    def forward_context(self):
+        """Autocast to the level's half dtype, and FP8 for Transformer Engine layers of the user's own."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
+            if self._has_te_layers:
+                stack.enter_context(te_layers.te_context(self.recipe, self.half))
+            yield
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Make the optimizer's gradients true gradients; return whether the step must be skipped."""
+        if self.loss_scale is None:
+            return False
+        overflow = unscale_(_params(optimizer), self.loss_scale.scale)
+        self.loss_scale.update(overflow)
+        if overflow:
+            self.skipped.add(optimizer)
+            if self.histories is not None:
+                self.histories.discard()
+        else:
+            self.skipped.discard(optimizer)
+        return overflow
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step on the masters, refresh the copies and roll the amax histories."""
+        result = optimizer.step(**kwargs)
+        if self.histories is not None:
+            self.histories.update()
+        return result
+
+    def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """The same for an optimizer that evaluates the loss itself: each evaluation sees the masters' latest values."""
+        masters = self.masters
+
+        def evaluate() -> Any:
+            if masters is None:
+                return closure()
+            masters.swap_out(optimizer)
+            masters.refresh(_params(optimizer))
+            try:
+                return closure()
+            finally:
+                masters.swap_in(optimizer)
+
+        return self.step(optimizer, closure=evaluate, **kwargs)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scales, histories and the loss scale as plain values; weights belong to the model's own state_dict."""
+        state: dict[str, Any] = {"level": self.level.name}
+        if self.histories is not None:
+            state["fp8"] = self.histories.state_dict()
+        if self._has_te_layers and self.model is not None:
+            state["te"] = te_layers.te_state_dict(self.model)
+        if self.loss_scale is not None:
+            state["loss_scale"] = self.loss_scale.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, of this or of another level: what it does not hold starts afresh."""
+        if self.histories is not None and "fp8" in state:
+            self.histories.load_state_dict(state["fp8"])
+        if self._has_te_layers and self.model is not None and "te" in state:
+            te_layers.load_te_state_dict(self.model, state["te"])
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])

@@ -1,0 +1,6 @@
+"""Column Weight gradient: loss scaling and unscaling."""
+
+from nemo_lowprec.grads.loss_scale import LossScale, LossScaleConfig
+from nemo_lowprec.grads.unscale import unscale_
+
+__all__ = ["LossScale", "LossScaleConfig", "unscale_"]

@@ -1,0 +1,37 @@
+"""Divide gradients by the loss scale and look for overflows, in FP32."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["unscale_"]
+
+
+@torch.no_grad()
+def unscale_(params: Iterable[Tensor], scale: float) -> bool:
+    """Unscale the gradients of ``params``; return whether any of them is not finite.
+
+    FP16 gradients become FP32 first, one at a time: dividing them in FP16 would round small ones to zero.
+
+    Raises:
+        RuntimeError: a sparse gradient.
+    """
+    grads: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for param in params:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            raise RuntimeError("FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False.")
+        if param.grad.dtype != torch.float32:
+            param.grad = param.grad.float()
+        grads[param.grad.device].append(param.grad)
+    overflow = False
+    for device, tensors in grads.items():
+        found = torch.zeros(1, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), 1.0 / scale, device=device))
+        overflow = overflow or bool(found.item())
+    return overflow

@@ -1,0 +1,72 @@
+"""One function a row of the chart, with the arguments that the row takes and no others."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Any
+
+from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.compute import LayerFilter, Recipe
+from nemo_lowprec.grads import LossScaleConfig
+from nemo_lowprec.plugins.options import option_defaults
+from nemo_lowprec.plugins.precision import LowPrecision
+
+__all__ = ["FACTORIES", "LEVELS"]
+
+
+def _annotations() -> dict[str, Any]:
+    hints: dict[str, Any] = {"backend": typing.Literal["auto", "te", "torch", "reference"]}
+    for cls in (Recipe, LossScaleConfig, LayerFilter):
+        hints.update(typing.get_type_hints(cls))
+    hints["fp8"] = typing.Literal["hybrid", "e4m3"]
+    hints["fp8_amax_compute_algo"] = typing.Literal["max", "most_recent"]
+    return hints
+
+
+_HINTS = _annotations()
+
+_DOCS = {
+    "fp8": "'hybrid' (E4M3, output gradients E5M2) or 'e4m3'.",
+    "fp8_margin": "scales are divided by 2**fp8_margin.",
+    "fp8_amax_history_len": "steps in the amax history.",
+    "fp8_amax_compute_algo": "'max' over the history, or its 'most_recent' entry.",
+    "fp8_params": "store the weights of converted layers in FP8.",
+    "interval": "steps between two computations of the scales.",
+    "override_linear_precision": "(fprop, dgrad, wgrad): True runs that GEMM in half precision.",
+    "backend": "'auto', 'te' (Transformer Engine), 'torch' (scaled_mm) or 'reference' (plain torch).",
+    "convert": "names or globs of layers to convert, or a callable (name, module) -> bool; None: all but the head.",
+    "skip": "names or globs of layers to leave in half precision.",
+    "num_layers_at_start_in_half": "blocks at the start of the stack to leave in half precision.",
+    "num_layers_at_end_in_half": "blocks at the end of the stack to leave in half precision.",
+    "loss_scale": "a static loss scale; None for dynamic scaling.",
+    "initial_loss_scale": "first scale of dynamic scaling.",
+    "loss_scale_window": "good steps after which the scale doubles.",
+    "hysteresis": "overflows tolerated before the scale halves.",
+    "min_loss_scale": "the scale never falls below this.",
+}
+
+
+def _factory(level: PrecisionLevel) -> Callable[..., LowPrecision]:
+    def build(**options: Any) -> LowPrecision:
+        return LowPrecision(level.name, **options)
+
+    defaults = option_defaults(level)
+    build.__name__ = build.__qualname__ = level.name
+    build.__module__ = "nemo_lowprec"
+    arguments = "".join(f"\n    {name}: {_DOCS[name]}" for name in defaults)
+    build.__doc__ = f"{level.summary}.\n" + (f"\nArgs:{arguments}\n" if defaults else "")
+    build.__annotations__ = {**{name: _HINTS[name] for name in defaults}, "return": LowPrecision}
+    build.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=_HINTS[name])
+            for name, value in defaults.items()
+        ],
+        return_annotation=LowPrecision,
+    )
+    return build
+
+
+FACTORIES: dict[str, Callable[..., LowPrecision]] = {name: _factory(level) for name, level in CHART.items()}
+LEVELS = {name: factory for name, factory in FACTORIES.items() if CHART[name].landed}

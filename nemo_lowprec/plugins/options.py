@@ -1,0 +1,73 @@
+"""The arguments of a level, and the objects they configure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.compute import BACKENDS, LayerFilter, Recipe
+from nemo_lowprec.grads import LossScaleConfig
+
+__all__ = ["Options", "option_defaults", "parse_options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """A level's arguments, checked and sorted by the column they belong to."""
+
+    recipe: Recipe | None
+    loss_scale: LossScaleConfig | None
+    layers: LayerFilter
+    backend: str
+
+
+def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
+    """Names and defaults of the arguments that ``level`` takes."""
+    defaults: dict[str, Any] = {}
+    if level.has_fp8:
+        defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
+    if level.has_loss_scale:
+        defaults |= LossScaleConfig.arguments()
+    return defaults
+
+
+def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
+    """Check the arguments given for ``level``.
+
+    Raises:
+        TypeError: an argument that the level does not take.
+        ValueError: a value that an argument does not take.
+    """
+    defaults = option_defaults(level)
+    for name in given:
+        if name not in defaults:
+            raise TypeError(_unknown(level, name, defaults))
+    values = defaults | given
+
+    def pick(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in arguments}
+
+    recipe = None
+    if level.scaling is not None:
+        arguments = {"fp8": "e4m3"} if level.scaling == "nvfp4" else {}
+        flags = values["override_linear_precision"]
+        # Hydra and JSON know lists only.
+        values["override_linear_precision"] = tuple(flags) if hasattr(flags, "__iter__") else flags
+        recipe = Recipe(level.scaling, **arguments, **pick(Recipe.arguments(level)))
+        if values["backend"] != "auto" and values["backend"] not in BACKENDS:
+            raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKENDS)}.")
+    return Options(
+        recipe,
+        LossScaleConfig(**pick(LossScaleConfig.arguments())) if level.has_loss_scale else None,
+        LayerFilter(**pick(LayerFilter.arguments())) if level.has_fp8 else LayerFilter(),
+        values.get("backend", "auto"),
+    )
+
+
+def _unknown(level: PrecisionLevel, name: str, defaults: dict[str, Any]) -> str:
+    takers = [row.name for row in CHART.values() if row.landed and name in option_defaults(row)]
+    if takers:
+        return f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}."
+    known = ", ".join(defaults) or "no arguments"
+    return f"{level.name} has no argument {name!r}. It takes: {known}."

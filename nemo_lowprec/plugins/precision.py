@@ -1,0 +1,146 @@
+"""The Lightning precision plugin: a level's engine behind Lightning's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from nemo_lowprec.chart import get_level
+from nemo_lowprec.engine import DTYPES, Engine, needs_closure
+from nemo_lowprec.plugins.options import parse_options
+from nemo_lowprec.plugins.resume import ResumeState
+from nemo_lowprec.plugins.schedulers import hold_back_skipped
+from nemo_lowprec.plugins.summary import print_summary
+
+__all__ = ["LowPrecision"]
+
+
+class LowPrecision(Precision):
+    """A level of the precision chart as a plugin of ``lightning.pytorch.Trainer``.
+
+    Args:
+        level: the level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example.
+        options: the level's arguments.
+
+    Raises:
+        ValueError: an unknown level, or a value that an argument does not take.
+        TypeError: an argument that the level does not take.
+    """
+
+    def __init__(self, level: str, **options: Any) -> None:
+        row = get_level(level)
+        parsed = parse_options(row, options)
+        self.level = row
+        self.options = options
+        self.precision = row.name  # type: ignore[assignment]
+        self.engine = Engine(row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend)
+        self._resume = ResumeState()
+        self._module: pl.LightningModule | None = None
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self.level.name}({arguments})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The half dtype that the forward pass runs in."""
+        return DTYPES[self.level.autocast]
+
+    # Setting up
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        trainer = getattr(module, "_trainer", None)
+        device = trainer.strategy.root_device if trainer is not None else _device_of(module)
+        if trainer is not None and trainer.world_size > 1 and (self.level.has_half_weights or self.level.has_fp8):
+            raise ValueError(
+                f"{self.level.name} trains on one process so far, and the Trainer has {trainer.world_size}. "
+                "Use devices=1, or fp16_amp."
+            )
+        self.engine.convert(module, device)
+        return module
+
+    @override
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        self.engine.settle()
+        for optimizer in optimizers:
+            self.engine.attach(optimizer)
+        if isinstance(model, pl.LightningModule):
+            self._module = model
+            if self.level.has_loss_scale:
+                hold_back_skipped(model, self.engine, lr_schedulers)
+            if optimizers:
+                print_summary(self.engine, self)
+        return model, optimizers, lr_schedulers
+
+    @override
+    def teardown(self) -> None:
+        self.engine.settle()
+
+    # A step
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        with self.engine.forward_context():
+            yield
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        self._resume.before_first_step(self._module)
+        with self.forward_context():
+            yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        return super().pre_backward(self.engine.scale(tensor), module)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        return super().post_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        assert isinstance(optimizer, Optimizer)
+        self.engine.attach(optimizer)
+        if needs_closure(optimizer):
+            wrapped = lambda: self._wrap_closure(model, optimizer, closure)  # noqa: E731
+            return self.engine.step_with_closure(optimizer, wrapped, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:
+            return None  # training_step asked to skip the batch
+        overflow = self.engine.unscale(optimizer)
+        self._after_closure(model, optimizer)
+        if not overflow:
+            self.engine.step(optimizer, **kwargs)
+        return result
+
+    # State
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.engine.state_dict(), **self._resume.state_dict(self._module)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state_dict)
+        self._resume.load_state_dict(state_dict, self._module)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    param = next(module.parameters(), None)
+    return torch.device("cpu") if param is None else param.device

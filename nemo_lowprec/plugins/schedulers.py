@@ -1,0 +1,24 @@
+"""A step that was skipped for overflow holds back step-wise learning-rate schedulers too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from nemo_lowprec.engine import Engine
+
+__all__ = ["hold_back_skipped"]
+
+
+def hold_back_skipped(module: pl.LightningModule, engine: Engine, configs: list[Any]) -> None:
+    """Wrap ``module.lr_scheduler_step``: patching ``scheduler.step`` would end up in the scheduler's state_dict."""
+    stepwise = {id(config.scheduler) for config in configs if config.interval == "step"}
+    original = type(module).lr_scheduler_step
+
+    def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+        if id(scheduler) in stepwise and scheduler.optimizer in engine.skipped:
+            return
+        original(module, scheduler, metric)
+
+    module.__dict__["lr_scheduler_step"] = lr_scheduler_step

@@ -1,0 +1,259 @@
+"""Half (or FP8) copies of the parameters with FP32 masters on the optimizer's side.
+
+The model's parameters keep their identity; their data become half copies, and each carries its master in the
+attribute ``master_weight``. Everyone sees the model's own parameters and their gradients: the optimizer's groups,
+clipping, callbacks, ``zero_grad``. Only inside ``optimizer.step()`` do the masters take their places in the groups,
+so any torch optimizer computes in FP32; afterwards the copies are refreshed.
+
+Checkpoints hold masters under the parameters' names, and loading writes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nemo_lowprec.formats import E4M3, ScaledTensor
+
+__all__ = ["MasterWeights", "master_of"]
+
+_MASTER = "master_weight"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def master_of(param: Tensor) -> Tensor | None:
+    """The FP32 master of a half or FP8 parameter, None for a parameter that is its own master."""
+    return getattr(param, _MASTER, None)
+
+
+class MasterWeights:
+    """The half copies of one model and their masters.
+
+    Args:
+        half: dtype of the copies.
+        grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
+    """
+
+    def __init__(self, half: torch.dtype, grad_fp32: bool) -> None:
+        self.half = half
+        self.grad_fp32 = grad_fp32
+        self._handles: list[Any] = []
+        self._model: nn.Module | None = None
+        self._fp8: set[str] = set()
+        self._margin = 0
+
+    @torch.no_grad()
+    def install(self, model: nn.Module) -> None:
+        """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
+        self._model = model
+        for module in model.modules():
+            own = [p for p in module._parameters.values() if p is not None]
+            if not own:
+                continue
+            if not _needs_fp32(module):
+                for param in own:
+                    self._split(param)
+            self._handles += [
+                module.register_state_dict_post_hook(_emit_masters),
+                module.register_load_state_dict_pre_hook(_load_masters),
+                module.register_load_state_dict_post_hook(_refresh_after_load),
+            ]
+
+    def _split(self, param: nn.Parameter) -> None:
+        if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
+            return
+        if master_of(param) is None:
+            master = nn.Parameter(param.detach().to(torch.float32, copy=True), requires_grad=param.requires_grad)
+            setattr(param, _MASTER, master)
+            param.grad = None
+            param.data = param.data.to(self.half)
+        self._set_grad_dtype(param)
+
+    def _set_grad_dtype(self, param: nn.Parameter) -> None:
+        # None lets the gradient be FP16 between backward and step, and FP32 once it is unscaled.
+        wanted = torch.float32 if self.grad_fp32 else None
+        if param.is_leaf and param.grad_dtype != wanted and param.grad is None:
+            param.grad_dtype = wanted
+
+    def store_in_fp8(self, names: list[str], margin: int) -> None:
+        """Store the weights of the modules ``names`` in E4M3, scaled by their masters' amax at every refresh."""
+        self._fp8 |= set(names)
+        self._margin = margin
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Follow the model to its device: call once it is there, before the first step."""
+        assert self._model is not None
+        for name in self._fp8:
+            param = self._model.get_submodule(name).weight
+            if not isinstance(param, ScaledTensor):
+                _to_fp8(param, self.half, self._margin)
+        for param in self.copies():
+            master = master_of(param)
+            assert master is not None
+            if param.requires_grad and master.device != param.device:
+                master.data = master.data.to(param.device)
+            self._set_grad_dtype(param)
+
+    def copies(self) -> Iterator[nn.Parameter]:
+        """The model's parameters that have a master, each once."""
+        assert self._model is not None
+        return (p for p in self._model.parameters() if master_of(p) is not None)
+
+    @torch.no_grad()
+    def refresh(self, params: list[Tensor]) -> None:
+        """Write the masters' values into their copies among ``params``."""
+        pairs = [(p, master_of(p)) for p in params]
+        plain = [(p, m) for p, m in pairs if m is not None and not isinstance(p, ScaledTensor)]
+        for param, master in pairs:
+            if isinstance(param, ScaledTensor) and master is not None:
+                param.quantize_(master)
+        same = [(p, m) for p, m in plain if p.device == m.device]
+        if same:
+            torch._foreach_copy_([p for p, _ in same], [m for _, m in same])
+        for param, master in plain:
+            if param.device != master.device:
+                param.copy_(master)
+
+    def remove(self) -> None:
+        """Give the parameters their FP32 values back and forget the masters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        with torch.no_grad():
+            for param in list(self.copies()):
+                master = master_of(param)
+                assert master is not None
+                device = param.device
+                param.grad = None
+                param.grad_dtype = param.dtype
+                delattr(param, _MASTER)
+                if isinstance(param, ScaledTensor):
+                    torch.utils.swap_tensors(
+                        param, nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
+                    )
+                else:
+                    param.data = master.data.to(device)
+                    param.grad_dtype = param.dtype
+        self._model = None
+
+    # The optimizer's side
+
+    def attach(self, optimizer: Optimizer) -> list[Any]:
+        """Let ``optimizer`` step on the masters. Returns the hooks' handles."""
+        return [
+            optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
+            optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt)),
+            # Optimizer.load_state_dict casts state to the dtype of the parameters in the groups.
+            optimizer.register_load_state_dict_pre_hook(lambda opt, state: self.swap_in(opt)),
+            optimizer.register_load_state_dict_post_hook(lambda opt: self.swap_out(opt)),
+        ]
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self.swap_out(optimizer)
+        self.refresh([p for g in optimizer.param_groups for p in g["params"] if p.requires_grad])
+
+    def swap_in(self, optimizer: Optimizer) -> None:
+        """Put the masters and their gradients in the copies' places, in the existing lists."""
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for i, param in enumerate(params):
+                master = master_of(param)
+                if master is None:
+                    continue
+                if master.device != param.device:  # unfrozen in mid-training
+                    master.data = master.data.to(param.device)
+                master.requires_grad_(param.requires_grad)
+                grad = param.grad
+                master.grad = grad if grad is None or grad.dtype == torch.float32 else grad.float()
+                master._copy_of = param  # type: ignore[attr-defined]
+                params[i] = master
+                if param in optimizer.state:
+                    optimizer.state[master] = optimizer.state.pop(param)
+
+    def swap_out(self, optimizer: Optimizer) -> None:
+        """Put the copies back."""
+        for group in optimizer.param_groups:
+            params = group["params"]
+            for i, master in enumerate(params):
+                param = getattr(master, "_copy_of", None)
+                if param is None:
+                    continue
+                params[i] = param
+                master.grad = None
+                del master._copy_of
+                if master in optimizer.state:
+                    optimizer.state[param] = optimizer.state.pop(master)
+
+
+def _needs_fp32(module: nn.Module) -> bool:
+    """Norms with running statistics: torch wants their weights in the statistics' dtype."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
+def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
+    master = master_of(param)
+    assert master is not None
+    stored = nn.Parameter(
+        ScaledTensor.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
+    )
+    hooks = list((param._backward_hooks or {}).values())
+    post_hooks = list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+    param.grad = None
+    torch.utils.swap_tensors(param, stored)
+    setattr(param, _MASTER, master)
+    for hook in hooks:
+        param.register_hook(hook)
+    for hook in post_hooks:
+        param.register_post_accumulate_grad_hook(hook)
+
+
+# Hooks are plain functions that ask the parameter itself, so that a deep copy of the model (whose parameters have no
+# masters) saves and loads its own values.
+
+
+def _emit_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state_dict:
+            master = master_of(param)
+            if master is not None:
+                state_dict[prefix + name] = master.detach()
+            elif isinstance(param, ScaledTensor):
+                state_dict[prefix + name] = param.detach().dequantize()
+
+
+def _load_masters(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if param is None or value is None:
+            continue
+        master = master_of(param)
+        if master is None:
+            continue
+        if local_metadata.get("assign_to_params_buffers"):
+            errors.append(f"load_state_dict(assign=True) would part {prefix + name} from its master: use assign=False.")
+        elif value.shape == master.shape:
+            with torch.no_grad():
+                master.copy_(value)
+
+
+def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
+    # load_state_dict wrote the copy already, rounded from the file's value; this rounds from the master's.
+    with torch.no_grad():
+        for param in module._parameters.values():
+            master = master_of(param) if param is not None else None
+            if param is not None and master is not None:
+                param.copy_(master)
