@@ -231,7 +231,7 @@ def validation_loader(
         pin_memory: Whether batches come in page-locked memory.
 
     Returns:
-        A torch DataLoader with a DistributedSampler, which Lightning does not replace.
+        A torch DataLoader; on several ranks with a DistributedSampler, which Lightning keeps.
 
     Raises:
         ValueError: A bad value, or too few samples for one batch on every rank.
@@ -244,13 +244,15 @@ def validation_loader(
             f"{micro_batch_size} on each of {world_size} ranks: pass a larger validation_fraction, "
             "or a smaller micro_batch_size or seq_length."
         )
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset,  # type: ignore[arg-type]
-        num_replicas=world_size,
-        rank=rank,
-        shuffle=False,
-        drop_last=True,
-    )
+    sampler: DistributedSampler[Any] | None = None
+    if world_size > 1:
+        sampler = DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=world_size,
+            rank=rank,
+            shuffle=False,
+            drop_last=True,
+        )
     return _torch_loader(
         dataset,
         batch_size=micro_batch_size,

@@ -9,7 +9,7 @@ import pytest
 from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.data.prepare import PreparedData, prepare_data
 
-WORDS = "def return self value for in range print the scale amax überträge 次元 \t \n".split(" ")
+WORDS = ["def", "return", "self", "for", "in", "range", "the", "scale", "überträge", "次元", "\t\n"]
 
 
 def text(seed: int, words: int = 120) -> str:
