@@ -1,16 +1,16 @@
 """One pretraining run: what every face (Hydra, nemo_run, a script) calls in the end."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 __all__ = ["PretrainResult", "pretrain"]
+
+_LIGHTNING_PATHS = ("last", "best", "hpc", "registry")  # words that Lightning takes in place of a path
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def pretrain(
     model: LightningModule,
     data: LightningDataModule,
     trainer: Trainer,
-    ckpt_path: Optional[str] = None,  # noqa: UP045  nemo_run's parser does not read `str | None`
+    ckpt_path: str | None = None,
 ) -> PretrainResult:
     """Trains ``model`` on ``data``, validates at the last step, and prints what it came to.
 
@@ -81,9 +81,9 @@ def pretrain(
     _check("model", model, LightningModule)
     _check("data", data, LightningDataModule)
     _check("trainer", trainer, Trainer)
-    if ckpt_path is not None and ckpt_path not in ("last", "best", "hpc", "registry") and "://" not in ckpt_path:
-        if not Path(ckpt_path).exists():
-            raise ValueError(f"ckpt_path={ckpt_path!r} does not exist.")
+    is_local = ckpt_path is not None and ckpt_path not in _LIGHTNING_PATHS and "://" not in ckpt_path
+    if is_local and not Path(str(ckpt_path)).exists():
+        raise ValueError(f"ckpt_path={ckpt_path!r} does not exist.")
     record = _Validations()
     trainer.callbacks.append(record)
     try:

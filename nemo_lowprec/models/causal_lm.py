@@ -1,7 +1,5 @@
 """A LightningModule around a transformers causal language model built from a config: nothing is downloaded."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

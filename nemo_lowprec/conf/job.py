@@ -1,0 +1,154 @@
+"""The Hydra job: from command-line overrides to ``nemo_lowprec.train.pretrain``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_lowprec.chart import get_level
+from nemo_lowprec.conf.levels import register_levels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nemo_lowprec.train import PretrainResult
+
+__all__ = ["CONF_DIR", "build", "pretrain_job", "run_with_overrides"]
+
+CONF_DIR = Path(__file__).parent
+_GROUPS = tuple(sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
+
+
+def build(cfg: DictConfig) -> dict[str, Any]:
+    """Makes ``model``, ``data`` and ``trainer`` of a composed config.
+
+    Raises:
+        TypeError: an argument that the level or the Trainer does not take.
+        ValueError: a bad value.
+    """
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    try:
+        plugin = instantiate(cfg.precision)
+        trainer = instantiate(
+            cfg.trainer, plugins=[plugin], callbacks=[instantiate(cfg.checkpoint)], _convert_="all"
+        )
+        return {"model": instantiate(cfg.model), "data": instantiate(cfg.data), "trainer": trainer}
+    except hydra.errors.InstantiationException as error:
+        # Hydra wraps what a class says; the class says it better.
+        if isinstance(error.__cause__, ValueError | TypeError | MisconfigurationException):
+            raise type(error.__cause__)(str(error.__cause__)) from error
+        raise
+
+
+def pretrain_job(cfg: DictConfig) -> PretrainResult:
+    """Seeds, builds and runs one training."""
+    from lightning.pytorch import seed_everything
+
+    from nemo_lowprec.train import pretrain
+
+    seed_everything(cfg.seed, verbose=False)
+    return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
+
+
+def run_with_overrides(overrides: Sequence[str], job: Callable[[DictConfig], Any] = pretrain_job) -> None:
+    """Runs ``job`` as a Hydra application, once or (with ``-m``) once a combination.
+
+    Args:
+        overrides: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
+        job: takes the composed config.
+
+    Raises:
+        ValueError: an unknown choice of a group, or a malformed or impossible override.
+        TypeError: an argument that the level does not take.
+    """
+    register_levels()
+    _check_overrides(overrides)
+
+    # An inner function: Hydra names the job after the file that defines it.
+    def pretrain(cfg: DictConfig) -> Any:
+        return job(cfg)
+
+    app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(pretrain)
+    with _arguments(["nemo-lowprec pretrain", *overrides]):
+        try:
+            app()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_one_sentence(error)) from error
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Says in one sentence what Hydra says in many lines, for the mistakes that people make most."""
+    plain = [o for o in overrides if "=" in o and not o.startswith("-")]
+    try:
+        parsed = OverridesParser.create().parse_overrides(plain)
+    except HydraException as error:
+        raise ValueError(_one_sentence(error)) from error
+    levels: list[str] = []
+    for override in parsed:
+        if override.key_or_group == "precision" and override.type is not OverrideType.DEL:
+            levels += _choices(override)
+        elif override.key_or_group in _GROUPS and override.type is not OverrideType.DEL:
+            known = sorted(p.stem for p in (CONF_DIR / override.key_or_group).glob("*.yaml"))
+            for choice in _choices(override):
+                if choice not in known:
+                    raise ValueError(f"Unknown {override.key_or_group} {choice!r}. Choose one of: {', '.join(known)}.")
+    for level in levels:
+        get_level(level)
+    for override in parsed:
+        group, _, argument = override.key_or_group.partition(".")
+        if group == "precision" and argument:
+            for level in levels:
+                _check_argument(level, argument)
+
+
+def _choices(override: Override) -> list[str]:
+    if override.value_type is ValueType.CHOICE_SWEEP:
+        return [str(value) for value in override.sweep_string_iterator()]
+    value = override.value()
+    return [] if value is None else [str(value)]
+
+
+def _check_argument(level: str, argument: str) -> None:
+    from nemo_lowprec.plugins import LEVELS
+
+    if argument not in inspect.signature(LEVELS[level]).parameters:
+        LEVELS[level](**{argument: None})  # raises the level's own TypeError
+
+
+def _one_sentence(error: BaseException) -> str:
+    """Hydra's message on one line, without the hints that name its internals."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "See https"))]
+    if error.__cause__ is not None and str(error.__cause__):
+        kept.append(f"({str(error.__cause__).splitlines()[0]})")
+    return " ".join(kept)
+
+
+@contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv; and it prints and exits where an exception is wanted, unless told otherwise."""
+    saved, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = argv
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = saved
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

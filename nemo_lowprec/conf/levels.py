@@ -1,0 +1,28 @@
+"""The Hydra group ``precision``: one node a level, made from the signature of the level's function."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from nemo_lowprec.plugins import LEVELS
+
+__all__ = ["level_node", "register_levels"]
+
+
+def level_node(name: str) -> dict[str, Any]:
+    """The config of a level: its function as ``_target_``, and its arguments with their defaults."""
+    node: dict[str, Any] = {"_target_": f"nemo_lowprec.{name}", "_convert_": "all"}
+    for argument, parameter in inspect.signature(LEVELS[name]).parameters.items():
+        value = parameter.default
+        node[argument] = list(value) if isinstance(value, tuple) else value
+    return node
+
+
+def register_levels() -> None:
+    """Puts every level that can be trained with into Hydra's ConfigStore."""
+    store = ConfigStore.instance()
+    for name in LEVELS:
+        store.store(group="precision", name=name, node=level_node(name), provider="nemo_lowprec.chart")
