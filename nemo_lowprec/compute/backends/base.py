@@ -24,6 +24,9 @@ from nemo_lowprec.formats.block import BlockLayout
 __all__ = ["Backend", "Part", "Quantized"]
 
 
+_BLOCK_FORMATS = {"e8m0": "mxfp8", "e4m3": "nvfp4"}
+
+
 class Part(NamedTuple):
     """One orientation of a quantized operand: ``data`` [rows, contracted], and its scales."""
 
@@ -85,6 +88,13 @@ class Backend(ABC):
     def columnwise_only(self, operand: Any) -> Any:
         """The operand without its rowwise orientation, which backward does not need."""
         return Quantized(None, operand.columnwise)
+
+    def describe(self, operand: Any) -> str:
+        """The chart's name of an operand's format, read off its data."""
+        part = operand.rowwise or operand.columnwise
+        if part.layout is not None and part.layout.scale in _BLOCK_FORMATS:
+            return _BLOCK_FORMATS[part.layout.scale]
+        return "fp8" if part.data.element_size() == 1 else str(part.data.dtype).removeprefix("torch.")
 
     # Operands cross from forward to backward as plain tensors, so that activation checkpointing and offloading
     # see them.

@@ -1,0 +1,76 @@
+"""Watch the operands of the GEMMs of a model's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.compute import Backend, LowPrecisionLinear
+
+__all__ = ["watch_gemms"]
+
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+class _Watched:
+    """A backend that notes the formats of the operands it is given, and passes them on."""
+
+    def __init__(self, backend: Backend, seen: set[str]) -> None:
+        self._backend, self._seen = backend, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _note(self, *operands: Any) -> None:
+        self._seen.update(self._backend.describe(o) for o in operands)
+
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        self._note(x, weight)
+        return self._backend.fprop(x, weight, bias, out_dtype)
+
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
+        self._note(grad_output, weight)
+        return self._backend.dgrad(grad_output, weight, out_dtype)
+
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+        self._note(grad_output, x)
+        return self._backend.wgrad(grad_output, x, out_dtype)
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        self._seen.update((_NAMES[a.dtype], _NAMES[b.dtype]))
+        return self._backend.matmul(a, b, out_dtype)
+
+
+@contextmanager
+def watch_gemms(model: nn.Module, seen: dict[str, set[str]]) -> Iterator[None]:
+    """Note in ``seen`` the formats of GEMM operands, under ``converted`` for layers below 16 bits (for all linear
+    layers of a model that has none) and ``rest`` for the others.
+
+    A plain ``nn.Linear`` is observed by the dtype that comes out of it: autocast computes in that dtype.
+    """
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    low = [m for m in linears if isinstance(m, LowPrecisionLinear) and m.gemm_plan.recipe is not None]
+    plans = []
+    handles = []
+    for module in linears:
+        found = seen["converted" if module in low or not low else "rest"]
+        if isinstance(module, LowPrecisionLinear):
+            plans.append((module, module.gemm_plan))
+            watched: Any = _Watched(module.gemm_plan.backend, found)
+            module.gemm_plan = replace(module.gemm_plan, backend=watched)
+        else:
+            handles.append(
+                module.register_forward_hook(lambda m, args, out, found=found: found.add(_NAMES[out.dtype]))  # type: ignore[misc]
+            )
+    try:
+        yield
+    finally:
+        for module, plan in plans:
+            module.gemm_plan = plan
+        for handle in handles:
+            handle.remove()
