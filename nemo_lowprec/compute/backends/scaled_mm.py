@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import lru_cache
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -9,11 +13,11 @@ from nemo_lowprec.compute.backends.base import Part, Quantized
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.recipe import Operand, Recipe
 
-__all__ = ["ScaledMMBackend"]
+__all__ = ["ScaledMMBackend", "half_matmul"]
 
 
 class ScaledMMBackend(ReferenceBackend):
-    """Per-tensor scales; quantization as in the reference, GEMMs on tensor cores."""
+    """Per-tensor scales; quantization by a fused kernel where there is Triton, GEMMs on tensor cores."""
 
     name = "torch"
     row_multiple = 16
@@ -21,7 +25,7 @@ class ScaledMMBackend(ReferenceBackend):
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
-        if not torch.cuda.is_available():
+        if not torch.cuda.is_available() or torch.version.cuda is None:
             return "backend='torch' needs an NVIDIA GPU; use backend='reference' on this machine"
         if torch.cuda.get_device_capability() < (8, 9):
             major, minor = torch.cuda.get_device_capability()
@@ -37,7 +41,24 @@ class ScaledMMBackend(ReferenceBackend):
         return Quantized(part if rowwise else None, transposed)
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
-        return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
+        kernels = _fused() if values.is_cuda else None
+        if kernels is None:
+            return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
+        slot, fmt = operand.slot, operand.fmt
+        if slot is None:
+            row, col, scale_inv = kernels.quantize_current(values, fmt, operand.margin, rowwise, columnwise)
+        elif slot.cold:
+            amax = kernels.amax(values)
+            if record:
+                slot.record(amax)
+            scale = slot.current_scale(amax)
+            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, None)
+        else:
+            recorded = slot.amax if record else None
+            row, col, scale_inv = kernels.quantize(values, slot.scale, fmt, rowwise, columnwise, recorded)
+        return Quantized(
+            None if row is None else Part(row, scale_inv, None), None if col is None else Part(col, scale_inv, None)
+        )
 
     def fprop(self, x: Quantized, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
@@ -50,11 +71,31 @@ class ScaledMMBackend(ReferenceBackend):
         return _gemm(grad_output.columnwise, x.columnwise, out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return torch.mm(a, b).to(out_dtype)
+        return half_matmul(a, b, out_dtype)
+
+
+@lru_cache(maxsize=1)
+def _fused() -> ModuleType | None:
+    """The fused quantization kernels, where this machine can run them."""
+    try:
+        kernels = importlib.import_module("nemo_lowprec.compute.backends.triton_cast")
+    except ImportError:
+        return None
+    return kernels if kernels.is_supported() else None
+
+
+def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator itself, not rounded to half first."""
+    mixed = out_dtype == torch.float32 and a.dtype != out_dtype and a.is_cuda and a.numel() > 0 and b.numel() > 0
+    if mixed and "dtype" in torch.ops.aten.mm.overloads():
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return torch.mm(a, b).to(out_dtype)
 
 
 def _gemm(a: Part | None, b: Part | None, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
+    if a.data.numel() == 0 or b.data.numel() == 0:
+        return a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype)
     return torch._scaled_mm(
         a.data, b.data.t(), a.scale_inv.view(()), b.scale_inv.view(()), out_dtype=out_dtype, use_fast_accum=fast_accum
     )

@@ -1,0 +1,229 @@
+"""The ``te`` backend: Transformer Engine's quantization kernels and FP8 GEMMs.
+
+Only TE's stateless parts are used, its quantizers and ``general_gemm``; scales and histories stay those of the
+operands. TE is imported when a backend is asked for, never with this module.
+
+Where its kernels differ from the reference: they skip NaN when they take an amax. A tensor that holds a NaN is
+recorded with, and under current scaling scaled by, the largest of its other elements, where the reference records
+NaN and scales by 1. The NaN itself comes out as NaN on both.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.backends.scaled_mm import half_matmul
+from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.formats import FloatFormat, ScaledTensor, compute_amax, compute_scale
+
+__all__ = ["TEBackend"]
+
+_INSTALL = "install a transformer-engine[pytorch] that matches this PyTorch and CUDA, or use backend='torch'"
+# Which of TE's own checks speaks for a way of scaling.
+_CHECKS = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+_CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+
+
+class _Empty(NamedTuple):
+    """An operand without elements: no kernel is launched for it."""
+
+    rows: int
+    cols: int
+    device: torch.device
+
+
+class TEBackend(Backend):
+    """All five ways of scaling. Quantized operands are TE's tensor storages."""
+
+    name = "te"
+    # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
+    # cast-and-transpose kernel runs. Zero rows change no result.
+    row_multiple = 32
+    scalings = frozenset(_CHECKS)
+
+    def __init__(self) -> None:
+        self._te = _load()
+
+    @classmethod
+    def unavailable(cls, recipe: Recipe | None) -> str | None:
+        if not torch.cuda.is_available() or torch.version.cuda is None:
+            return "backend='te' needs an NVIDIA GPU; use backend='reference' on this machine"
+        scaling = "delayed" if recipe is None else recipe.scaling
+        needed = _CAPABILITY[scaling]
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < needed:
+            return (
+                f"{scaling} scaling needs compute capability {needed[0]}.{needed[1]} or higher, "
+                f"this GPU has {major}.{minor}; use another level or backend='reference'"
+            )
+        broken = _import_error()
+        if broken:
+            return broken
+        available, reason = getattr(_load().te, _CHECKS[scaling])(return_reason=True)
+        return None if available else f"Transformer Engine: {reason.rstrip('.')}; use another level"
+
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+        if values.numel() == 0:
+            return _Empty(values.shape[0], values.shape[1], values.device)
+        # The per-tensor and 128x128 kernels write the rowwise data in any case.
+        spare = columnwise and not rowwise and (operand.layout is None or operand.kind == "weight")
+        quantizer = self._quantizer(values, operand, rowwise or spare, columnwise, record)
+        storage = self._te.tex.quantize(values, quantizer)
+        if spare:
+            storage.update_usage(rowwise_usage=False)
+        return storage
+
+    def _quantizer(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool) -> Any:
+        slot = operand.slot
+        if slot is None and (operand.layout is not None or operand.margin == 0):
+            scheme = (operand.scaling, operand.kind, operand.fmt)
+            return _stateless_quantizer(*scheme, rowwise, columnwise, values.device)
+        # TE's kernels take the maximum of the amax that is there and the tensor's own, which is what a slot wants.
+        # They always write it: what is not to be recorded goes to a buffer that nobody reads.
+        if slot is not None and not slot.cold:
+            scale, amax = slot.scale, slot.amax if record else _unread(values.device)
+        else:
+            own, amax = compute_amax(values), _unread(values.device)
+            if slot is None:  # TE's own current scaling knows no margin
+                scale = compute_scale(own.reshape(1), operand.fmt.max, operand.margin)
+            else:
+                if record:
+                    slot.record(own)
+                scale = slot.current_scale(own)
+        dtype = self._te.dtype[operand.fmt.dtype]
+        quantizer = self._te.te.Float8Quantizer(scale, amax, dtype, rowwise=rowwise, columnwise=columnwise)
+        quantizer.internal = True
+        return quantizer
+
+    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Any:
+        storage = self._te.te.Float8TensorStorage(
+            data=weight.data_fp8.contiguous().view(torch.uint8),
+            fp8_scale_inv=weight.scale_inv,
+            fp8_dtype=self._te.dtype[weight.fmt.dtype],
+            fake_dtype=weight.dtype,
+        )
+        storage.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)  # transposes where the GPU needs it
+        return storage
+
+    # TE writes GEMMs as cuBLAS does: A is the operand with the output's last dimension. The accumulators are those of
+    # TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
+
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        if isinstance(x, _Empty):
+            return torch.zeros(x.rows, weight.size(0), dtype=out_dtype, device=x.device)
+        fused = bias is not None and out_dtype != torch.float32  # the epilogue adds half biases only
+        out = self._te.general_gemm(
+            weight, x, out_dtype=out_dtype, layout="TN", bias=bias.to(out_dtype) if bias is not None and fused else None
+        )[0]
+        return out if bias is None or fused else out + bias.float()
+
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
+        if isinstance(grad_output, _Empty):
+            return torch.zeros(grad_output.rows, weight.size(1), dtype=out_dtype, device=grad_output.device)
+        return self._te.general_gemm(
+            weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=True
+        )[0]
+
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+        if isinstance(x, _Empty):
+            return torch.zeros(grad_output.cols, x.cols, dtype=out_dtype, device=x.device)
+        return self._te.general_gemm(
+            x, grad_output, out_dtype=out_dtype, layout="NT", grad=True, use_split_accumulator=True
+        )[0]
+
+    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return half_matmul(a, b, out_dtype)
+
+    def columnwise_only(self, operand: Any) -> Any:
+        if not isinstance(operand, _Empty):
+            operand.update_usage(rowwise_usage=False)
+        return operand
+
+    def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
+        return ([], operand) if isinstance(operand, _Empty) else operand.prepare_for_saving()
+
+    def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
+        if isinstance(meta, _Empty):
+            return meta
+        # Into a copy: with retain_graph the same description is restored again, and must not hold on to the tensors.
+        storage = object.__new__(type(meta))
+        storage.__dict__.update(meta.__dict__)
+        storage.restore_from_saved(list(tensors))
+        return storage
+
+
+@lru_cache(maxsize=1)
+def _load() -> SimpleNamespace:
+    """TE's modules and functions that the backend uses."""
+    te = importlib.import_module("transformer_engine.pytorch")
+    found = SimpleNamespace(
+        te=te,
+        tex=importlib.import_module("transformer_engine_torch"),
+        general_gemm=importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm,
+        dtype=importlib.import_module("transformer_engine.pytorch.constants").TE_DType,
+    )
+    for name in ("Float8Quantizer", "Float8BlockQuantizer", "Float8TensorStorage", "is_fp8_block_scaling_available"):
+        getattr(te, name)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _import_error() -> str | None:
+    try:
+        _load()
+    except ImportError as error:
+        return f"Transformer Engine is not installed ({error}); {_INSTALL}"
+    except AttributeError as error:
+        return f"this Transformer Engine is too old ({error}); {_INSTALL}"
+    except (OSError, RuntimeError) as error:
+        # Also what comes of importing it after something else has loaded cuDNN.
+        return f"Transformer Engine cannot be loaded ({error}); import it before any CUDA work, {_INSTALL}"
+    return None
+
+
+@lru_cache(maxsize=16)
+def _unread(device: torch.device) -> Tensor:
+    return torch.zeros(1, device=device)
+
+
+@lru_cache(maxsize=256)
+def _stateless_quantizer(
+    scaling: str, kind: str, fmt: FloatFormat, rowwise: bool, columnwise: bool, device: torch.device
+) -> Any:
+    """TE's quantizer for a scaling without state, as its default recipes configure it for ``kind``."""
+    found = _load()
+    te, dtype = found.te, found.dtype[fmt.dtype]
+    usage = {"rowwise": rowwise, "columnwise": columnwise}
+    if scaling == "current":
+        quantizer = te.Float8CurrentScalingQuantizer(dtype, device=device, **usage)
+    elif scaling == "blockwise":
+        dim = 2 if kind == "weight" else 1
+        quantizer = te.Float8BlockQuantizer(dtype, force_pow_2_scales=True, block_scaling_dim=dim, **usage)
+    elif scaling == "mxfp8":
+        quantizer = te.MXFP8Quantizer(dtype, **usage)
+        quantizer.optimize_for_gemm = True  # scales in the order that the GEMM reads
+    else:
+        rotate = kind != "weight"
+        quantizer = te.NVFP4Quantizer(
+            with_rht=rotate,
+            with_post_rht_amax=rotate,
+            with_2d_quantization=not rotate,
+            stochastic_rounding=kind == "grad_output",
+            **usage,
+        )
+        quantizer.optimize_for_gemm = rotate
+    quantizer.internal = True
+    return quantizer

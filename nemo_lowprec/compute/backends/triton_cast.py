@@ -1,0 +1,170 @@
+"""Fused per-tensor quantization to FP8 for the ``torch`` backend: scale, saturate, cast, transpose and amax at once.
+
+Data and scales are bit for bit those of ``formats``. The module needs Triton; importing it without raises ImportError.
+
+An amax is handled by its bit pattern: magnitudes order as integers do, infinity above every finite number and NaN
+above infinity. So a NaN is recorded, as the reference does, and not skipped as a float maximum would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_lowprec.formats import FloatFormat
+
+__all__ = ["amax", "is_supported", "quantize", "quantize_current"]
+
+_TILE_ROWS, _TILE_COLS, _WARPS = 128, 64, 8
+
+
+def is_supported() -> bool:
+    """Whether the kernels round as the reference does here.
+
+    Before compute capability 9.0 some versions of Triton go through FP16 on the way to FP8 and round twice.
+    """
+    return torch.cuda.is_available() and torch.version.cuda is not None and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _raise_amax(amax_ptr, bits):
+    # Most tiles do not raise the maximum: a look first spares them the atomic.
+    if bits > tl.load(amax_ptr):
+        tl.atomic_max(amax_ptr, bits, sem="relaxed")
+
+
+@triton.jit
+def _amax_kernel(x_ptr, amax_ptr, rows, cols, stride_m, stride_n, BM: tl.constexpr, BN: tl.constexpr):
+    tiles_n = tl.cdiv(cols, BN)
+    pid = tl.program_id(0).to(tl.int64)
+    m = (pid // tiles_n) * BM + tl.arange(0, BM)
+    n = (pid % tiles_n) * BN + tl.arange(0, BN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
+    _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    row_ptr,
+    col_ptr,
+    amax_ptr,
+    rows,
+    cols,
+    stride_m,
+    stride_n,
+    margin_factor,
+    FP8_MAX: tl.constexpr,
+    FROM_AMAX: tl.constexpr,
+    ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr,
+    RECORD: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    tiles_n = tl.cdiv(cols, BN)
+    pid = tl.program_id(0).to(tl.int64)
+    m = (pid // tiles_n) * BM + tl.arange(0, BM)
+    n = (pid % tiles_n) * BN + tl.arange(0, BN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
+
+    scale = tl.load(scale_ptr)
+    if FROM_AMAX:
+        # compute_scale() of formats/, for the amax that the pass before has left here.
+        largest = scale
+        scale = tl.div_rn(tl.full((), FP8_MAX, tl.float32), largest) * margin_factor
+        scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
+        scale = tl.where((largest > 0.0) & (largest <= 3.4028234663852886e38), scale, 1.0)
+    if pid == 0:
+        tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+
+    y = x * scale
+    # Comparisons with NaN are false, so that it passes through.
+    y = tl.where(y > FP8_MAX, FP8_MAX, y)
+    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
+    q = y.to(row_ptr.dtype.element_ty)
+    if ROWWISE:
+        tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
+    if COLUMNWISE:
+        tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
+    if RECORD:
+        _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
+
+
+def amax(values: Tensor) -> Tensor:
+    """Largest magnitude of a 2-D CUDA tensor as FP32 [1]: 0 where it is empty, NaN where one of its elements is."""
+    bits = torch.zeros(1, dtype=torch.int32, device=values.device)
+    if values.numel():
+        _launch(_amax_kernel, values, bits, *values.shape, *values.stride())
+    return bits.view(torch.float32)
+
+
+def quantize(
+    values: Tensor, scale: Tensor, fmt: FloatFormat, rowwise: bool, columnwise: bool, record: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Quantize in one pass over the tensor.
+
+    Args:
+        values: [rows, cols], FP32 or half, any strides, on a GPU.
+        scale: FP32 [1].
+        fmt: format of the result.
+        rowwise, columnwise: what is wanted.
+        record: FP32 [1], raised to the tensor's amax where that is larger.
+
+    Returns:
+        [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
+    """
+    return _cast(values, scale, fmt, rowwise, columnwise, record=record)
+
+
+def quantize_current(
+    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The same with the scale of the tensor's own amax, in two passes and without a host sync."""
+    return _cast(values, amax(values), fmt, rowwise, columnwise, margin=margin)
+
+
+def _cast(
+    values: Tensor,
+    scale: Tensor,
+    fmt: FloatFormat,
+    rowwise: bool,
+    columnwise: bool,
+    record: Tensor | None = None,
+    margin: int | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    rows, cols = values.shape
+    row = torch.empty(rows, cols, dtype=fmt.dtype, device=values.device) if rowwise else None
+    col = torch.empty(cols, rows, dtype=fmt.dtype, device=values.device) if columnwise else None
+    if values.numel() == 0:
+        return row, col, torch.ones(1, device=values.device)
+    scale_inv = torch.empty(1, device=values.device)
+    _launch(
+        _cast_kernel, values, scale, scale_inv,
+        row if row is not None else col, col if col is not None else row,
+        scale if record is None else record.view(torch.int32),
+        rows, cols, *values.stride(), 2.0 ** -(margin or 0),
+        FP8_MAX=fmt.max, FROM_AMAX=margin is not None,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None,
+    )  # fmt: skip
+    return row, col, scale_inv
+
+
+def _launch(kernel: Any, values: Tensor, *args: Any, **constants: Any) -> None:
+    rows, cols = values.shape
+    grid = (triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(cols, _TILE_COLS),)
+    with torch.cuda.device(values.device):
+        kernel[grid](values, *args, **constants, BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS)

@@ -1,0 +1,191 @@
+"""Models that bring Transformer Engine layers of their own (``te.Linear``, ``te.TransformerLayer``, ...).
+
+Such layers are not converted: they run FP8 themselves under ``te_context``. Their pickled ``_extra_state`` is kept
+out of checkpoints; what it holds that matters, the amax histories and scales of delayed scaling, is handed over as
+plain tensors. TE is never imported here before the model has brought it.
+
+Not covered: weights that the user has created in FP8 (``te.quantized_model_init``), whose scales TE keeps itself,
+and FP8 attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.recipe import Recipe
+
+__all__ = ["has_te_layers", "hide_extra_state", "load_te_state_dict", "te_context", "te_recipe", "te_state_dict"]
+
+_DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
+
+
+def _is_te(kind: type) -> bool:
+    return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)
+
+
+def _te_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if "transformer_engine" in sys.modules:
+        yield from ((name, module) for name, module in model.named_modules() if _is_te(type(module)))
+
+
+def has_te_layers(model: nn.Module) -> bool:
+    """Whether ``model`` has modules of Transformer Engine in it."""
+    return next(_te_modules(model), None) is not None
+
+
+@lru_cache(maxsize=16)
+def te_recipe(recipe: Recipe) -> Any:
+    """TE's recipe for ours.
+
+    Raises:
+        ValueError: an argument that TE's own layers cannot follow.
+    """
+    kinds = importlib.import_module("transformer_engine.common.recipe")
+    if any(recipe.override_linear_precision):
+        raise ValueError("Transformer Engine's own layers have no override_linear_precision: leave it (False,) * 3.")
+    if recipe.interval != 1:
+        raise ValueError("Transformer Engine's own layers renew their scales at every step: leave interval=1.")
+    if recipe.fp8_margin and recipe.scaling != "delayed":
+        raise ValueError(f"Transformer Engine's own layers take no fp8_margin with {recipe.scaling} scaling: leave 0.")
+    fmt = kinds.Format.HYBRID if recipe.fp8 == "hybrid" else kinds.Format.E4M3
+    if recipe.scaling == "delayed":
+        return kinds.DelayedScaling(
+            margin=recipe.fp8_margin,
+            fp8_format=fmt,
+            amax_history_len=recipe.fp8_amax_history_len,
+            amax_compute_algo=recipe.fp8_amax_compute_algo,
+        )
+    if recipe.scaling == "nvfp4":
+        return kinds.NVFP4BlockScaling()
+    kind = {
+        "current": kinds.Float8CurrentScaling,
+        "blockwise": kinds.Float8BlockScaling,
+        "mxfp8": kinds.MXFP8BlockScaling,
+    }[recipe.scaling]
+    return kind(fp8_format=fmt)
+
+
+@contextmanager
+def te_context(recipe: Recipe | None, half: torch.dtype) -> Iterator[None]:
+    """Context of a forward pass in which TE's own layers compute by ``recipe``.
+
+    TE's layers take their compute dtype from torch.autocast; where none is on, the context brings one of ``half``.
+    Without a recipe, or where nothing has imported TE, the context does nothing.
+    """
+    if recipe is None or "transformer_engine" not in sys.modules:
+        yield
+        return
+    te = importlib.import_module("transformer_engine.pytorch")
+    amp = nullcontext() if torch.is_autocast_enabled("cuda") else torch.autocast("cuda", dtype=half)
+    with amp, te.autocast(enabled=True, recipe=te_recipe(recipe)):
+        yield
+
+
+@lru_cache(maxsize=256)
+def _without_extra_state(kind: Any) -> Any:
+    def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Of a checkpoint that was written without us. Gone before TE's own override looks for it.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        kind._load_from_state_dict(self, state_dict, prefix, *args)
+
+    # torch asks whether the class's method IS nn.Module's.
+    names = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "get_extra_state": nn.Module.get_extra_state,
+        "set_extra_state": nn.Module.set_extra_state,
+        "_load_from_state_dict": _load_from_state_dict,
+    }
+    return type(kind)(kind.__name__, (kind,), names)
+
+
+def hide_extra_state(model: nn.Module) -> None:
+    """Take the ``_extra_state`` of TE's modules out of state dicts, in both directions; may be called again.
+
+    A state dict with ``_extra_state`` entries still loads strictly, and they are ignored.
+    """
+    for _, module in _te_modules(model):
+        kind: Any = type(module)
+        if kind.get_extra_state is not nn.Module.get_extra_state:
+            module.__class__ = _without_extra_state(kind)
+
+
+def _with_metadata(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """TE's modules with weights: those without (attention) have FP8 state for FP8 attention only."""
+    for name, module in _te_modules(model):
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        if has_weights and isinstance(getattr(module, "fp8_meta", None), dict):
+            yield name, module
+
+
+def _is_delayed(state: Any) -> bool:
+    return all(isinstance(getattr(state, name, None), Tensor) for name in ("scale", "amax_history"))
+
+
+def te_state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Delayed-scaling state of TE's modules, by module name, on the CPU.
+
+    ``amax_history_fwd`` and ``_bwd``: FP32 [steps, operands]; ``scale_fwd`` and ``_bwd``: FP32 [operands]. Modules
+    that have not run in FP8, or run with another scaling, have none.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, module in _with_metadata(model):
+        found = {d: module.fp8_meta.get(key) for d, (key, _) in _DIRECTIONS.items()}
+        if all(_is_delayed(state) for state in found.values()):
+            states[name] = {
+                f"{what}_{direction}": getattr(state, what).detach().to("cpu", copy=True)
+                for direction, state in found.items()
+                for what in ("scale", "amax_history")
+            }
+    return states
+
+
+@torch.no_grad()
+def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
+    """Take over what ``te_state_dict`` has returned; modules that ``state`` does not know keep theirs.
+
+    A module that has not run yet takes it over at its first forward, if its recipe is delayed scaling with a history
+    of the same length; otherwise it starts afresh.
+    """
+    for name, module in _with_metadata(model):
+        if name not in state:
+            continue
+        ready = bool(module.fp8_meta_tensors_initialized)
+        for direction, (key, mode) in _DIRECTIONS.items():
+            scale, history = state[name][f"scale_{direction}"], state[name][f"amax_history_{direction}"]
+            target = module.fp8_meta.get(key)
+            if not ready:
+                # When TE sets a module up it adopts the buffers of a state that is there, but keeps its own recipe.
+                target = module.fp8_meta[key] = _delayed_state(mode, scale.numel(), len(history))
+            elif not _is_delayed(target):
+                continue  # it runs with another scaling by now
+            # In place: TE's quantizers and its global buffers are views of these tensors.
+            target.scale.copy_(scale)
+            target.amax_history.copy_(_fit(history, len(target.amax_history)))
+
+
+def _delayed_state(mode: str, operands: int, history_len: int) -> Any:
+    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+    recipe = importlib.import_module("transformer_engine.common.recipe").DelayedScaling(amax_history_len=history_len)
+    return quantization.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=operands)
+
+
+def _fit(history: Tensor, length: int) -> Tensor:
+    """The history in ``length`` rows: row 0 is the step at hand, the newest come last, zeros fill up between."""
+    if length == len(history):
+        return history
+    fitted = history.new_zeros(length, history.shape[1])
+    fitted[0] = history[0]
+    kept = min(length, len(history)) - 1
+    if kept:
+        fitted[-kept:] = history[-kept:]
+    return fitted
