@@ -1,0 +1,73 @@
+"""JSON lines: the first names the command, the versions, the GPU and the date; then one object a figure."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Record", "arguments"]
+
+_PACKAGES = ("torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+class Record:
+    """Prints figures and keeps them in a file, written as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        module = sys.modules["__main__"].__spec__
+        name = f"-m {module.name}" if module is not None else sys.argv[0]
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        self._file = path.open("w")
+        self.add(
+            command=f"python {name} {shlex.join(sys.argv[1:])}".strip(),
+            date=datetime.date.today().isoformat(),
+            gpu=torch.cuda.get_device_name() if gpus else None,
+            gpus=gpus,
+            cuda=torch.version.cuda,
+            commit=_commit(),
+            python=sys.version.split()[0],
+            versions={name: _version(name) for name in _PACKAGES},
+        )
+
+    def add(self, **figure: Any) -> None:
+        """Write one object."""
+        line = json.dumps(figure)
+        print(line, flush=True)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+
+def arguments(description: str, default: str) -> argparse.ArgumentParser:
+    """A parser with ``--out``, the file of results."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results") / default, help="file of results")
+    return parser
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the figures of a file of results."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return lines[0], lines[1:]

@@ -1,0 +1,182 @@
+"""Whole training steps under the Lightning Trainer, Llama-8B-shaped: our levels beside Lightning's and torchao.
+
+    python -m benchmarks.train_step
+
+All contestants run in one process, one after the other, with the same model, batches and optimizer (fused AdamW);
+each figure is the median over rounds, the rounds of all contestants being what varies. ``by hand`` is the loop of
+bf16_with_fp8_mixed without Lightning and without the plugin.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:  # before anything else loads cuDNN
+    import transformer_engine.pytorch
+except (ImportError, OSError, RuntimeError):
+    pass
+import lightning.pytorch as pl
+
+from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
+from benchmarks.record import Record, arguments
+from nemo_lowprec.plugins import LEVELS
+
+WARMUP, ROUND = 6, 5
+
+
+class Clock(pl.Callback):
+    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``."""
+
+    def __init__(self) -> None:
+        self.rounds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index >= WARMUP and (index - WARMUP) % ROUND == 0:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            if index > WARMUP:
+                self.rounds.append((now - self._start) / ROUND)
+            else:
+                torch.cuda.reset_peak_memory_stats()
+            self._start = now
+
+
+def under_trainer(rounds: int, dtype: torch.dtype, prepare: Callable[[Any], None] | None = None, **kwargs: Any):
+    module = Llama(dtype)
+    if prepare is not None:
+        prepare(module)
+    clock = Clock()
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_steps=WARMUP + ROUND * rounds + 1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock], **kwargs,
+    )  # fmt: skip
+    trainer.fit(module, loader())
+    return clock.rounds
+
+
+def by_hand(rounds: int) -> list[float]:
+    """bf16_with_fp8_mixed's loop without Lightning: half copies, FP32 masters, FP8 layers, fused AdamW."""
+    from nemo_lowprec.compute import LayerFilter, Recipe, choose_backend, convert_layers
+
+    device = torch.device("cuda")
+    model = new_model(torch.float32)
+    recipe = Recipe("delayed")
+    histories = recipe.histories()
+    backend = choose_backend("auto", recipe, device)
+    convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories)
+    histories.to(device)
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    for p in params:
+        p.data = p.data.bfloat16()
+        p.grad_dtype = torch.float32
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
+    seconds, start = [], 0.0
+    for index, tokens in enumerate(loader()):
+        if index >= WARMUP and (index - WARMUP) % ROUND == 0:
+            torch.cuda.synchronize()
+            now = time.perf_counter()
+            if index > WARMUP:
+                seconds.append((now - start) / ROUND)
+            else:
+                torch.cuda.reset_peak_memory_stats()
+            start = now
+        if index == WARMUP + ROUND * rounds:
+            return seconds
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_of(model, tokens.cuda())
+        for p in params:
+            p.grad = None
+        loss.backward()
+        for p, master in zip(params, masters, strict=True):
+            master.grad = p.grad
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        histories.update()
+    raise AssertionError("the loader is endless")
+
+
+def _torchao(module: Llama) -> None:
+    from torchao.float8 import convert_to_float8_training
+
+    convert_to_float8_training(module.model, module_filter_fn=lambda m, name: "lm_head" not in name)
+    for layer in module.model.model.layers:
+        layer.compile()
+
+
+def contestants() -> dict[str, Callable[[int], list[float]]]:
+    from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+
+    def ours(name: str, **options: Any) -> Callable[[int], list[float]]:
+        return lambda rounds: under_trainer(rounds, fp32, plugins=LEVELS[name](**options))
+
+    return {
+        "nemo_lowprec bf16_mixed": ours("bf16_mixed"),
+        "nemo_lowprec bf16_with_fp8_mixed": ours("bf16_with_fp8_mixed"),
+        "by hand bf16_with_fp8_mixed": by_hand,
+        "lightning TransformerEnginePrecision, bf16 weights, no masters": lambda rounds: under_trainer(
+            rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16)
+        ),
+        "nemo_lowprec bf16_with_fp8_mixed, fp8_params": ours("bf16_with_fp8_mixed", fp8_params=True),
+        "nemo_lowprec bf16_with_fp8_mixed, torch backend": ours("bf16_with_fp8_mixed", backend="torch"),
+        "nemo_lowprec bf16_with_fp8_current_scaling_mixed": ours("bf16_with_fp8_current_scaling_mixed"),
+        "nemo_lowprec bf16_with_fp8_subchannel_scaling_mixed": ours("bf16_with_fp8_subchannel_scaling_mixed"),
+        "nemo_lowprec fp16_with_fp8_mixed": ours("fp16_with_fp8_mixed"),
+        "nemo_lowprec fp16_mixed": ours("fp16_mixed"),
+        "nemo_lowprec te_fp8": ours("te_fp8"),
+        "nemo_lowprec fp16_amp": ours("fp16_amp"),
+        "lightning bf16-mixed": lambda rounds: under_trainer(rounds, fp32, precision="bf16-mixed"),
+        "lightning bf16-true": lambda rounds: under_trainer(rounds, bf16, precision="bf16-true"),
+        "lightning TransformerEnginePrecision, FP32 weights": lambda rounds: under_trainer(
+            rounds, fp32, plugins=TransformerEnginePrecision(weights_dtype=fp32)
+        ),
+        "torchao float8 tensorwise, compiled layers, bf16-true": lambda rounds: under_trainer(
+            rounds, bf16, prepare=_torchao, precision="bf16-true"
+        ),
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n")[0], "train_step_h200.jsonl")
+    parser.add_argument("--rounds", type=int, default=4, help=f"rounds of {ROUND} steps a contestant and pass")
+    parser.add_argument("--passes", type=int, default=1, help="times that the whole field runs")
+    parser.add_argument("--only", nargs="*", help="contestants whose name holds one of these")
+    args = parser.parse_args()
+    record = Record(args.out)
+    tokens = BATCH * SEQUENCE
+    field = {n: run for n, run in contestants().items() if not args.only or any(o in n for o in args.only)}
+    seconds: dict[str, list[float]] = {name: [] for name in field}
+    peaks: dict[str, float] = {}
+    for _ in range(args.passes):
+        for name, run in field.items():
+            torch.cuda.empty_cache()
+            try:
+                seconds[name] += run(args.rounds)
+                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+            except Exception as error:
+                traceback.print_exc()
+                record.add(benchmark="train_step", name=name, error=f"{type(error).__name__}: {error}"[:300])
+            gc.collect()
+    for name, values in seconds.items():
+        if values:
+            median = statistics.median(values)
+            record.add(
+                benchmark="train_step", name=name, tokens_per_s=round(tokens / median), ms=round(median * 1e3, 2),
+                ms_min=round(min(values) * 1e3, 2), ms_max=round(max(values) * 1e3, 2), rounds=len(values),
+                peak_gib=round(peaks[name], 2),
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
