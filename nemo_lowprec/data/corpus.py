@@ -72,9 +72,7 @@ class Document:
         try:
             record = json.loads(raw)
         except ValueError as error:
-            raise ValueError(
-                f"{self.name} is not JSON ({error}): correct or remove that line."
-            ) from error
+            raise ValueError(f"{self.name} is not JSON ({error}): correct or remove that line.") from error
         text = record.get(self.text_field) if isinstance(record, dict) else None
         if isinstance(text, str):
             return text
@@ -118,13 +116,9 @@ def source_files(source: str | Path | None = None) -> list[SourceFile]:
         files = list(_walk(root, {"__pycache__"}))
         files = [file for file in files if file.name.endswith(".jsonl")] or files
     else:
-        raise ValueError(
-            f"The source {root} does not exist: pass a folder of text files or a .jsonl file."
-        )
+        raise ValueError(f"The source {root} does not exist: pass a folder of text files or a .jsonl file.")
     if not files:
-        raise ValueError(
-            f"The source {root} holds no text: pass a folder of text files or a .jsonl file."
-        )
+        raise ValueError(f"The source {root} holds no text: pass a folder of text files or a .jsonl file.")
     return files
 
 

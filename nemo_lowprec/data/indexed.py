@@ -40,9 +40,7 @@ def open_indexed(prefix: str | Path) -> Any:
 def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
     for path in (idx, data):
         if not path.is_file():
-            raise ValueError(
-                f"{path} does not exist: pass the path of a .bin and .idx pair, without the ending."
-            )
+            raise ValueError(f"{path} does not exist: pass the path of a .bin and .idx pair, without the ending.")
     found = idx.stat().st_size
     with idx.open("rb") as stream:
         header = stream.read(_HEADER_BYTES)

@@ -68,8 +68,21 @@ class EpochOrder:
             self.on_set_epoch(epoch)
 
 
+class _Slices:
+    """A batch sampler: `size` entries of `order` from each start, made as they are asked for."""
+
+    def __init__(self, order: Tensor, starts: range, size: int) -> None:
+        self.order, self.starts, self.size = order, starts, size
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.order[start : start + self.size].tolist() for start in self.starts)
+
+
 class ResumableLoader:
-    """Endless training batches from a dataset, with a position that is saved and restored.
+    """Training batches from a dataset, with a position that is saved and restored.
 
     A step takes `micro_batch_size * world_size` samples in order, and each rank a contiguous part
     of them: in rank order, the ranks' micro-batches are the ones that a single rank would see one
@@ -158,15 +171,12 @@ class ResumableLoader:
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
         order = self.sampler(self._epoch)
-        first = self.rank * self.batch_size
-        batches = [
-            order[start + first : start + first + self.batch_size].tolist()
-            for start in range(
-                self._taken,
-                self._epoch_samples - self.samples_per_step + 1,
-                self.samples_per_step,
-            )
-        ]
+        starts = range(
+            self._taken + self.rank * self.batch_size,
+            self._epoch_samples - self.samples_per_step + self.rank * self.batch_size + 1,
+            self.samples_per_step,
+        )
+        batches = _Slices(order, starts, self.batch_size)
         for batch in _torch_loader(
             self._dataset,
             batch_sampler=batches,

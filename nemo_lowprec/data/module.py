@@ -129,8 +129,7 @@ class TextDataModule(LightningDataModule):
             path = folder / "tokenizer.json"
             if not path.is_file():
                 raise ValueError(
-                    f"{path} does not exist: call prepare_data() first, or put the tokenizer of "
-                    "the data there."
+                    f"{path} does not exist: call prepare_data() first, or put the tokenizer of the data there."
                 )
             self._tokenizer = Tokenizer.from_file(str(path))
         return self._tokenizer
@@ -156,10 +155,7 @@ class TextDataModule(LightningDataModule):
             prefixes = (self.prepared.train_prefix, self.prepared.validation_prefix)
         else:
             prefixes = self._prefixes
-        train, validation = (
-            PackedDataset(prefix, self.seq_length, self.seed, self.vocab_size)
-            for prefix in prefixes
-        )
+        train, validation = (PackedDataset(prefix, self.seq_length, self.seed, self.vocab_size) for prefix in prefixes)
         self._validation = validation
         if self.validation_samples is not None and self.validation_samples < len(validation):
             self._validation = Subset(validation, range(self.validation_samples))

@@ -40,9 +40,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             access: an id that is not below `vocab_size`.
     """
 
-    def __init__(
-        self, prefix: str | Path, seq_length: int, seed: int = 0, vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, prefix: str | Path, seq_length: int, seed: int = 0, vocab_size: int | None = None) -> None:
         if seq_length < 1:
             raise ValueError(f"seq_length={seq_length} must be at least 1.")
         self.prefix = str(prefix)

@@ -149,9 +149,7 @@ def prepare_data(
         documents = limit_bytes(documents, max_bytes, seed)
     train, validation = split_documents(documents, validation_fraction, seed)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(
-        tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
-    )
+    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
     try:
         tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, tokenizer_bytes)
         tokenizer.save(str(partial / "tokenizer.json"))
@@ -220,9 +218,7 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
         )
     prepared = PreparedData(path, record)
     if not prepared.tokenizer_path.is_file():
-        raise ValueError(
-            f"{prepared.tokenizer_path} is missing: copy it again, or prepare a new folder."
-        )
+        raise ValueError(f"{prepared.tokenizer_path} is missing: copy it again, or prepare a new folder.")
     for prefix in (prepared.train_prefix, prepared.validation_prefix):
         open_indexed(prefix)
     return prepared
@@ -291,9 +287,7 @@ def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: 
         return train_tokenizer(_read(taken, advance, []), vocab_size)
 
 
-def _read(
-    documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]
-) -> Iterator[str]:
+def _read(documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]) -> Iterator[str]:
     """The texts that are UTF-8; the names of the others go to `skipped`."""
     for document in documents:
         text = document.read()
@@ -304,9 +298,7 @@ def _read(
             yield text
 
 
-def _write_indexed(
-    prefix: Path, tokenizer: Tokenizer, documents: Sequence[Document]
-) -> dict[str, Any]:
+def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Document]) -> dict[str, Any]:
     """Writes PREFIX.bin and PREFIX.idx; returns what `prepared.json` says about them."""
     indexed_dataset = import_megatron("datasets.indexed_dataset")
     dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())

@@ -21,9 +21,7 @@ from nemo_lowprec.data.packed import PackedDataset
     seq_length=st.integers(1, 12),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_samples_are_windows_of_the_shuffled_documents(
-    build_indexed, tmp_path_factory, lengths, seq_length, seed
-):
+def test_samples_are_windows_of_the_shuffled_documents(build_indexed, tmp_path_factory, lengths, seq_length, seed):
     if sum(lengths) < seq_length + 1:
         return
     bounds = np.cumsum([0, *lengths])
@@ -99,9 +97,7 @@ def test_samples_are_int64_and_do_not_share_memory(prepared):
 def test_the_seed_changes_the_order(prepared):
     first, same, other = (PackedDataset(prepared.train_prefix, 16, seed) for seed in (0, 0, 1))
     assert all(torch.equal(first[i]["input_ids"], same[i]["input_ids"]) for i in range(len(first)))
-    assert not all(
-        torch.equal(first[i]["input_ids"], other[i]["input_ids"]) for i in range(len(first))
-    )
+    assert not all(torch.equal(first[i]["input_ids"], other[i]["input_ids"]) for i in range(len(first)))
 
 
 def test_it_can_be_sent_to_a_spawned_worker(prepared):

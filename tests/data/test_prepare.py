@@ -24,9 +24,7 @@ def contents(folder):
 def test_texts_come_back_and_every_document_has_one_end(prepared, corpus):
     tokenizer = prepared.load_tokenizer()
     split = split_documents(list_documents(corpus), 0.2, seed=0)
-    for prefix, documents in zip(
-        (prepared.train_prefix, prepared.validation_prefix), split, strict=True
-    ):
+    for prefix, documents in zip((prepared.train_prefix, prepared.validation_prefix), split, strict=True):
         data = open_indexed(prefix)
         assert len(data) == len(documents)
         for ids, document in zip(data, documents, strict=True):
@@ -119,7 +117,7 @@ def test_other_arguments_are_refused_by_name(prepared, corpus):
         prepare_data(prepared.path, corpus, vocab_size=400, validation_fraction=0.2)
     with pytest.raises(ValueError, match="seed is 0 there and 3 now"):
         prepare_data(prepared.path, corpus, seed=3, **ARGUMENTS)
-    with pytest.raises(ValueError, match="source is .* there and None now"):
+    with pytest.raises(ValueError, match=r"source is .* there and None now"):
         prepare_data(prepared.path, **ARGUMENTS)
     assert contents(prepared.path) == before
 
@@ -179,7 +177,7 @@ def test_a_failed_run_leaves_nothing(tmp_path):
     source.mkdir()
     for number in range(30):
         (source / f"{number}.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match="None of the .* documents for train is UTF-8"):
+    with pytest.raises(ValueError, match=r"None of the .* documents for train is UTF-8"):
         prepare_data(tmp_path / "out", source, **ARGUMENTS)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -59,9 +59,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order():
 @pytest.mark.parametrize("endless", [False, True])
 def test_position_counts_what_was_handed_out(workers, endless):
     def make():
-        return ResumableLoader(
-            Numbers(22), 4, seed=1, num_workers=workers, stop_at_epoch_end=not endless
-        )
+        return ResumableLoader(Numbers(22), 4, seed=1, num_workers=workers, stop_at_epoch_end=not endless)
 
     reference = make_stopping(make())
     whole = flat(numbers(reference) for _ in range(4))
@@ -88,8 +86,7 @@ def make_stopping(loader):
 def test_ranks_share_the_order_of_one_rank():
     single = ResumableLoader(Numbers(50), 6, seed=2, global_batch_size=12)
     ranks = [
-        ResumableLoader(Numbers(50), 3, seed=2, rank=rank, world_size=2, global_batch_size=12)
-        for rank in range(2)
+        ResumableLoader(Numbers(50), 3, seed=2, rank=rank, world_size=2, global_batch_size=12) for rank in range(2)
     ]
     for _ in range(2):
         expected = numbers(single)
@@ -100,9 +97,7 @@ def test_ranks_share_the_order_of_one_rank():
 
 def test_resume_at_another_world_size_with_the_same_global_batch():
     def make(rank, world_size):
-        return ResumableLoader(
-            Numbers(50), 3, seed=2, rank=rank, world_size=world_size, global_batch_size=12
-        )
+        return ResumableLoader(Numbers(50), 3, seed=2, rank=rank, world_size=world_size, global_batch_size=12)
 
     single = make(0, 1)
     whole = flat(numbers(single) for _ in range(3))
@@ -295,9 +290,7 @@ def test_longer_run_goes_on_where_max_steps_ended_the_first(prepared, tmp_path):
     whole = train(prepared, tmp_path / "whole", max_steps=40, limit_val_batches=0)
     saved = tmp_path / "saved.ckpt"
     options = {"limit_val_batches": 0}
-    first = train(
-        prepared, tmp_path / "first", [SaveAt("on_train_end", 1, saved)], max_steps=9, **options
-    )
+    first = train(prepared, tmp_path / "first", [SaveAt("on_train_end", 1, saved)], max_steps=9, **options)
     second = train(prepared, tmp_path / "second", ckpt_path=saved, max_steps=40, **options)
     assert first + second == whole
 

@@ -62,8 +62,7 @@ def test_batches_are_shifted_text(corpus, prepared):
     assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
     assert int(batch["labels"].max()) < data.vocab_size
     everything = "".join(
-        data.tokenizer.decode(ids, skip_special_tokens=False)
-        for ids in open_indexed(prepared.train_prefix)
+        data.tokenizer.decode(ids, skip_special_tokens=False) for ids in open_indexed(prepared.train_prefix)
     )
     body = data.tokenizer.decode(batch["input_ids"][0].tolist(), skip_special_tokens=False)
     assert body.strip("\ufffd").split("<|endoftext|>")[0] in everything
@@ -86,9 +85,7 @@ def test_data_of_megatron_are_used_in_place(build_indexed, tmp_path):
 
 
 def test_the_tokenizer_beside_existing_data_is_found(prepared):
-    data = TextDataModule(
-        train_prefix=prepared.train_prefix, validation_prefix=prepared.validation_prefix
-    )
+    data = TextDataModule(train_prefix=prepared.train_prefix, validation_prefix=prepared.validation_prefix)
     assert data.vocab_size == prepared.vocab_size
 
 
