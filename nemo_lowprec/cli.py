@@ -1,0 +1,126 @@
+"""The command ``nemo-lowprec``: one subcommand a thing that people do.
+
+A mistake in the input is one sentence on stderr and exit status 2. ``NEMO_LOWPREC_TRACEBACK=1`` shows where it came
+from. To add a subcommand, write a function that takes the rest of the command line and list it in ``_COMMANDS``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+# Imports of the project are inside the functions: --help and `levels` should not wait for torch.
+
+__all__ = ["main"]
+
+_DESCRIPTION = "Low-precision training for PyTorch Lightning and NeMo."
+
+
+def _pretrain(arguments: Sequence[str]) -> None:
+    """train a language model; takes Hydra overrides such as precision=fp16_mixed trainer.max_steps=400"""
+    from nemo_lowprec.conf.job import run_with_overrides
+
+    run_with_overrides(arguments)
+
+
+def _run(arguments: Sequence[str]) -> None:
+    """the same through nemo_run; takes its command line: --factory tiny trainer.plugins=fp16_mixed"""
+    from nemo_lowprec.recipes.__main__ import main as run_recipe
+
+    run_recipe(arguments)
+
+
+def _prepare_data(arguments: Sequence[str]) -> None:
+    """build a tokenizer and Megatron's .bin/.idx files from text"""
+    parser = argparse.ArgumentParser("nemo-lowprec prepare-data", description=_summary(_prepare_data))
+    parser.add_argument("--out", required=True, help="folder to write; a new or an empty one")
+    parser.add_argument(
+        "--source", help="folder of text or .jsonl files, or one .jsonl file (default: the standard library's sources)"
+    )
+    parser.add_argument("--vocab-size", type=int, default=8192, help="ids of the tokenizer (default: %(default)s)")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.02, help="part of the files kept apart (default: %(default)s)"
+    )
+    parser.add_argument("--max-bytes", type=int, help="take only so much of the source (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
+    parser.add_argument("--text-field", default="text", help="key of the text in .jsonl lines (default: %(default)s)")
+    options = vars(parser.parse_args(arguments))
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from nemo_lowprec.data import prepare_data
+
+    data = prepare_data(options.pop("out"), **options)
+    table = Table(title=str(data.path), show_header=False)
+    table.add_row("Vocabulary", f"{data.vocab_size:,} ids")
+    for split, tokens in data.tokens.items():
+        table.add_row(split.capitalize(), f"{tokens:,} tokens")
+    Console().print(table)
+
+
+def _levels(arguments: Sequence[str]) -> None:
+    """print the precision chart"""
+    argparse.ArgumentParser("nemo-lowprec levels", description=_summary(_levels)).parse_args(arguments)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from nemo_lowprec.chart import CHART, COLUMNS
+
+    table = Table(*COLUMNS, title="Precision levels", caption="dim: declared, not available yet")
+    for level in CHART.values():
+        table.add_row(*level.columns().values(), style=None if level.landed else "dim")
+    # A table cut off at 80 columns in a pipe would lose cells.
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "pretrain": _pretrain,
+    "prepare-data": _prepare_data,
+    "levels": _levels,
+    "run": _run,
+}
+
+
+def _summary(command: Callable[[Sequence[str]], None]) -> str:
+    return (command.__doc__ or "").strip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit status.
+
+    Args:
+        arguments: without the program's name; None: the process' own.
+    """
+    parser = argparse.ArgumentParser("nemo-lowprec", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        # The subcommand reads its own --help: Hydra and nemo_run have one, too.
+        commands.add_parser(name, help=_summary(command), add_help=False, prefix_chars="\0")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    # Only the first word is ours; the rest may be any Hydra override, which argparse must not interpret.
+    chosen = parser.parse_args(arguments[:1]).command
+    try:
+        _COMMANDS[chosen](arguments[1:])
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if os.environ.get("NEMO_LOWPREC_TRACEBACK") or not _is_bad_input(error):
+            raise
+        print(f"nemo-lowprec {chosen}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _is_bad_input(error: Exception) -> bool:
+    """Whether an exception is a sentence about the input: ours, or Lightning's about its Trainer."""
+    if isinstance(error, ValueError | TypeError):
+        return True
+    return type(error).__name__ == "MisconfigurationException"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

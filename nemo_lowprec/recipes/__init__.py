@@ -1,0 +1,28 @@
+"""The nemo_run face: every level as a factory of ``run.Config``, and the pretrain recipes.
+
+::
+
+    from nemo_lowprec.recipes import fp16_mixed, llama3_8b
+
+    recipe = llama3_8b.pretrain_recipe(dir="outputs", name="fp16")
+    recipe.trainer.plugins = fp16_mixed()
+    run.run(recipe, executor=run.LocalExecutor())
+
+and on the command line, with or without nemo_run's own ``nemorun lowprec pretrain``::
+
+    nemo-lowprec run --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
+
+These are configs: to train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer, not this package's.
+"""
+
+try:
+    import nemo_run  # noqa: F401
+except ImportError as error:
+    raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
+
+from nemo_lowprec.recipes import entrypoint, llama3_8b, llama32_1b, tiny  # noqa: F401
+from nemo_lowprec.recipes.precision import FACTORIES
+
+__all__ = ["FACTORIES", "llama3_8b", "llama32_1b", "tiny", *FACTORIES]
+
+globals().update(FACTORIES)

@@ -1,0 +1,63 @@
+"""What the pretrain recipes have in common: a Trainer that checkpoints and logs below one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nemo_run as run
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.train import pretrain
+
+__all__ = ["assemble", "trainer"]
+
+
+def trainer(
+    folder: str | Path, plugins: run.Config[LowPrecision], max_steps: int, val_check_interval: int, **more: Any
+) -> run.Config[Trainer]:
+    """A Trainer that keeps the best and the last checkpoint, and logs to TensorBoard and CSV.
+
+    Args:
+        folder: of the run; checkpoints/, tensorboard/ and csv/ go there.
+        plugins: the precision level, such as ``bf16_mixed()`` of ``nemo_lowprec.recipes``.
+        max_steps: optimizer steps.
+        val_check_interval: micro-batches between two validations; the last step is validated anyway.
+        more: further arguments of the Trainer.
+    """
+    folder = str(folder)
+    return run.Config(
+        Trainer,
+        plugins=plugins,
+        max_steps=max_steps,
+        val_check_interval=val_check_interval,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        default_root_dir=folder,
+        callbacks=[
+            run.Config(
+                ModelCheckpoint,
+                dirpath=f"{folder}/checkpoints",
+                filename="best",
+                monitor="val/loss",
+                mode="min",
+                save_top_k=1,
+                save_last=True,
+            )
+        ],
+        logger=[
+            run.Config(TensorBoardLogger, save_dir=folder, name="tensorboard", version=""),
+            run.Config(CSVLogger, save_dir=folder, name="csv", version="", flush_logs_every_n_steps=10),
+        ],
+        **more,
+    )
+
+
+def assemble(model: run.Config[Any], data: run.Config[Any], trainer: run.Config[Trainer]) -> run.Partial[Any]:
+    """The recipe: ``nemo_lowprec.train.pretrain`` with everything but the call itself."""
+    return run.Partial(pretrain, model=model, data=data, trainer=trainer)
