@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # Imports of the project are inside the functions: --help and `levels` should not wait for torch.
 
@@ -116,10 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether an exception is a sentence about the input: ours, or Lightning's about its Trainer."""
-    if isinstance(error, ValueError | TypeError):
+    """Whether an exception is a sentence about the input: ours, or Lightning's about its Trainer.
+
+    A ValueError that comes out of torch is a defect, and its traceback is what helps.
+    """
+    if type(error).__name__ == "MisconfigurationException":
         return True
-    return type(error).__name__ == "MisconfigurationException"
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
 
 
 if __name__ == "__main__":

@@ -154,5 +154,8 @@ def _level(trainer: Trainer) -> str:
 def _checkpoint(trainer: Trainer) -> str | None:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            return callback.best_model_path or callback.last_model_path or None
+            path = callback.best_model_path or callback.last_model_path
+            if path:
+                here = Path.cwd()
+                return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
     return None

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.chart import get_level
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CONF_DIR", "build", "pretrain_job", "run_with_overrides"]
 
 CONF_DIR = Path(__file__).parent
+_MULTIRUN = {"-m", "--multirun"}
 _GROUPS = tuple(sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
 
 
@@ -43,9 +44,7 @@ def build(cfg: DictConfig) -> dict[str, Any]:
 
     try:
         plugin = instantiate(cfg.precision)
-        trainer = instantiate(
-            cfg.trainer, plugins=[plugin], callbacks=[instantiate(cfg.checkpoint)], _convert_="all"
-        )
+        trainer = instantiate(cfg.trainer, plugins=[plugin], callbacks=[instantiate(cfg.checkpoint)], _convert_="all")
         return {"model": instantiate(cfg.model), "data": instantiate(cfg.data), "trainer": trainer}
     except hydra.errors.InstantiationException as error:
         # Hydra wraps what a class says; the class says it better.
@@ -78,16 +77,28 @@ def run_with_overrides(overrides: Sequence[str], job: Callable[[DictConfig], Any
     register_levels()
     _check_overrides(overrides)
 
-    # An inner function: Hydra names the job after the file that defines it.
-    def pretrain(cfg: DictConfig) -> Any:
-        return job(cfg)
+    failures: list[Exception] = []
+    is_multirun = bool(_MULTIRUN & set(overrides))
+    # argparse, which Hydra reads its flags with, takes no override before a flag and another one behind it.
+    overrides = ["--multirun"] * is_multirun + [o for o in overrides if o not in _MULTIRUN]
 
-    app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(pretrain)
-    with _arguments(["nemo-lowprec pretrain", *overrides]):
+    def run(cfg: DictConfig) -> Any:
         try:
+            return job(cfg)
+        except Exception as error:
+            # Of several runs Hydra says which one failed; of one run it has nothing to add to our sentence.
+            if is_multirun:
+                raise
+            failures.append(error)
+
+    app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
+    try:
+        with _arguments(["nemo-lowprec pretrain", *overrides]):
             app()
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(_one_sentence(error)) from error
+        if failures:
+            raise failures[0]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_one_sentence(error)) from error
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -108,6 +119,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                     raise ValueError(f"Unknown {override.key_or_group} {choice!r}. Choose one of: {', '.join(known)}.")
     for level in levels:
         get_level(level)
+    levels = levels or _default_level()
     for override in parsed:
         group, _, argument = override.key_or_group.partition(".")
         if group == "precision" and argument:
@@ -115,9 +127,14 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 _check_argument(level, argument)
 
 
+def _default_level() -> list[str]:
+    defaults = OmegaConf.load(CONF_DIR / "config.yaml")["defaults"]
+    return [entry["precision"] for entry in defaults if "precision" in entry]
+
+
 def _choices(override: Override) -> list[str]:
-    if override.value_type is ValueType.CHOICE_SWEEP:
-        return [str(value) for value in override.sweep_string_iterator()]
+    if override.is_sweep_override():
+        return list(override.sweep_string_iterator())
     value = override.value()
     return [] if value is None else [str(value)]
 

@@ -271,6 +271,9 @@ def _check_optimizer(
     warmup_steps: int | None,
     schedule_steps: int | None,
 ) -> None:
+    for name, value in (("lr", lr), ("min_lr", min_lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name}={value!r} must be a number.")
     if not lr > 0:
         raise ValueError(f"lr={lr} must be greater than 0.")
     if not 0 <= min_lr <= lr:
