@@ -152,6 +152,11 @@ class TEBackend(Backend):
             operand.update_usage(rowwise_usage=False)
         return operand
 
+    def describe(self, operand: Any) -> str:
+        if isinstance(operand, self._te.te.MXFP8TensorStorage):
+            return "mxfp8"
+        return "nvfp4" if isinstance(operand, self._te.te.NVFP4TensorStorage) else "fp8"
+
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
         return ([], operand) if isinstance(operand, _Empty) else operand.prepare_for_saving()
 

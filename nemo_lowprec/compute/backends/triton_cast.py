@@ -53,7 +53,8 @@ def _amax_kernel(x_ptr, amax_ptr, rows, cols, stride_m, stride_n, BM: tl.constex
     _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
 
 
-@triton.jit
+# Scales and amaxes are entries of a table: their addresses must not multiply the compiled variants.
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"])
 def _cast_kernel(
     x_ptr,
     scale_ptr,
