@@ -126,13 +126,14 @@ def _convert_low(
         result.low.append(name)
 
     for name, module in norms.items():
-        if name in refused:
-            result.kept[name] = refused[name]
+        reason = refused.get(name) or _norm_obstacle(module)
+        if reason:
+            result.kept[name] = reason
         elif type(module) is nn.LayerNorm:
-            _swap(module, LowPrecisionLayerNorm, half=half)
+            _swap(module, LowPrecisionLayerNorm, half_dtype=half)
             result.norms.append(name)
         elif type(module) is nn.RMSNorm:
-            _swap(module, LowPrecisionRMSNorm, half=half, zero_centered=False)
+            _swap(module, LowPrecisionRMSNorm, half_dtype=half, zero_centered=False)
             result.norms.append(name)
         else:
             kind = rms_norm_kind(module)
@@ -142,7 +143,7 @@ def _convert_low(
             eps, zero_centered = kind
             shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
             _swap(
-                module, LowPrecisionRMSNorm, half=half, zero_centered=zero_centered,
+                module, LowPrecisionRMSNorm, half_dtype=half, zero_centered=zero_centered,
                 eps=eps, normalized_shape=shape, elementwise_affine=True,
             )  # fmt: skip
             result.norms.append(name)
@@ -184,13 +185,24 @@ def _looks_like_rms_norm(module: nn.Module) -> bool:
 
 def _linear_obstacle(module: nn.Module) -> str | None:
     """Why this linear layer cannot change its class."""
-    if not (type(module) is nn.Linear or _is_conv1d(module)):
+    if not (type(module) is nn.Linear or _is_conv1d(module)) or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed (weight_norm or another parametrization)"
     if isinstance(weight, UninitializedParameter):
         return "not initialised yet (run the model once before training)"
+    return _dtype_obstacle(weight)
+
+
+def _norm_obstacle(module: nn.Module) -> str | None:
+    if "forward" in module.__dict__:
+        return f"{type(module).__name__} has a forward of its own"
+    weight = getattr(module, "weight", None)
+    return _dtype_obstacle(weight) if isinstance(weight, torch.Tensor) else None
+
+
+def _dtype_obstacle(weight: torch.Tensor) -> str | None:
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     return None

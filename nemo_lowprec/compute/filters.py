@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,8 +25,8 @@ class LayerFilter:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
             ``(name, module) -> bool``; None for all but the head. A head is converted only where ``convert`` names it.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
-        num_layers_at_start_in_half, num_layers_at_end_in_half: blocks of the model's longest ``ModuleList`` that stay
-            in half precision (single layers where there is no such list).
+        num_layers_at_start_in_half, num_layers_at_end_in_half: blocks that stay in half precision, of the
+            ``ModuleList`` with the most linear layers in it (single layers where there is no such list).
     """
 
     convert: Sequence[str] | Callable[[str, nn.Module], bool] | None = None
@@ -39,7 +39,9 @@ class LayerFilter:
             value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, (value,))
-            elif value is not None and not callable(value) and not all(isinstance(v, str) for v in value):
+            elif value is None:
+                object.__setattr__(self, name, None if name == "convert" else ())
+            elif not (name == "convert" and callable(value)) and not _are_strings(value):
                 raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             value = getattr(self, name)
@@ -98,9 +100,9 @@ class LayerFilter:
         inside = {n: [x for x in linears if x.startswith(n + ".")] for n, _ in stacks}
         stacks = [(n, m) for n, m in stacks if inside[n]]
         if not stacks:
-            last = linears[len(linears) - end :] if end else []
+            last = linears[max(len(linears) - end, 0) :]
             return {**dict.fromkeys(linears[:start], "first"), **dict.fromkeys(last, "last")}
-        name, stack = max(stacks, key=lambda item: (len(item[1]), len(inside[item[0]])))
+        name, stack = max(stacks, key=lambda item: (len(inside[item[0]]), len(item[1])))
         ends: dict[str, str] = {}
         for layer, _ in model.named_modules():
             if layer.startswith(name + "."):
@@ -110,6 +112,10 @@ class LayerFilter:
                 elif index >= len(stack) - end:
                     ends[layer] = "last"
         return ends
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, Iterable) and all(isinstance(v, str) for v in value)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -44,6 +44,11 @@ class GemmPlan:
         fprop, dgrad, wgrad = self.recipe.override_linear_precision
         return (not fprop, not dgrad, not wgrad)
 
+    def operand(self, kind: str) -> Operand:
+        """The operand ``kind`` of a layer that has a recipe."""
+        assert self.operands is not None
+        return self.operands[kind]
+
 
 class LowPrecisionLinear(nn.Linear):
     """``nn.Linear`` with the GEMMs of a ``GemmPlan``; made by ``convert``, not constructed.
@@ -67,11 +72,13 @@ class LowPrecisionConv1D(LowPrecisionLinear):
     """The same for transformers' ``Conv1D`` (GPT-2), whose weight is stored [in_features, out_features]."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return _apply(x, self.weight.t(), self.bias, self)
+        return _apply(x, self.weight, self.bias, self, transposed=True)
 
 
 @torch.compiler.disable
-def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLinear) -> Tensor:
+def _apply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLinear, transposed: bool = False
+) -> Tensor:
     plan = layer.gemm_plan
     device = x.device.type
     out_dtype = plan.half if torch.is_autocast_enabled(device) else x.dtype
@@ -79,22 +86,25 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLi
     record = layer.training
     with torch.autocast(device, enabled=False):
         flat = x.reshape(-1, x.shape[-1])
-        out = _LinearFunction.apply(flat, weight, bias, plan, out_dtype, record, wgrad_dtype(layer.weight))
+        # needs_input_grad does not know of no_grad.
+        grad = torch.is_grad_enabled()
+        out = _LinearFunction.apply(flat, weight, bias, plan, out_dtype, record, wgrad_dtype(weight), transposed, grad)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
     """Dtype in which autograd will store this weight's gradient (``grad_dtype`` where it was set)."""
-    return getattr(weight, "grad_dtype", None) or weight.dtype
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype):
+    def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype, transposed, grad):
         backend = plan.backend
+        weight = weight.t() if transposed else weight
         fprop8, dgrad8, wgrad8 = plan.fp8
-        need_dgrad = ctx.needs_input_grad[0]
-        need_wgrad = ctx.needs_input_grad[1]
+        need_dgrad = grad and ctx.needs_input_grad[0]
+        need_wgrad = grad and ctx.needs_input_grad[1]
         rows = x.shape[0]
         pad = -rows % backend.row_multiple if any(plan.fp8) else 0
         xp = F.pad(x, (0, 0, 0, pad)) if pad else x
@@ -103,7 +113,7 @@ class _LinearFunction(torch.autograd.Function):
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
         if fprop8 or x_columnwise:
             x8 = backend.quantize(
-                _compute_dtype(xp, plan), plan.operands["input"],
+                _compute_dtype(xp, plan), plan.operand("input"),
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
         stored = isinstance(weight, ScaledTensor)
@@ -117,12 +127,14 @@ class _LinearFunction(torch.autograd.Function):
             out = backend.matmul(x.to(plan.half), _half(weight, plan).t(), out_dtype)
             out = out if bias is None else out + bias.to(out_dtype)
 
-        x_tensors, x_meta = [], None
+        x_tensors: list[Tensor | None] = []
+        x_meta: Any = None
         if x_columnwise:
             x_tensors, x_meta = backend.save(_drop(x8, rowwise=fprop8, backend=backend))
         elif need_wgrad:
             x_tensors = [x]
-        w_tensors, w_meta = [], None
+        w_tensors: list[Tensor | None] = []
+        w_meta: Any = None
         if need_dgrad and w_columnwise and not stored:
             w_tensors, w_meta = backend.save(_drop(w8, rowwise=fprop8, backend=backend))
         elif need_dgrad:
@@ -130,7 +142,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*x_tensors, *w_tensors)
         ctx.saved_split = len(x_tensors)
         ctx.metas = (x_meta, w_meta)
-        ctx.plan, ctx.record, ctx.rows, ctx.pad = plan, record, rows, pad
+        ctx.plan, ctx.record, ctx.rows, ctx.pad, ctx.transposed = plan, record, rows, pad, transposed
         ctx.x_dtype, ctx.grad_dtype = x.dtype, grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return out
@@ -152,7 +164,7 @@ class _LinearFunction(torch.autograd.Function):
         if rowwise or columnwise:
             padded = F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy
             dy8 = backend.quantize(
-                _compute_dtype(padded, plan), plan.operands["grad_output"],
+                _compute_dtype(padded, plan), plan.operand("grad_output"),
                 rowwise=rowwise, columnwise=columnwise, record=ctx.record,
             )  # fmt: skip
 
@@ -171,9 +183,10 @@ class _LinearFunction(torch.autograd.Function):
                 dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)
             else:
                 dw = backend.matmul(dy.to(plan.half).t(), x_saved[0].to(plan.half), ctx.grad_dtype)
+            dw = dw.t() if ctx.transposed else dw
         if ctx.bias_dtype is not None and need_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
@@ -188,10 +201,7 @@ def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
     if isinstance(weight, ScaledTensor):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
-    assert plan.operands is not None
-    return plan.backend.quantize(
-        weight, plan.operands["weight"], rowwise=rowwise, columnwise=columnwise, record=record
-    )
+    return plan.backend.quantize(weight, plan.operand("weight"), rowwise=rowwise, columnwise=columnwise, record=record)
 
 
 def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:

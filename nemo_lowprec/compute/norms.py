@@ -16,7 +16,7 @@ __all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "rms_norm_kind"]
 def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute from, dtype of the output)."""
     weight = module.weight
-    out = module.half if torch.is_autocast_enabled(x.device.type) else x.dtype  # type: ignore[attr-defined]
+    out = module.half_dtype if torch.is_autocast_enabled(x.device.type) else x.dtype  # type: ignore[attr-defined]
     same = weight is None or weight.dtype == x.dtype
     return (x.dtype if same else torch.float32), out  # type: ignore[return-value]
 
@@ -28,7 +28,7 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class LowPrecisionLayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with FP32 statistics and half output; made by ``convert``."""
 
-    half: torch.dtype
+    half_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, out = _dtypes(self, input)
@@ -43,14 +43,14 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
     With ``zero_centered`` the factor is 1 + weight (Gemma).
     """
 
-    half: torch.dtype
+    half_dtype: torch.dtype
     zero_centered: bool
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dtype, out = _dtypes(self, x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         with torch.autocast(x.device.type, enabled=False):
-            weight = self.weight
+            weight: Tensor | None = self.weight
             if weight is not None and self.zero_centered:
                 dtype, weight = torch.float32, weight.float() + 1.0
             return F.rms_norm(x.to(dtype), self.normalized_shape, _to(weight, dtype), eps).to(out)

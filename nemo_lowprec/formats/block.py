@@ -18,6 +18,7 @@ from nemo_lowprec.formats.floats import E4M3, FloatFormat, cast, decode
 __all__ = ["BlockLayout", "BlockScaled", "dequantize_blocks", "quantize_blocks"]
 
 _E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,10 @@ def _pow2_scale_inv(amax: Tensor, fmt: FloatFormat, layout: BlockLayout) -> Tens
         mantissa, exponent = torch.frexp(safe / fmt.max)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # ceil(log2)
         scale_inv = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
-        return torch.where(usable, scale_inv, torch.full_like(amax, 2.0**-127))
-    _, exponent = torch.frexp(fmt.max / safe)  # floor(log2) = exponent - 1
+        # TE's codes for the rest: 0 gives the smallest scale, infinity the largest, NaN stays NaN.
+        rest = torch.where(torch.isinf(amax), torch.full_like(amax, 2.0**127), amax.clamp(min=2.0**-127))
+        return torch.where(usable, scale_inv, rest)
+    _, exponent = torch.frexp((fmt.max / safe).clamp(max=_FP32_MAX))  # floor(log2) = exponent - 1
     scale_inv = torch.ldexp(torch.ones_like(amax), -(exponent - 1).clamp(-126, 126))
     return torch.where(usable, scale_inv, torch.ones_like(amax))
 
@@ -102,7 +105,7 @@ def _round_e2m1(values: Tensor, generator: torch.Generator | None) -> Tensor:
 def _quantize_nvfp4(values: Tensor, layout: BlockLayout, generator: torch.Generator | None) -> BlockScaled:
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     usable = (amax > 0) & torch.isfinite(amax)
-    tensor_scale = torch.where(usable, E4M3.max * _E2M1_GRID[-1] / amax, torch.ones_like(amax))
+    tensor_scale = torch.where(usable, E4M3.max * _E2M1_GRID[-1] / amax, torch.ones_like(amax)).clamp(max=_FP32_MAX)
     block_scale = decode(cast(_block_amax(values, layout) / _E2M1_GRID[-1] * tensor_scale, E4M3))
     scale_inv = block_scale / tensor_scale
     step = _expand(scale_inv, layout, values.shape)

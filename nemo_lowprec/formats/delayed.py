@@ -132,7 +132,7 @@ class DelayedScaling:
         self.amax.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors by operand: history oldest first, scale, and whether the scale is in use yet."""
+        """By operand: history oldest first, scale, the value it scales the amax to, and whether it is in use yet."""
         oldest = self.updates % self.history_len
         history = torch.roll(self.history, -oldest, 0).cpu()
         scale, amax = self.scale.cpu(), self.amax.cpu()
@@ -144,6 +144,7 @@ class DelayedScaling:
                     "scale": scale[i].clone(),
                     "amax": amax[i].clone(),
                     "cold": slot.cold,
+                    "target": slot.fmt.max / 2.0**slot.margin,
                 }
                 for i, (name, slot) in enumerate(self.slots.items())
             },
@@ -152,21 +153,24 @@ class DelayedScaling:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the columns that ``state`` knows; operands that it does not know start afresh.
 
-        A history of another length is cut to its newest entries or padded with zeros before them.
+        A history of another length is cut to its newest entries or padded with zeros before them. The scale of
+        another format or margin is brought to this one's.
         """
         self.updates = int(state["updates"])
         oldest = self.updates % self.history_len
-        columns = self.history.cpu().clone()
-        scale, amax = self.scale.cpu(), self.amax.cpu()
+        columns = torch.zeros(self.history.shape)
+        scale, amax = torch.ones(len(self.slots)), torch.zeros(len(self.slots))
         for i, (name, slot) in enumerate(self.slots.items()):
             saved = state["operands"].get(name)
             if saved is None:
+                slot.cold = True
                 continue
             recent = saved["amax_history"][-self.history_len :].cpu()
             column = torch.zeros(self.history_len)
             column[self.history_len - len(recent) :] = recent
             columns[:, i] = torch.roll(column, oldest, 0)
-            scale[i], amax[i], slot.cold = saved["scale"], saved["amax"], bool(saved["cold"])
+            scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
+            amax[i], slot.cold = saved["amax"], bool(saved["cold"])
         self.history.copy_(columns)
         self.scale.copy_(scale)
         self.amax.copy_(amax)

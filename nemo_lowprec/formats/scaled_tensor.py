@@ -1,7 +1,8 @@
 """A tensor that is stored in FP8 and reads as a float tensor.
 
 The storage of weights under ``fp8_params``: one byte an element and one FP32 scale. Any torch operation reads the
-values; an in-place one writes them back, rounded again with a fresh scale.
+values; an in-place one writes them back, rounded again with a fresh scale. A view (``w[0]``, ``w.t()``) is a copy of
+the values: writing into it does not reach the tensor.
 """
 
 from __future__ import annotations
@@ -86,10 +87,11 @@ class ScaledTensor(Tensor):
 
     def __reduce_ex__(self, protocol):
         state = (self.data_fp8.view(torch.uint8), self.scale_inv, self.fmt.name, self.dtype, self.margin)
-        return _rebuild, state
+        return _rebuild, (*state, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo):
-        return self._with(self.data_fp8.clone(), self.scale_inv.clone())
+        copy = self._with(self.data_fp8.clone(), self.scale_inv.clone())
+        return _as(copy, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def _with(self, data: Tensor, scale_inv: Tensor, dtype: torch.dtype | None = None) -> ScaledTensor:
         return ScaledTensor(data, scale_inv, self.fmt, dtype or self.dtype, self.margin)
@@ -105,7 +107,7 @@ class ScaledTensor(Tensor):
                 return this._with(this.data_fp8, this.scale_inv)
             if func is aten.clone.default:
                 return this._with(this.data_fp8.clone(), this.scale_inv.clone())
-            if func is aten._to_copy.default and set(kwargs) <= {"device", "non_blocking", "memory_format", "layout"}:
+            if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
                 device = kwargs.get("device", this.device)
                 return this._with(this.data_fp8.to(device, copy=True), this.scale_inv.to(device, copy=True))
             if func is aten.copy_.default:
@@ -117,11 +119,37 @@ class ScaledTensor(Tensor):
 
         plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
         result = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable and this is not None and func.__name__.split(".")[0].endswith("_"):
-            return this.quantize_(plain_args[0])
-        return result
+        if not func._schema.is_mutable:
+            return result
+        stored = _write_back(func, args, kwargs, plain_args, plain_kwargs)
+        return tree_map(lambda x: stored.get(id(x), x), result)
 
 
-def _rebuild(data: Tensor, scale_inv: Tensor, fmt: str, dtype: torch.dtype, margin: int) -> ScaledTensor:
+def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> dict[int, ScaledTensor]:
+    """Store what an operation wrote into plain stand-ins; return the tensors they stood for, by the stand-in's id."""
+    stored = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given, plain = (args, plain_args) if i < len(args) else (kwargs, plain_kwargs)
+        key = i if i < len(args) else argument.name
+        if i >= len(args) and key not in kwargs:
+            continue
+        pairs = zip(given[key], plain[key], strict=True) if isinstance(given[key], (list, tuple)) else [
+            (given[key], plain[key])
+        ]  # fmt: skip
+        for tensor, values in pairs:
+            if isinstance(tensor, ScaledTensor):
+                stored[id(values)] = tensor.quantize_(values)
+    return stored
+
+
+def _as(tensor: ScaledTensor, requires_grad: bool, parameter: bool) -> Any:
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(
+    data: Tensor, scale_inv: Tensor, fmt: str, dtype: torch.dtype, margin: int, requires_grad: bool, parameter: bool
+) -> Any:
     storage = get_format(fmt)
-    return ScaledTensor(data.view(storage.dtype), scale_inv, storage, dtype, margin)
+    return _as(ScaledTensor(data.view(storage.dtype), scale_inv, storage, dtype, margin), requires_grad, parameter)

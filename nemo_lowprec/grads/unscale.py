@@ -20,17 +20,19 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
     Raises:
         RuntimeError: a sparse gradient.
     """
-    grads: dict[torch.device, list[Tensor]] = defaultdict(list)
+    grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for param in params:
         if param.grad is None:
             continue
         if param.grad.is_sparse:
-            raise RuntimeError("FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False.")
-        if param.grad.dtype != torch.float32:
+            raise RuntimeError(
+                "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
+            )
+        if param.grad.dtype in (torch.float16, torch.bfloat16):
             param.grad = param.grad.float()
-        grads[param.grad.device].append(param.grad)
+        grads[param.grad.device, param.grad.dtype].append(param.grad)
     overflow = False
-    for device, tensors in grads.items():
+    for (device, _), tensors in grads.items():
         found = torch.zeros(1, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), 1.0 / scale, device=device))
         overflow = overflow or bool(found.item())

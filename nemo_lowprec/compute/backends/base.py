@@ -56,6 +56,12 @@ class Backend(ABC):
     row_multiple: int = 1
     scalings: frozenset[str] = frozenset()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self  # nothing in it is a model's own, and modules of TE cannot be copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
     @classmethod
     @abstractmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:

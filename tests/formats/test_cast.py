@@ -1,0 +1,142 @@
+"""The cast into 8-bit floats and back, against an independent computation in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_lowprec.formats import E4M3, E5M2, cast, decode, get_format
+
+FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+# (exponent bits, mantissa bits, bias) of the papers' tables.
+LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15)}
+
+
+def value_of(code: int, name: str) -> float:
+    """An 8-bit code's value by the definition of the format."""
+    exponent_bits, mantissa_bits, bias = LAYOUT[name]
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent = (code >> mantissa_bits) & (2**exponent_bits - 1)
+    mantissa = code & (2**mantissa_bits - 1)
+    if name == "e4m3" and code & 0x7F == 0x7F:
+        return float("nan")
+    if name == "e5m2" and exponent == 31:
+        return float("nan") if mantissa else sign * float("inf")
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa * 2.0**-mantissa_bits) * 2.0 ** (exponent - bias)
+
+
+def grid(name: str) -> np.ndarray:
+    """Positions are codes: all finite values from 0 up, so that an even position is an even mantissa."""
+    values = [value_of(code, name) for code in range(128)]
+    return np.array([v for v in values if np.isfinite(v)])
+
+
+def nearest_even(values: np.ndarray, name: str) -> np.ndarray:
+    """Round to the nearest finite value of the format, ties to the even code, in float64."""
+    levels = grid(name)
+    out = np.empty_like(values)
+    for i, value in enumerate(values):
+        if np.isnan(value):
+            out[i] = value
+            continue
+        distance = np.abs(levels - min(abs(value), levels[-1]))
+        closest = np.flatnonzero(distance == distance.min())
+        code = closest[0] if len(closest) == 1 else next(c for c in closest if c % 2 == 0)
+        out[i] = np.copysign(levels[code], value)
+    return out
+
+
+def roundtrip(values: np.ndarray, fmt) -> np.ndarray:
+    return decode(cast(torch.tensor(values, dtype=torch.float32), fmt)).double().numpy()
+
+
+@FORMATS
+def test_decode_is_exact_for_every_code(fmt):
+    got = decode(torch.arange(256, dtype=torch.uint8).view(fmt.dtype))
+    assert got.dtype == torch.float32
+    np.testing.assert_array_equal(got.numpy(), np.array([value_of(c, fmt.name) for c in range(256)], dtype=np.float32))
+
+
+@FORMATS
+def test_max_is_the_largest_finite_value(fmt):
+    assert fmt.max == grid(fmt.name)[-1]
+
+
+@FORMATS
+def test_cast_keeps_every_representable_value(fmt):
+    values = np.concatenate([grid(fmt.name), -grid(fmt.name)])
+    np.testing.assert_array_equal(roundtrip(values, fmt), values)
+
+
+@FORMATS
+def test_cast_rounds_midpoints_to_even_and_their_neighbours_to_nearest(fmt):
+    levels = grid(fmt.name)
+    middle = ((levels[1:] + levels[:-1]) / 2).astype(np.float32)  # exact in FP32
+    values = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(1e9))])
+    values = np.concatenate([values, -values]).astype(np.float64)
+    np.testing.assert_array_equal(roundtrip(values, fmt), nearest_even(values, fmt.name))
+
+
+@FORMATS
+def test_cast_saturates_and_keeps_nan(fmt):
+    values = np.array([fmt.max, fmt.max * 1.04, fmt.max * 2, 3e38, np.inf])
+    np.testing.assert_array_equal(roundtrip(values, fmt), np.full(5, fmt.max))
+    np.testing.assert_array_equal(roundtrip(-values, fmt), np.full(5, -fmt.max))
+    assert np.isnan(roundtrip(np.array([np.nan, -np.nan]), fmt)).all()
+    mixed = roundtrip(np.array([1.0, np.nan, np.inf, -2.0]), fmt)
+    np.testing.assert_array_equal(mixed, [1.0, np.nan, fmt.max, -2.0])
+
+
+@FORMATS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cast_takes_any_float_dtype(fmt, dtype):
+    values = torch.linspace(-500, 500, 1001).to(dtype)
+    got = decode(cast(values, fmt)).double().numpy()
+    np.testing.assert_array_equal(got, nearest_even(values.double().numpy(), fmt.name))
+
+
+@FORMATS
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=False, allow_subnormal=True), min_size=1, max_size=8))
+def test_cast_of_any_float_is_the_nearest_even_value(fmt, values):
+    values = np.array(values)
+    np.testing.assert_array_equal(roundtrip(values, fmt), nearest_even(values, fmt.name))
+
+
+@FORMATS
+@settings(max_examples=60, deadline=None)
+@given(st.floats(min_value=-20, max_value=4), st.booleans())
+def test_cast_near_and_below_the_smallest_value_is_the_nearest_even_value(fmt, log2, negative):
+    values = np.array([np.float32((-1) ** negative * 2.0**log2)], dtype=np.float64)
+    np.testing.assert_array_equal(roundtrip(values, fmt), nearest_even(values, fmt.name))
+
+
+@FORMATS
+def test_round_trip_error_is_within_the_formats_half_step(fmt):
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0)).double().numpy()
+    values = values[np.abs(values) >= 2.0**-6]  # normal in both formats
+    relative = np.abs(roundtrip(values, fmt) - values) / np.abs(values)
+    half_step = 2.0 ** -(LAYOUT[fmt.name][1] + 1)
+    assert half_step / 2 < relative.max() <= half_step
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4), (2, 3, 4)])
+def test_shapes_without_elements_and_without_dimensions(fmt, shape):
+    got = decode(cast(torch.full(shape, 1.5), fmt))
+    assert got.shape == shape and bool((got == 1.5).all())
+
+
+@FORMATS
+def test_decode_of_a_transposed_tensor_keeps_positions(fmt):
+    data = cast(torch.arange(6.0).view(2, 3), fmt).t()
+    assert torch.equal(decode(data), torch.arange(6.0).view(2, 3).t())
+
+
+def test_get_format_knows_its_names_only():
+    assert get_format("e4m3") is E4M3 and get_format("e5m2") is E5M2
+    with pytest.raises(ValueError, match="'e3m4'.*e4m3, e5m2"):
+        get_format("e3m4")
