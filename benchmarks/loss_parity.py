@@ -1,0 +1,186 @@
+"""Loss parity: a Llama of about 100M parameters on real text, at each level and several seeds.
+
+    python -m benchmarks.loss_parity --source FOLDER_OF_TEXT
+
+Every run has its own process; runs of one seed share weights and the order of the data, so the gap to bf16_mixed is
+taken seed by seed. Results already in the file of results are kept, so that a series can be run in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import Record, arguments, read
+
+SEQUENCE, BATCH, EVERY = 1024, 16, 20
+BASELINE = "bf16_mixed"
+
+
+def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
+    """One run: writes its validation loss and its loss curve."""
+    try:  # before anything else loads cuDNN
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError):
+        pass
+    import lightning.pytorch as pl
+
+    from nemo_lowprec.data import TextDataModule
+    from nemo_lowprec.models import CausalLM
+    from nemo_lowprec.plugins import LEVELS
+
+    class Curve(pl.Callback):
+        def __init__(self) -> None:
+            self.losses: list[torch.Tensor] = []
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if trainer.global_step % EVERY == 0:
+                self.losses.append(outputs["loss"].detach().clone())
+
+    pl.seed_everything(seed)
+    curve = Curve()
+    name, _, flag = level.partition("+")
+    plugin = LEVELS[name](**({flag: True} if flag else {}))
+    trainer = pl.Trainer(
+        accelerator="auto", devices=1, max_steps=steps, plugins=plugin, callbacks=[curve], logger=False,
+        gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0, limit_val_batches=0,
+    )  # fmt: skip
+    model = CausalLM(preset="llama_100m", lr=1e-3, min_lr=1e-4, warmup_steps=100, init_seed=seed)
+    data = TextDataModule(
+        data_dir=data_dir, seq_length=SEQUENCE, micro_batch_size=BATCH, seed=seed, num_workers=2,
+        validation_samples=256,
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(model, datamodule=data)
+    seconds = time.perf_counter() - start
+    trainer.limit_val_batches = 1.0
+    (metrics,) = trainer.validate(model, datamodule=data, verbose=False)
+    backend = plugin.engine.backend
+    out.write_text(
+        json.dumps(
+            dict(
+                benchmark="loss_parity", level=level, seed=seed, steps=steps, tokens_per_step=SEQUENCE * BATCH,
+                parameters=sum(p.numel() for p in model.parameters()), val_loss=metrics["val/loss"],
+                backend=backend.name if backend is not None else None, seconds=round(seconds, 1),
+                train_loss=[round(x, 4) for x in torch.stack(curve.losses).float().tolist()], every=EVERY,
+            )  # fmt: skip
+        )
+    )
+
+
+def summarize(record: Record, runs: list[dict[str, Any]]) -> None:
+    """Gap to the baseline by level, with the spread over seeds beside it."""
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        losses.setdefault(run["level"], {})[run["seed"]] = run["val_loss"]
+    base = losses.get(BASELINE, {})
+    for level, by_seed in losses.items():
+        values = list(by_seed.values())
+        shared = [s for s in by_seed if s in base]
+        gaps = [(by_seed[s] / base[s] - 1) * 100 for s in shared]
+        record.add(
+            benchmark="loss_parity_summary", level=level, seeds=len(values), val_loss_mean=statistics.mean(values),
+            seed_spread=max(values) - min(values),
+            seed_spread_percent=(max(values) - min(values)) / statistics.mean(values) * 100,
+            gap_percent_mean=statistics.mean(gaps) if gaps else None, gap_percent=gaps,
+        )  # fmt: skip
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Loss curves of the first seed, and the gaps with the seed spread."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    levels = list(dict.fromkeys(r["level"] for r in runs))
+    base = {r["seed"]: r["val_loss"] for r in runs if r["level"] == BASELINE}
+    spread = (max(base.values()) - min(base.values())) / statistics.mean(base.values()) * 100 if base else 0.0
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5))
+    for level in levels:
+        run = next(r for r in runs if r["level"] == level)
+        xs = [run["every"] * (i + 1) for i in range(len(run["train_loss"]))]
+        left.plot(xs, run["train_loss"], label=level, linewidth=1)
+    left.set(xlabel="step", ylabel="training loss (nats a token)", title=f"seed {runs[0]['seed']}")
+    left.legend(fontsize=7)
+    for i, level in enumerate(levels):
+        gaps = [(r["val_loss"] / base[r["seed"]] - 1) * 100 for r in runs if r["level"] == level and r["seed"] in base]
+        right.scatter(gaps, [i] * len(gaps), s=18)
+    right.axvspan(-spread / 2, spread / 2, alpha=0.15, label=f"seed spread of {BASELINE}")
+    right.set_yticks(range(len(levels)), levels, fontsize=8)
+    right.set(xlabel=f"validation loss against {BASELINE}, % (one dot a seed)")
+    right.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    from nemo_lowprec.chart import CHART
+
+    # Everything that has landed and does not need Blackwell.
+    levels = [n for n, row in CHART.items() if row.landed and row.scaling not in ("mxfp8", "nvfp4")]
+    levels.append("bf16_with_fp8_mixed+fp8_params")
+    parser = arguments(__doc__.split("\n")[0], "loss_parity_h200.jsonl")
+    parser.add_argument("--levels", nargs="*", default=levels)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--source", help="folder of text; the standard library's sources without")
+    parser.add_argument("--max-bytes", type=int, default=120_000_000)
+    parser.add_argument("--jobs", type=int, default=4, help="runs at the same time on the GPU")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), help="start no run after so many seconds")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        level, seed, data_dir = args.one
+        train(level, int(seed), args.steps, data_dir, args.out)
+        return
+
+    start = time.monotonic()
+    done = read(args.out)[1] if args.out.exists() else []
+    runs = [r for r in done if r["benchmark"] == "loss_parity"]
+    have = {(r["level"], r["seed"]) for r in runs}
+    record = Record(args.out)
+    for run in runs:
+        record.add(**run)
+    with tempfile.TemporaryDirectory() as folder:
+        from nemo_lowprec.data import prepare_data
+
+        data_dir = f"{folder}/data"
+        prepare_data(data_dir, args.source, vocab_size=16384, max_bytes=args.max_bytes)
+
+        def one(job: tuple[str, int]) -> None:
+            level, seed = job
+            if time.monotonic() - start > args.time_limit:
+                return
+            out = Path(folder) / f"{level}-{seed}.json"
+            command = [sys.executable, "-m", "benchmarks.loss_parity", "--steps", str(args.steps), "--out", str(out)]
+            result = subprocess.run([*command, "--one", level, str(seed), data_dir], capture_output=True, text=True)
+            if out.exists():
+                runs.append(json.loads(out.read_text()))
+                record.add(**runs[-1])
+            else:
+                print(result.stdout[-1500:], result.stderr[-3000:], flush=True)
+                record.add(benchmark="loss_parity_failure", level=level, seed=seed, error=result.stderr[-300:])
+
+        jobs = [(level, seed) for seed in args.seeds for level in args.levels if (level, seed) not in have]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(one, jobs))
+    if runs:
+        runs.sort(key=lambda r: (r["seed"], args.levels.index(r["level"]) if r["level"] in args.levels else 99))
+        summarize(record, runs)
+        plot(runs, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""The README's tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
+
+``python -m benchmarks.tables --write`` puts them into README.rst, between the comments that name them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.record import read
+from nemo_lowprec.chart import CHART, COLUMNS
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.rst"
+_BLACKWELL = ("mxfp8", "nvfp4")
+
+
+def rst_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A reStructuredText list-table."""
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for row in (header, *rows):
+        lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
+    return "\n".join(lines)
+
+
+def chart() -> str:
+    """The precision chart, without the rows that no run has shown."""
+    rows = [level for level in CHART.values() if level.landed and level.scaling not in _BLACKWELL]
+    return rst_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
+
+
+def throughput() -> str:
+    """Whole training steps, from train_step_h200.jsonl."""
+    header, figures = read(RESULTS / "train_step_h200.jsonl")
+    rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: -f["tokens_per_s"])
+    table = rst_table(
+        ("Contestant", "tokens/s", "ms a step", "peak GiB"),
+        [(f["name"], f"{f['tokens_per_s']:,}", f"{f['ms']:.1f}", f"{f['peak_gib']:.1f}") for f in rows],
+    )
+    return f"{_origin(header)}\n\n{table}"
+
+
+def parity() -> str:
+    """Validation loss beside bf16_mixed, from loss_parity_h200.jsonl."""
+    header, figures = read(RESULTS / "loss_parity_h200.jsonl")
+    rows = [f for f in figures if f["benchmark"] == "loss_parity_summary"]
+    table = rst_table(
+        ("Level", "validation loss", "gap to bf16_mixed, %", "spread of its seeds, %"),
+        [
+            (
+                f"``{f['level']}``",
+                f"{f['val_loss_mean']:.4f}",
+                f"{f['gap_percent_mean']:+.2f}",
+                f"{f['seed_spread_percent']:.2f}",
+            )
+            for f in rows
+        ],
+    )
+    return f"{_origin(header)}\n\n{table}"
+
+
+def _origin(header: dict) -> str:
+    versions = header["versions"]
+    named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformer-engine", "lightning") if versions.get(n))
+    return f"``{header['command']}`` on {header['gpu']}, {header['date']}, {named}:"
+
+
+TABLES: dict[str, Callable[[], str]] = {"chart": chart, "throughput": throughput, "parity": parity}
+
+
+def fill(text: str) -> str:
+    """``text`` with every block ``.. NAME begins`` to ``.. NAME ends`` made anew."""
+    for name, make in TABLES.items():
+        block = rf"(?s)(\.\. {name} begins\n\n).*?(\n\n\.\. {name} ends)"
+        text = re.sub(block, lambda m, make=make: m[1] + make() + m[2], text)  # type: ignore[misc]
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="put the tables into README.rst")
+    if parser.parse_args().write:
+        README.write_text(fill(README.read_text()))
+        return
+    for make in TABLES.values():
+        print(make(), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()
