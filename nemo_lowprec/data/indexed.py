@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_lowprec.data.megatron import import_megatron
+from nemo_lowprec.data.megatron import import_megatron, quiet_megatron
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
@@ -34,7 +34,8 @@ def open_indexed(prefix: str | Path) -> Any:
     prefix = str(prefix)
     indexed_dataset = import_megatron("datasets.indexed_dataset")
     _check_files(Path(prefix + ".idx"), Path(prefix + ".bin"), indexed_dataset.DType)
-    return indexed_dataset.IndexedDataset(prefix, multimodal=False, mmap=True)
+    with quiet_megatron():
+        return indexed_dataset.IndexedDataset(prefix, multimodal=False, mmap=True)
 
 
 def _check_files(idx: Path, data: Path, dtypes: Any) -> None:

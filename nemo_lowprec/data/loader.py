@@ -250,9 +250,9 @@ def validation_loader(
         raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1.")
     if len(dataset) < micro_batch_size * world_size:
         raise ValueError(
-            f"The validation data have {len(dataset)} samples, too few for a batch of "
-            f"{micro_batch_size} on each of {world_size} ranks: pass a larger validation_fraction, "
-            "or a smaller micro_batch_size or seq_length."
+            f"There are {len(dataset)} validation samples, too few for a batch of {micro_batch_size} on each of "
+            f"{world_size} ranks: pass larger validation_samples or validation_fraction, or a smaller "
+            "micro_batch_size or seq_length."
         )
     sampler: DistributedSampler[Any] | None = None
     if world_size > 1:

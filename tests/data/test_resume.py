@@ -141,6 +141,11 @@ def test_validation_batches_are_whole_equal_in_number_and_the_same_each_time():
     assert [numbers(loader) for loader in loaders] == parts
 
 
+def test_too_few_validation_samples_are_refused():
+    with pytest.raises(ValueError, match="There are 19 validation samples, too few for a batch of 4 on each of 5"):
+        validation_loader(Numbers(19), 4, world_size=5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
