@@ -50,7 +50,7 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
 
     recipe = None
     if level.scaling is not None:
-        arguments = {"fp8": "e4m3"} if level.scaling == "nvfp4" else {}
+        arguments: dict[str, Any] = {"fp8": "e4m3"} if level.scaling == "nvfp4" else {}
         flags = values["override_linear_precision"]
         # Hydra and JSON know lists only.
         values["override_linear_precision"] = tuple(flags) if hasattr(flags, "__iter__") else flags

@@ -24,24 +24,23 @@ class ResumeState:
         """Random states as plain values; warns where the data loader will not continue in mid-epoch."""
         if module is None or module._trainer is None:
             return {}
-        if _in_mid_epoch(module.trainer) and not self._warned and not _loader_is_stateful(module.trainer):
+        in_mid_epoch = _in_mid_epoch(module.trainer)
+        if in_mid_epoch and not self._warned and not _loader_is_stateful(module.trainer):
             self._warned = True
             _warn("saved")
-        return {"rng": _rng_states()}
+        return {"rng": _rng_states(), "mid_epoch": in_mid_epoch}
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
         """Put the random states back, now and once more before the first batch of a continued epoch."""
-        if "rng" in state:
-            self._pending = state["rng"]
+        if "rng" in state and module is not None and module.trainer.state.fn == "fit":
+            self._pending = state["rng"] if state["mid_epoch"] else None
             _set_rng_states(state["rng"])
 
     def before_first_step(self, module: pl.LightningModule | None) -> None:
         """Called before every training step."""
-        if self._pending is None:
+        if self._pending is None or module is None:
             return
         state, self._pending = self._pending, None
-        if module is None or not module.trainer.fit_loop.restarted_mid_epoch:
-            return
         # Making the loader's iterator draws from torch's generator; the interrupted run had done that long before.
         _set_rng_states(state)
         if not _loader_is_stateful(module.trainer):

@@ -1,0 +1,224 @@
+"""Small models, data and a Trainer for the tests of the plugins and of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+from nemo_lowprec import CHART, LowPrecision
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.weights import master_of
+
+FP16_LEVELS = [name for name in LEVELS if CHART[name].has_loss_scale]
+HALF_LEVELS = [name for name in LEVELS if CHART[name].has_half_weights]
+FP8_LEVELS = [name for name in LEVELS if CHART[name].has_fp8]
+
+# Every landed level, and each that can store its weights in FP8 once more so.
+CASES = [*LEVELS, *(f"{name}+fp8_params" for name in LEVELS if CHART[name].fp8_params)]
+
+
+def plugin(case: str, **options: Any) -> LowPrecision:
+    """A plugin that runs on a CPU, at a case of ``CASES``."""
+    name, _, stored = case.partition("+")
+    level = CHART[name]
+    if level.has_fp8:
+        options.setdefault("backend", "reference")
+    if stored:
+        options["fp8_params"] = True
+    if level.has_loss_scale:
+        options.setdefault("loss_scale", 1024.0)
+    return LEVELS[name](**options)
+
+
+def level_of(case: str) -> Any:
+    """The case's row of the chart."""
+    return CHART[case.partition("+")[0]]
+
+
+class Samples(Dataset):
+    """Random inputs [32] and classes below 32, both of full precision."""
+
+    def __init__(self, count: int = 16, features: int = 32) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, features, generator=generator)
+        self.y = torch.randint(0, 32, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": self.x[index], "y": self.y[index]}
+
+
+def loader(batch_size: int = 4, count: int = 16, shuffle: bool = False) -> DataLoader:
+    """A plain loader that draws nothing from the default generator, unless it shuffles."""
+    generator = None if shuffle else torch.Generator()
+    return DataLoader(Samples(count), batch_size, shuffle=shuffle, generator=generator)
+
+
+def stateful_loader(batch_size: int = 4, count: int = 16) -> ResumableLoader:
+    """A loader that carries its position."""
+    return ResumableLoader(Samples(count), batch_size, seed=3)
+
+
+class Net(pl.LightningModule):
+    """A classifier with layers that every recipe converts some of, norms and dropout.
+
+    Args:
+        dropout: probability.
+        recompute: ``reentrant`` or ``non_reentrant`` activation checkpointing of the middle.
+        optimizer: of the parameters; None for AdamW.
+        stepwise: whether a scheduler lowers the learning rate at every step.
+    """
+
+    def __init__(self, dropout: float = 0.0, recompute: str | None = None, optimizer: Any = None, stepwise=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inp = nn.Linear(32, 128)
+        self.norm = nn.LayerNorm(128)
+        self.mid = nn.Linear(128, 128, bias=False)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(128, 32)
+        self.recompute = recompute
+        self.make_optimizer = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
+        self.stepwise = stepwise
+        self.losses: list[float] = []
+
+    def middle(self, x: Tensor) -> Tensor:
+        return self.drop(F.gelu(self.mid(self.norm(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        if self.recompute and self.training:
+            x = checkpoint(self.middle, x, use_reentrant=self.recompute == "reentrant")
+        else:
+            x = self.middle(x)
+        return self.head(x)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["x"]).float(), batch["y"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch), batch_size=len(batch["y"]))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch["x"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        if not self.stepwise:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Observer(Callback):
+    """Keeps what is there while the Trainer trains: true gradients at each step, and the state at the end."""
+
+    def __init__(self) -> None:
+        self.grads: list[dict[str, Tensor]] = []
+        self.state: dict[str, Any] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.grads.append({n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None})
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.state = snapshot(trainer, pl_module)
+
+
+def snapshot(trainer: pl.Trainer, model: nn.Module) -> dict[str, Any]:
+    """Everything that decides how training goes on."""
+    params = dict(model.named_parameters())
+    masters = {n: master_of(p) for n, p in params.items()}
+    return {
+        "weights": {n: p.detach().clone() for n, p in model.state_dict().items()},
+        "copies": {n: stored(p).clone() for n, p in params.items()},
+        "masters": {n: m.detach().clone() for n, m in masters.items() if m is not None},
+        "optimizers": [clone(o.state_dict()) for o in trainer.optimizers],
+        "schedulers": [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
+        "plugin": trainer.precision_plugin.state_dict(),
+        "step": trainer.global_step,
+    }
+
+
+def stored(param: Tensor) -> Tensor:
+    """The bits that a parameter is stored in."""
+    return param.data_fp8.view(torch.uint8) if isinstance(param, ScaledTensor) else param.detach()
+
+
+def clone(tree: Any) -> Any:
+    """A copy of nested dicts and lists of tensors."""
+    if isinstance(tree, Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {k: clone(v) for k, v in tree.items()}
+    return [clone(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def assert_same(a: Any, b: Any, path: str = "") -> None:
+    """Assert that two nested states are equal bit for bit, dtypes included."""
+    if isinstance(a, Tensor):
+        assert isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape, f"{path}: {a} is not {b}"
+        assert torch.equal(a, b), f"{path} differs by {(a.double() - b.double()).abs().max():.3g}"
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), f"{path}: {sorted(map(str, a.keys() ^ b.keys()))}"
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, f"{path}: {a} is not {b}"
+
+
+def trainer(precision: LowPrecision | None, *callbacks: Callback, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU that writes nothing by itself."""
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    settings = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": saves,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    }
+    return pl.Trainer(plugins=precision, callbacks=list(callbacks), **(settings | options))
+
+
+def train(model: pl.LightningModule, precision: Any, *callbacks: Callback, data: Any = None, ckpt: Any = None, **options):
+    """Fit ``model`` and return what an ``Observer`` saw; ``options`` are the Trainer's."""
+    if isinstance(precision, str):
+        precision = plugin(precision)
+    observer = Observer()
+    pl.seed_everything(11, verbose=False)
+    fit = trainer(precision, observer, *callbacks, **options)
+    data = loader() if data is None else data
+    fit.fit(model, *(data if isinstance(data, tuple) else (data,)), ckpt_path=ckpt)
+    observer.trainer = fit
+    return observer
+
+
+def save_at(folder: Path, step: int, **options: Any) -> ModelCheckpoint:
+    """Save once, after ``step`` optimizer steps, as ``step.ckpt``."""
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=step, save_top_k=-1, **options)
