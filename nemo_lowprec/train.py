@@ -56,7 +56,7 @@ class PretrainResult:
             ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
             ("Checkpoint", self.checkpoint, "{}"),
         ):
-            table.add_row(name, "–" if value is None else form.format(value))
+            table.add_row(name, "-" if value is None else form.format(value))
         Console().print(table)
 
 
