@@ -1,0 +1,104 @@
+"""Every level as a nemo_run factory."""
+
+import inspect
+
+import fiddle as fdl
+import nemo_lowprec
+import nemo_run as run
+import pytest
+from lightning.pytorch import Trainer
+from nemo_lowprec import LowPrecision, recipes
+from nemo_lowprec.chart import landed_levels
+from nemo_lowprec.recipes import tiny
+from nemo_run.cli.cli_parser import ParseError, parse_cli_args
+from nemo_run.core.serialization.yaml import YamlSerializer
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+
+def override(*arguments: str) -> run.Config:
+    """The plugin of the tiny recipe after a command line."""
+    return parse_cli_args(tiny.pretrain_recipe(), list(arguments)).trainer.plugins
+
+
+def test_there_is_a_factory_for_each_landed_level() -> None:
+    assert list(recipes.FACTORIES) == landed_levels()
+
+
+@pytest.mark.parametrize("name", landed_levels())
+def test_factory_makes_the_level(name: str) -> None:
+    factory = getattr(recipes, name)
+    config = factory()
+    assert type(config) is run.Config and config.__fn_or_cls__ is getattr(nemo_lowprec, name)
+    plugin = fdl.build(config)
+    assert isinstance(plugin, LowPrecision) and plugin.level.name == name
+    level = inspect.signature(getattr(nemo_lowprec, name)).parameters
+    assert inspect.signature(factory).parameters == level
+
+
+@pytest.mark.parametrize("name", landed_levels())
+def test_config_survives_both_serializers(name: str) -> None:
+    config = getattr(recipes, name)()
+    if "fp8_margin" in inspect.signature(getattr(recipes, name)).parameters:
+        config.fp8_margin = 3
+    packed = ZlibJSONSerializer()
+    assert packed.deserialize(packed.serialize(config)) == config
+    text = YamlSerializer()
+    assert f"_target_: nemo_lowprec.{name}\n" in text.serialize(config)
+    assert text.deserialize(text.serialize(config)) == config
+
+
+@pytest.mark.parametrize("name", landed_levels())
+def test_level_is_found_on_the_command_line(name: str) -> None:
+    assert override(f"trainer.plugins={name}") == getattr(recipes, name)()
+
+
+def test_arguments_are_set_on_the_command_line() -> None:
+    config = override(
+        "trainer.plugins=fp16_with_fp8_mixed",
+        "trainer.plugins.fp8_margin=1",
+        "trainer.plugins.fp8=e4m3",
+        "trainer.plugins.fp8_params=True",
+        "trainer.plugins.override_linear_precision=(False,True,False)",
+        "trainer.plugins.skip=['*.down_proj']",
+        "trainer.plugins.convert=['*_proj']",
+        "trainer.plugins.loss_scale=128.0",
+    )
+    plugin = fdl.build(config)
+    assert plugin.options == {
+        "fp8_margin": 1,
+        "fp8": "e4m3",
+        "fp8_params": True,
+        "override_linear_precision": (False, True, False),
+        "skip": ["*.down_proj"],
+        "convert": ["*_proj"],
+        "loss_scale": 128.0,
+    }
+    assert fdl.build(override("trainer.plugins=fp16_mixed", "trainer.plugins.loss_scale=None")).options == {
+        "loss_scale": None
+    }
+
+
+def test_factory_takes_arguments_on_the_command_line() -> None:
+    assert override("trainer.plugins=bf16_with_fp8_mixed(fp8_margin=2)").fp8_margin == 2
+
+
+@pytest.mark.parametrize("value", ["3", "nothing", "{'a': 1}"])
+def test_value_of_another_type_is_refused(value: str) -> None:
+    with pytest.raises(ParseError):
+        override(f"trainer.plugins.override_linear_precision={value}")
+
+
+def test_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="fp8_margin"):
+        recipes.fp16_mixed(fp8_margin=1)
+    with pytest.raises((TypeError, AttributeError), match="fp8_margin"):
+        recipes.fp16_mixed().fp8_margin = 1
+
+
+def test_level_that_has_not_landed_has_no_factory() -> None:
+    assert not hasattr(recipes, "msamp_o2")
+
+
+def test_config_in_a_trainer_is_named() -> None:
+    with pytest.raises(Exception, match="invalid type for plugin <Config.fp16_mixed"):
+        Trainer(plugins=recipes.fp16_mixed(), logger=False)
