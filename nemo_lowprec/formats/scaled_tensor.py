@@ -49,7 +49,7 @@ class ScaledTensor(Tensor):
         """Quantize ``values`` with the scale of their own amax."""
         values = values.detach()
         scale = compute_scale(compute_amax(values).reshape(1), fmt.max, margin)
-        return cls(cast(values.float() * scale, fmt), scale.reciprocal(), fmt, dtype, margin)
+        return cls(cast(values.float() * scale, fmt).view(values.shape), scale.reciprocal(), fmt, dtype, margin)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> ScaledTensor:
@@ -61,7 +61,7 @@ class ScaledTensor(Tensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor, of the nominal dtype unless told otherwise."""
-        return (decode(self.data_fp8) * self.scale_inv).to(dtype or self.dtype)
+        return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.fmt.name}, shape={tuple(self.shape)}, reads as {self.dtype})"

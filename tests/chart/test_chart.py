@@ -1,0 +1,123 @@
+"""The chart: design and data say the same, and every level that can be asked for is there."""
+
+from inspect import signature
+
+import pytest
+
+import nemo_lowprec
+from nemo_lowprec.chart import CHART, COLUMNS, get_level, landed_levels
+from nemo_lowprec.compute import LayerFilter, Recipe
+from nemo_lowprec.grads import LossScaleConfig
+
+TABLE = """
+| fp16_amp | FP16 | FP32 | FP32 | – | FP32 | FP32+FP32 |
+| te_fp8 | FP8 | FP32 | FP32 | – | FP32 | FP32+FP32 |
+| msamp_o1 | FP8 | FP8 | FP16 | – | FP8 | FP32+FP32 |
+| msamp_o2 | FP8 | FP8 | FP16 | – | FP8 | FP8+FP16 |
+| msamp_o3 | FP8 | FP8 | FP8 | FP16 | FP8 | FP8+FP16 |
+| fp16_mixed | FP16 | FP16 | FP16 | FP32 | FP16 | FP32+FP32 |
+| bf16_mixed | BF16 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
+| bf16_with_fp8_mixed | FP8 | FP32 | BF16, FP8 with fp8_params | FP32 | FP32 | FP32+FP32 |
+| fp16_with_fp8_mixed | FP8 | FP16 | FP16, FP8 with fp8_params | FP32 | FP16 | FP32+FP32 |
+| bf16_with_fp8_current_scaling_mixed | FP8 | FP32 | BF16, FP8 with fp8_params | FP32 | FP32 | FP32+FP32 |
+| bf16_with_fp8_subchannel_scaling_mixed | FP8 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
+| bf16_with_mxfp8_mixed | MXFP8 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
+| bf16_with_nvfp4_mixed | NVFP4 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
+"""
+ROWS = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in TABLE.strip().splitlines()]
+SCALING = {
+    "te_fp8": "delayed",
+    "msamp_o1": "delayed",
+    "msamp_o2": "delayed",
+    "msamp_o3": "delayed",
+    "bf16_with_fp8_mixed": "delayed",
+    "fp16_with_fp8_mixed": "delayed",
+    "bf16_with_fp8_current_scaling_mixed": "current",
+    "bf16_with_fp8_subchannel_scaling_mixed": "blockwise",
+    "bf16_with_mxfp8_mixed": "mxfp8",
+    "bf16_with_nvfp4_mixed": "nvfp4",
+}
+FP8_ARGUMENTS = {
+    "delayed": {
+        "fp8", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "interval", "override_linear_precision",
+    },
+    "current": {"fp8", "fp8_margin", "override_linear_precision"},
+    "blockwise": {"fp8", "override_linear_precision"},
+    "mxfp8": {"fp8", "override_linear_precision"},
+    "nvfp4": {"override_linear_precision"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_row_is_the_designs(row):
+    assert tuple(CHART[row[0]].columns().values()) == row
+
+
+def test_chart_has_the_designs_rows_and_no_others():
+    assert list(CHART) == [row[0] for row in ROWS]
+    assert COLUMNS == (
+        "Level", "Computation (GEMM)", "Comm", "Weight", "Master weight", "Weight gradient", "Optimizer states",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHART)
+def test_the_rest_of_the_row(name):
+    level = CHART[name]
+    half = "fp16" if name.startswith("fp16") else "bf16"
+    assert level.name == name and level.autocast == half and level.summary
+    assert level.rest == ("fp32" if name in ("fp16_amp", "te_fp8") else half)
+    assert level.scaling == SCALING.get(name) and level.has_fp8 == (name in SCALING)
+    assert level.has_loss_scale == (half == "fp16")
+    assert level.has_half_weights == (level.rest != "fp32")
+    assert level.landed == (not name.startswith("msamp"))
+
+
+@pytest.mark.parametrize("name", ["msamp_o1", "msamp_o2", "msamp_o3"])
+def test_a_declared_row_that_has_not_landed_says_so(name):
+    with pytest.raises(ValueError, match=f"'{name}' is declared in the chart but not available yet.*bf16_mixed"):
+        get_level(name)
+    assert name not in landed_levels()
+    with pytest.raises(ValueError, match="not available yet"):
+        getattr(nemo_lowprec, name)()
+
+
+@pytest.mark.parametrize("name", ["bf16", "BF16_MIXED", "", None, 16])
+def test_an_unknown_level_is_a_value_error_that_lists_the_levels(name):
+    with pytest.raises(ValueError, match=r"Unknown precision level .*fp16_amp, te_fp8.*bf16_with_nvfp4_mixed"):
+        get_level(name)
+
+
+def expected_arguments(level):
+    arguments = {}
+    if level.scaling:
+        arguments |= {name: Recipe.arguments(level)[name] for name in FP8_ARGUMENTS[level.scaling]}
+        if level.fp8_params:
+            arguments["fp8_params"] = False
+        arguments |= {"backend": "auto"} | LayerFilter.arguments()
+    if level.has_loss_scale:
+        arguments |= LossScaleConfig.arguments()
+    return arguments
+
+
+@pytest.mark.parametrize("name", landed_levels())
+def test_every_landed_level_is_a_function_of_the_package_with_its_rows_arguments(name):
+    build = getattr(nemo_lowprec, name)
+    parameters = signature(build).parameters
+    assert {n: p.default for n, p in parameters.items()} == expected_arguments(CHART[name])
+    assert build.__name__ == name and build.__module__ == "nemo_lowprec"
+    assert all(f"{argument}: " in build.__doc__ for argument in parameters)
+    assert build().level is CHART[name]
+
+
+@pytest.mark.parametrize("name", landed_levels())
+def test_an_argument_that_a_level_does_not_take_is_a_type_error_that_names_it(name):
+    for argument in ("no_such_thing", "fp8_margin", "hysteresis", "fp8_params"):
+        if argument not in expected_arguments(CHART[name]):
+            with pytest.raises(TypeError, match=f"{name} .*'{argument}'"):
+                getattr(nemo_lowprec, name)(**{argument: 1})
+
+
+def test_levels_are_in_dir_and_others_are_attribute_errors():
+    assert set(CHART) <= set(dir(nemo_lowprec))
+    with pytest.raises(AttributeError, match="no_such_level"):
+        nemo_lowprec.no_such_level()

@@ -1,0 +1,83 @@
+"""Unscaling gradients and finding overflows."""
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_lowprec.grads import unscale_
+
+
+def param(grad, dtype=torch.float32):
+    p = nn.Parameter(torch.zeros(grad.shape, dtype=dtype))
+    p.grad_dtype = None
+    p.grad = grad
+    return p
+
+
+def test_divides_by_the_scale_in_place():
+    p = param(torch.tensor([8.0, -4.0]))
+    grad = p.grad
+    assert unscale_([p], 4.0) is False
+    assert p.grad is grad and grad.tolist() == [2.0, -1.0]
+
+
+def test_fp16_gradients_become_fp32_so_that_small_ones_survive():
+    p = param(torch.tensor([6e-8, 1.0], dtype=torch.float16), torch.float16)
+    assert unscale_([p], 2.0**16) is False
+    assert p.grad.dtype == torch.float32
+    assert p.grad.tolist() == [2.0**-24 / 2**16, 1 / 2**16]  # 0 in FP16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("position", [0, 2])
+def test_finds_an_overflow_in_any_gradient(dtype, bad, position):
+    params = [param(torch.ones(3, dtype=dtype), dtype) for _ in range(3)]
+    params[position].grad[1] = bad
+    assert unscale_(params, 2.0) is True
+
+
+def test_all_overflowing_and_large_finite_gradients():
+    assert unscale_([param(torch.full((4,), float("inf")))], 2.0) is True
+    assert unscale_([param(torch.full((4,), 65504.0, dtype=torch.float16), torch.float16)], 2.0) is False
+
+
+def test_non_contiguous_gradients():
+    p = nn.Parameter(torch.zeros(3, 4))
+    p.grad = torch.arange(12.0).view(4, 3).t()
+    want = p.grad / 4
+    assert unscale_([p], 4.0) is False
+    assert torch.equal(p.grad, want)
+    p.grad[2, 1] = float("inf")
+    assert unscale_([p], 4.0) is True
+
+
+def test_parameters_without_gradients_and_none_at_all():
+    p = nn.Parameter(torch.zeros(2))
+    assert unscale_([p], 4.0) is False and p.grad is None
+    assert unscale_([], 4.0) is False
+
+
+def test_gradients_of_several_dtypes_and_shapes_together():
+    params = [
+        param(torch.tensor(8.0)),
+        param(torch.empty(0)),
+        param(torch.full((2, 2), 8.0, dtype=torch.float16), torch.float16),
+        param(torch.full((2,), 8.0, dtype=torch.float64), torch.float64),
+    ]
+    assert unscale_(params, 8.0) is False
+    assert all(bool((p.grad == 1).all()) for p in params)
+    assert [p.grad.dtype for p in params] == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+def test_takes_a_generator():
+    params = [param(torch.ones(2)) for _ in range(2)]
+    unscale_((p for p in params), 2.0)
+    assert all(p.grad.tolist() == [0.5, 0.5] for p in params)
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        unscale_(embedding.parameters(), 2.0)
