@@ -206,7 +206,7 @@ def trainer(precision: LowPrecision | None, *callbacks: Callback, **options: Any
     return pl.Trainer(plugins=precision, callbacks=list(callbacks), **(settings | options))
 
 
-def train(model: pl.LightningModule, precision: Any, *callbacks: Callback, data: Any = None, ckpt: Any = None, **options):
+def train(model: Any, precision: Any, *callbacks: Callback, data: Any = None, ckpt: Any = None, **options: Any):
     """Fit ``model`` and return what an ``Observer`` saw; ``options`` are the Trainer's."""
     if isinstance(precision, str):
         precision = plugin(precision)

@@ -89,7 +89,7 @@ class MasterWeights:
         """Follow the model to its device: call once it is there, before the first step."""
         assert self._model is not None
         for name in self._fp8:
-            param = self._model.get_submodule(name).weight
+            param = self._model.get_parameter(f"{name}.weight")
             if not isinstance(param, ScaledTensor):
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():
@@ -145,9 +145,16 @@ class MasterWeights:
 
     def attach(self, optimizer: Optimizer) -> list[Any]:
         """Let ``optimizer`` step on the masters. Returns the hooks' handles."""
+        for param, state in optimizer.state.items():
+            if master_of(param) is not None:  # Adagrad makes its state when it is built, in the copies' dtype
+                state.update({k: v.float() for k, v in state.items() if getattr(v, "dtype", None) == self.half})
+        after = optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
+        # First, so that the user's hooks find the model's own parameters in the groups.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
         return [
             optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
-            optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt)),
+            after,
             # Optimizer.load_state_dict casts state to the dtype of the parameters in the groups.
             optimizer.register_load_state_dict_pre_hook(lambda opt, state: self.swap_in(opt)),
             optimizer.register_load_state_dict_post_hook(lambda opt: self.swap_out(opt)),

@@ -22,7 +22,7 @@ def net():
 
 
 def check(case, folder, make_data, step, **options):
-    """One run of 5 steps (epochs of 3), against one that ends after ``step`` + 1, was saved after ``step``, and is resumed."""
+    """One run of 5 steps (epochs of 3), against one that was saved after ``step``, ended, and is resumed."""
     options = {"max_steps": 5, "max_epochs": -1, "gradient_clip_val": 1.0} | options
     whole_model, model = net(), net()
     whole = train(whole_model, dynamic(case), data=make_data(), **options)
