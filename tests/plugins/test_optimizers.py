@@ -1,0 +1,146 @@
+"""Any torch optimizer that takes dense gradients steps on FP32 masters and stays the object it was."""
+
+import pytest
+import torch
+from support import CASES, FP16_LEVELS, HALF_LEVELS, Net, loader, plugin, train
+from torch import optim
+
+from nemo_lowprec.weights import master_of
+
+OPTIMIZERS = {
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+    "adamw_foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw_fused": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw_amsgrad": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=1e-2),
+    "adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
+    "muon": lambda p: optim.Muon([q for q in p if q.ndim == 2], lr=1e-2),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.9),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("case", ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
+def test_masters_equal_a_loop_in_fp32_bit_for_bit(case, name):
+    """The loop steps an FP32 model with the gradients that the plugin showed before each step."""
+    run = train(Net(optimizer=OPTIMIZERS[name]), case, max_steps=3)
+    by_hand = Net()
+    optimizer = OPTIMIZERS[name](by_hand.parameters())
+    mine = {p for group in optimizer.param_groups for p in group["params"]}
+    for grads in run.grads:
+        for param_name, param in by_hand.named_parameters():
+            if param in mine:
+                param.grad = grads[param_name]
+        optimizer.step()
+    changed = 0
+    for param_name, param in by_hand.named_parameters():
+        assert torch.equal(run.state["masters"][param_name], param), param_name
+        changed += not torch.equal(param, dict(Net().named_parameters())[param_name])
+    assert changed >= 3
+    half = torch.float16 if case.startswith("fp16") else torch.bfloat16
+    for param_name, copy in run.state["copies"].items():
+        if copy.dtype != torch.uint8:
+            assert torch.equal(copy, run.state["masters"][param_name].to(half)), param_name
+    states = run.state["optimizers"][0]["state"].values()
+    floats = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    assert {v.dtype for v in floats} == {torch.float32}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_optimizer_states_are_fp32(case):
+    state = train(Net(), case, max_steps=1).state["optimizers"][0]["state"]
+    assert len(state) == 7
+    assert {v.dtype for s in state.values() for k, v in s.items() if k != "step"} == {torch.float32}
+
+
+class Closure(Net):
+    """Trained by LBFGS; keeps each evaluation's weights."""
+
+    def __init__(self):
+        super().__init__(optimizer=lambda p: optim.LBFGS(p, lr=0.5, max_iter=4))
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.mid.weight.detach().float().clone())
+        master = master_of(self.mid.weight)
+        if master is not None:
+            assert torch.equal(self.mid.weight, master.to(self.mid.weight.dtype))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_lbfgs_sees_new_weights_at_every_evaluation(case):
+    model = Closure()
+    train(model, case, data=loader(16), max_epochs=2)
+    assert len(model.seen) == 8
+    assert all(not torch.equal(a, b) for a, b in zip(model.seen[:4], model.seen[1:4], strict=False))
+    assert model.losses[-1] < 0.8 * model.losses[0]
+
+
+@pytest.mark.parametrize("case", FP16_LEVELS)
+def test_lbfgs_is_refused_with_a_loss_scale(case):
+    model = Closure()
+    with pytest.raises(ValueError, match=r"LBFGS evaluates the loss inside its step.*Use a bf16 level"):
+        train(model, case)
+    assert not model.losses
+
+
+class Hooked(Net):
+    """Registers hooks on its optimizer, as profilers and trackers do."""
+
+    def configure_optimizers(self):
+        self.calls = []
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        self.groups = self.optimizer.param_groups
+        self.first_list = self.groups[0]["params"]
+        self.optimizer.register_step_pre_hook(lambda o, a, k: self.calls.append(("before", self.has_own(o))))
+        self.optimizer.register_step_post_hook(lambda o, a, k: self.calls.append(("after", self.has_own(o))))
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def has_own(self, optimizer):
+        return all(a is b for a, b in zip(optimizer.param_groups[0]["params"], self.parameters(), strict=True))
+
+    def training_step(self, batch, batch_idx):
+        assert self.has_own(self.optimizer)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_optimizer_stays_the_object_it_was(case):
+    model = Hooked()
+    run = train(model, case, max_steps=2)
+    [optimizer], [config] = run.trainer.optimizers, run.trainer.lr_scheduler_configs
+    assert optimizer is model.optimizer and config.scheduler.optimizer is model.optimizer
+    assert optimizer.param_groups is model.groups and optimizer.param_groups[0]["params"] is model.first_list
+    assert model.has_own(optimizer)
+    assert set(map(id, optimizer.state)) == set(map(id, model.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5**2
+    # User's hooks run around each step and see the model's own parameters.
+    assert model.calls == [("before", True), ("after", True)] * 2
+
+
+@pytest.mark.parametrize("case", HALF_LEVELS)
+def test_zero_grad_frees_what_the_masters_held(case):
+    model = Net()
+    run = train(model, case, max_steps=1)
+    run.trainer.optimizers[0].zero_grad()
+    for param in model.parameters():
+        assert param.grad is None
+        master = master_of(param)
+        assert master is None or master.grad is None
+
+
+def test_sparse_gradients_are_refused_at_fp16():
+    class Sparse(Net):
+        def __init__(self):
+            super().__init__(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+            self.table = torch.nn.Embedding(32, 32, sparse=True)
+
+        def loss(self, batch):
+            return super().loss({"x": batch["x"] + self.table(batch["y"]), "y": batch["y"]})
+
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        train(Sparse(), plugin("fp16_mixed"))
