@@ -108,8 +108,11 @@ class Engine:
         backend = choose_backend(self.backend_name, self.recipe, device)
         if other is not None:
             other.revert()
+        if model is not self.model:
+            self.revert()
+            self.histories = self.recipe.histories() if self.recipe is not None else None
+            self.loss_scale = LossScale(self.loss_scale.config) if self.loss_scale is not None else None
         self.backend, self.device, self.model = backend, device, model
-        self.histories = self.recipe.histories() if self.recipe is not None else None
         self.conversion = convert_layers(
             model,
             self.half,
@@ -138,15 +141,13 @@ class Engine:
             raise ValueError(f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
 
     def revert(self) -> None:
-        """Give the model its own layers and FP32 parameters back."""
-        if self.model is None:
+        """Give the model its own layers and FP32 parameters back; histories and loss scale stay for the next time."""
+        if self.model is None or self.model.__dict__.pop(_ENGINE, None) is not self:
             return
         if self.masters is not None:
             self.masters.remove()
             self.masters = None
         revert_layers(self.model)
-        self.model.__dict__.pop(_ENGINE, None)
-        self.model = None
 
     def settle(self) -> None:
         """Follow the model to its device, once it is there."""
@@ -205,7 +206,8 @@ class Engine:
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step on the masters, refresh the copies and roll the amax histories."""
-        result = optimizer.step(**kwargs)
+        with torch.autocast(self.device.type, enabled=False):  # manual optimization steps inside training_step
+            result = optimizer.step(**kwargs)
         if self.histories is not None:
             self.histories.update()
         return result
@@ -215,14 +217,15 @@ class Engine:
         masters = self.masters
 
         def evaluate() -> Any:
-            if masters is None:
-                return closure()
-            masters.swap_out(optimizer)
-            masters.refresh(_params(optimizer))
+            if masters is not None:
+                masters.swap_out(optimizer)
+                masters.refresh(_params(optimizer))
             try:
-                return closure()
+                with self.forward_context():
+                    return closure()
             finally:
-                masters.swap_in(optimizer)
+                if masters is not None:
+                    masters.swap_in(optimizer)
 
         return self.step(optimizer, closure=evaluate, **kwargs)
 

@@ -18,7 +18,7 @@ from nemo_lowprec.chart import get_level
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.plugins.options import parse_options
 from nemo_lowprec.plugins.resume import ResumeState
-from nemo_lowprec.plugins.schedulers import hold_back_skipped
+from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
 
 __all__ = ["LowPrecision"]
@@ -76,17 +76,22 @@ class LowPrecision(Precision):
         self.engine.settle()
         for optimizer in optimizers:
             self.engine.attach(optimizer)
-        if isinstance(model, pl.LightningModule):
-            self._module = model
+        module = self.engine.model  # ``model`` may be a wrapper around it
+        if isinstance(module, pl.LightningModule):
+            self._module = module
             if self.level.has_loss_scale:
-                hold_back_skipped(model, self.engine, lr_schedulers)
+                hold_back_skipped(module, self.engine, lr_schedulers)
             if optimizers:
                 print_summary(self.engine, self)
         return model, optimizers, lr_schedulers
 
     @override
     def teardown(self) -> None:
-        self.engine.settle()
+        # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
+        # this plugin would train the copies and save the masters.
+        self.engine.revert()
+        if self._module is not None:
+            release_schedulers(self._module)
 
     # A step
 
@@ -106,6 +111,14 @@ class LowPrecision(Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         return super().pre_backward(self.engine.scale(tensor), module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
+    ) -> None:
+        # Manual optimization comes here from inside training_step, whose autocast would round the GEMMs to half.
+        with torch.autocast(self.engine.device.type, enabled=False):
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 
 from nemo_lowprec.engine import Engine
 
-__all__ = ["hold_back_skipped"]
+__all__ = ["hold_back_skipped", "release_schedulers"]
 
 
 def hold_back_skipped(module: pl.LightningModule, engine: Engine, configs: list[Any]) -> None:
@@ -22,3 +22,8 @@ def hold_back_skipped(module: pl.LightningModule, engine: Engine, configs: list[
         original(module, scheduler, metric)
 
     module.__dict__["lr_scheduler_step"] = lr_scheduler_step
+
+
+def release_schedulers(module: pl.LightningModule) -> None:
+    """Take the wrapper away."""
+    module.__dict__.pop("lr_scheduler_step", None)

@@ -1,0 +1,194 @@
+"""FP16: a step that overflows is skipped whole, and the loss scale follows its rules."""
+
+import pytest
+import torch
+from support import CASES, FP16_LEVELS, Net, assert_same, level_of, plugin, train
+from torch.utils.data import DataLoader
+
+FP16_CASES = [case for case in CASES if level_of(case).has_loss_scale]
+
+
+def replay(batches):
+    return DataLoader(list(batches), batch_size=None)
+
+
+class Overflowing(Net):
+    """Gradients that are infinite at the steps ``bad``, and a snapshot of what must not move then."""
+
+    def __init__(self, *bad, optimizer=None):
+        super().__init__(stepwise=True, optimizer=optimizer)
+        self.bad = bad
+        self.before, self.after, self.scales, self.rates = [], [], [], []
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss * float("inf") if self.trainer.global_step in self.bad else loss
+
+    def part(self):
+        engine = self.trainer.precision_plugin.engine
+        histories = engine.histories
+        return {
+            "weights": {k: v.clone() for k, v in self.state_dict().items()},
+            "copies": [p.detach().clone() for p in self.parameters()],
+            "optimizer": {
+                i: {k: v.clone() for k, v in s.items()}
+                for i, s in self.trainer.optimizers[0].state_dict()["state"].items()
+            },
+            "schedule": self.trainer.lr_scheduler_configs[0].scheduler.last_epoch,
+            "fp8": {} if histories is None else histories.state_dict(),
+        }
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.before.append(self.part())
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.after.append(self.part())
+        self.scales.append(self.trainer.precision_plugin.engine.loss_scale.scale)
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_an_overflow_skips_the_step_whole(case):
+    model = Overflowing(1)
+    options = {"loss_scale": None, "initial_loss_scale": 1024.0, "hysteresis": 1}
+    run = train(model, plugin(case, **options), max_steps=3)
+    assert run.trainer.global_step == 3  # Lightning counts attempts
+    assert_same(model.after[1], model.before[1])
+    for step in (0, 2):
+        assert not torch.equal(model.after[step]["weights"]["mid.weight"], model.before[step]["weights"]["mid.weight"])
+    assert [part["schedule"] for part in model.after] == [1, 1, 2]
+    assert model.scales == [1024.0, 512.0, 512.0]
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_training_after_an_overflow_equals_training_without_it(case):
+    """The skipped batch leaves no trace: the same batches without it give the same weights bit for bit."""
+    model = Overflowing(0)
+    skipped = train(model, plugin(case, loss_scale=1024.0), max_steps=3, max_epochs=-1)
+    batches = list(skipped.trainer.train_dataloader)[1:3]
+    plain = train(Overflowing(), plugin(case, loss_scale=1024.0), data=replay(batches), max_steps=2, max_epochs=-1)
+    for part in ("weights", "masters", "optimizers"):
+        assert_same(skipped.state[part], plain.state[part], part)
+    if "fp8" in plain.state["plugin"]:
+        assert_same(skipped.state["plugin"]["fp8"], plain.state["plugin"]["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        ({"hysteresis": 2}, [1024.0, 1024.0, 512.0, 256.0]),
+        ({"hysteresis": 1, "min_loss_scale": 512.0}, [1024.0, 512.0, 512.0, 512.0]),
+        ({"loss_scale": 128.0}, [128.0] * 4),
+    ],
+)
+def test_scale_after_one_good_step_and_three_overflows(options, scales):
+    model = Overflowing(1, 2, 3)
+    train(model, plugin("fp16_mixed", **{"loss_scale": None, "initial_loss_scale": 1024.0} | options), max_steps=4)
+    assert model.scales == scales
+
+
+def test_scale_doubles_after_a_window_of_good_steps():
+    model = Overflowing(2)
+    options = {"loss_scale": None, "initial_loss_scale": 64.0, "loss_scale_window": 2, "hysteresis": 1}
+    train(model, plugin("fp16_mixed", **options), max_steps=6, max_epochs=-1)
+    assert model.scales == [64.0, 128.0, 64.0, 64.0, 128.0, 128.0]
+
+
+@pytest.mark.parametrize("case", FP16_LEVELS)
+def test_schedulers_by_epoch_are_not_held_back(case):
+    class ByEpoch(Overflowing):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    model = ByEpoch(3)  # the last step of the first epoch
+    train(model, plugin(case), max_epochs=1)
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("case", FP16_LEVELS)
+def test_a_schedulers_own_hook_in_the_module_still_runs(case):
+    class Own(Overflowing):
+        calls = 0
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.calls += 1
+            scheduler.step()
+
+    model = Own(1)
+    train(model, plugin(case), max_steps=3)
+    assert model.calls == 2 and model.after[-1]["schedule"] == 2
+    assert "lr_scheduler_step" not in model.__dict__  # nothing of the plugin's stays on the module
+
+
+@pytest.mark.parametrize("case", ["fp16_amp", "fp16_mixed", "bf16_mixed", "bf16_with_fp8_mixed"])
+def test_a_training_step_that_returns_none_skips_the_batch(case):
+    class Skips(Net):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    skips, plain = Skips(), Net()
+    run = train(skips, case, max_epochs=1)
+    batches = list(run.trainer.train_dataloader)
+    assert len(skips.losses) == 3
+    want = train(plain, case, data=replay(b for i, b in enumerate(batches) if i != 1), max_epochs=1)
+    assert_same(run.state["weights"], want.state["weights"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_manual_optimization_equals_automatic(case):
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    manual = train(Manual(), case, max_steps=3)
+    automatic = train(Net(), case, max_steps=3)
+    for part in ("weights", "copies", "masters", "optimizers"):
+        assert_same(manual.state[part], automatic.state[part], part)
+
+
+class Gan(Net):
+    """Two optimizers in turn, each over one half of the model."""
+
+    automatic_optimization = False
+
+    def __init__(self, bad=None):
+        super().__init__()
+        self.bad = bad
+
+    def configure_optimizers(self):
+        first = torch.optim.AdamW([*self.inp.parameters(), *self.norm.parameters()], lr=1e-2)
+        second = torch.optim.SGD([*self.mid.parameters(), *self.head.parameters()], lr=0.1)
+        return first, second
+
+    def training_step(self, batch, batch_idx):
+        for i, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss * float("inf") if (batch_idx, i) == self.bad else loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_optimizers_in_manual_optimization(case):
+    model = Gan()
+    state = train(model, case, max_epochs=2).state
+    start = dict(Net().named_parameters())
+    for name, value in state["weights"].items():
+        assert not torch.equal(value, start[name]), name
+    assert model.losses[-1] < model.losses[0]
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_an_overflow_of_one_optimizer_does_not_hold_back_the_other(case):
+    model = Gan(bad=(0, 1))
+    state = train(model, case, max_steps=2).state  # one batch, two attempts
+    start = dict(Net().named_parameters())
+    moved = {name.split(".")[0] for name, value in state["weights"].items() if not torch.equal(value, start[name])}
+    assert moved == {"inp", "norm"}
