@@ -58,8 +58,8 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     )  # fmt: skip
     model = CausalLM(preset="llama_100m", lr=1e-3, min_lr=1e-4, warmup_steps=100, init_seed=seed)
     data = TextDataModule(
-        data_dir=data_dir, seq_length=SEQUENCE, micro_batch_size=BATCH, seed=seed, num_workers=2,
-        validation_samples=256,
+        train_prefix=f"{data_dir}/train", validation_prefix=f"{data_dir}/validation", seq_length=SEQUENCE,
+        micro_batch_size=BATCH, seed=seed, num_workers=2, validation_samples=256,
     )  # fmt: skip
     start = time.perf_counter()
     trainer.fit(model, datamodule=data)

@@ -77,8 +77,10 @@ def relative_error(actual, expected):
     return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
 
 
-def tolerance(dtype):
-    """Of one GEMM: a rounding to half, and Hopper's accumulation with about 14 bits."""
+def tolerance(dtype, fast=False):
+    """Of one GEMM: a rounding to half; the forward GEMM adds Hopper's fast accumulation, with about 14 bits."""
+    if fast:
+        return 2e-2
     return 5e-3 if dtype == torch.float32 else 8e-3
 
 
@@ -105,7 +107,14 @@ def test_te_quantizes_as_the_reference(scaling, kind, shape, special, dtype):
         theirs = te.quantize(x, their_operands[kind], rowwise=True, columnwise=True, record=True)
         ours = reference.quantize(x, our_operands[kind], rowwise=True, columnwise=True, record=True)
         for columnwise in (False, True):
-            assert torch.equal(values_of(theirs, columnwise), values_of(ours, columnwise))
+            a, b = values_of(theirs, columnwise), values_of(ours, columnwise)
+            if scaling == "current":
+                # TE's current-scaling kernel divides less exactly: its scale may be one unit off in the last place,
+                # which moves an element that lies next to a tie to the other neighbour.
+                same = torch.isclose(a, b, rtol=1e-6, atol=0, equal_nan=True)
+                assert (~same).sum() <= 1e-3 * same.numel() and torch.allclose(a, b, rtol=0.13, equal_nan=True)
+            else:
+                assert torch.equal(a, b)
         if their_table is not None:
             their_table.update(), our_table.update()
             assert torch.equal(their_table.history, our_table.history)
@@ -222,8 +231,8 @@ def test_gemms(name, scaling, out_dtype, rows, ins, outs):
     if out_dtype == torch.float32:  # and not a half result in FP32's clothes
         assert all(not torch.equal(r, r.to(HALF).float()) for r in results)
     # NVFP4's gradients are rounded stochastically and its rotation has random signs: only close.
-    limit = 0.3 if scaling == "nvfp4" else tolerance(out_dtype)
-    for actual, expected in zip(results, run(reference), strict=True):
+    for i, (actual, expected) in enumerate(zip(results, run(reference), strict=True)):
+        limit = 0.3 if scaling == "nvfp4" else tolerance(out_dtype, fast=i < 2)
         assert actual.dtype == out_dtype and actual.shape == expected.shape
         assert relative_error(actual, expected) < limit
 
@@ -282,13 +291,12 @@ def compare_layers(name, recipe, steps=2, use_reentrant=None, rows=(3, 37), half
     (layer, histories), (expected, expected_histories) = (
         layer_of(b, recipe, half=half, **kwargs) for b in (backend, ReferenceBackend())
     )
-    limit = 0.3 if recipe.scaling == "nvfp4" else tolerance(half)
     for i in range(steps):
         x = make(*rows, layer.in_features, dtype=half, seed=10 + i)
         dy = make(*rows, layer.out_features, dtype=half, seed=20 + i)
-        for a, b in zip(
-            step(layer, x, dy, use_reentrant, half), step(expected, x, dy, use_reentrant, half), strict=True
-        ):
+        theirs, ours = step(layer, x, dy, use_reentrant, half), step(expected, x, dy, use_reentrant, half)
+        for j, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            limit = 0.3 if recipe.scaling == "nvfp4" else tolerance(half, fast=j == 0)
             assert a.dtype == b.dtype and a.shape == b.shape
             assert relative_error(a, b) < limit
         if histories is not None:

@@ -82,6 +82,12 @@ def _cast_kernel(
     inside = (m < rows)[:, None] & (n < cols)[None, :]
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
 
+    if RECORD:
+        # Before the transpose, and kept apart from it: with the reduction behind it Triton 3.6 lets both use the same
+        # shared memory without a barrier, and the transposed tile comes out wrong.
+        _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
+        tl.debug_barrier()
+
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
         # compute_scale() of formats/, for the amax that the pass before has left here.
@@ -101,8 +107,6 @@ def _cast_kernel(
         tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
         tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
-    if RECORD:
-        _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
 
 
 def amax(values: Tensor) -> Tensor:
