@@ -85,11 +85,12 @@ def pretrain(
     if is_local and not Path(str(ckpt_path)).exists():
         raise ValueError(f"ckpt_path={ckpt_path!r} does not exist.")
     record = _Validations()
-    trainer.callbacks.append(record)
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    callbacks.append(record)
     try:
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     finally:
-        trainer.callbacks.remove(record)
+        callbacks.remove(record)
     if trainer.interrupted:
         raise KeyboardInterrupt  # Lightning has shut down in order; a half-trained result is no result
     rate = getattr(getattr(model, "token_rate", None), "mean", None)

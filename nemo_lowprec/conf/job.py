@@ -128,7 +128,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _default_level() -> list[str]:
-    defaults = OmegaConf.load(CONF_DIR / "config.yaml")["defaults"]
+    defaults = OmegaConf.load(CONF_DIR / "config.yaml").defaults
     return [entry["precision"] for entry in defaults if "precision" in entry]
 
 

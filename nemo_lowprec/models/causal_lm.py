@@ -136,7 +136,9 @@ class CausalLM(LightningModule):
     def _build(self, auto: Any, config: Any) -> nn.Module:
         model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)
         if self.hparams["activation_checkpointing"]:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # transformers renamed it, and warns of the old name.
+            new = getattr(model, "activation_checkpointing_enable", None)
+            (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return model.train()
 
     def _resolve_vocab_size(self) -> int:
@@ -191,7 +193,7 @@ class CausalLM(LightningModule):
 
     def _is_log_step(self, step: int) -> bool:
         """Whether Lightning writes to its loggers once ``step`` optimizer steps are done."""
-        interval = self.trainer.log_every_n_steps
+        interval: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         return interval > 0 and step % interval == 0
 
     def on_train_start(self) -> None:

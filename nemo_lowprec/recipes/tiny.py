@@ -47,9 +47,9 @@ def pretrain_recipe(
             data_dir="data/stdlib_small",
             vocab_size=4096,
             seq_length=128,
-            micro_batch_size=16,
+            micro_batch_size=8,
             max_bytes=4_000_000,
-            validation_samples=128,
+            validation_samples=64,
         ),
         trainer(
             f"{dir}/{name}",

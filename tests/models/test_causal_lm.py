@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
 from nemo_lowprec import bf16_with_fp8_mixed
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from torch.utils.data import DataLoader
 
 SMALL = {
     "llama_tiny": {

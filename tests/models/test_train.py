@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
 from nemo_lowprec import bf16_with_fp8_mixed
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
@@ -100,13 +101,13 @@ def test_trainer_of_pytorch_lightning_is_refused(data_dir: Path, tmp_path: Path)
 def test_other_type_is_named(data_dir: Path, tmp_path: Path) -> None:
     made = parts(data_dir, tmp_path)
     made["model"] = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="model must be a LightningModule of lightning.pytorch, not Linear"):
+    with pytest.raises(TypeError, match=r"model must be a LightningModule of lightning\.pytorch, not Linear"):
         pretrain(**made)
 
 
 def test_checkpoint_that_is_not_there_is_named_before_training(data_dir: Path, tmp_path: Path) -> None:
     made = parts(data_dir, tmp_path)
     model = copy.deepcopy(made["model"])
-    with pytest.raises(ValueError, match="nowhere.ckpt"):
+    with pytest.raises(ValueError, match=r"nowhere\.ckpt"):
         pretrain(**made, ckpt_path=str(tmp_path / "nowhere.ckpt"))
     assert made["model"].model is model.model is None

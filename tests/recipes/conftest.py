@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from nemo_lowprec.data import prepare_data
 
 VOCAB_SIZE = 400

@@ -3,16 +3,17 @@
 import inspect
 
 import fiddle as fdl
-import nemo_lowprec
 import nemo_run as run
 import pytest
 from lightning.pytorch import Trainer
-from nemo_lowprec import LowPrecision, recipes
-from nemo_lowprec.chart import landed_levels
-from nemo_lowprec.recipes import tiny
 from nemo_run.cli.cli_parser import ParseError, parse_cli_args
 from nemo_run.core.serialization.yaml import YamlSerializer
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
+import nemo_lowprec
+from nemo_lowprec import LowPrecision, recipes
+from nemo_lowprec.chart import landed_levels
+from nemo_lowprec.recipes import tiny
 
 
 def override(*arguments: str) -> run.Config:
@@ -100,5 +101,5 @@ def test_level_that_has_not_landed_has_no_factory() -> None:
 
 
 def test_config_in_a_trainer_is_named() -> None:
-    with pytest.raises(Exception, match="invalid type for plugin <Config.fp16_mixed"):
+    with pytest.raises(Exception, match=r"invalid type for plugin <Config\[fp16_mixed"):
         Trainer(plugins=recipes.fp16_mixed(), logger=False)

@@ -8,10 +8,11 @@ import fiddle as fdl
 import nemo_run as run
 import pytest
 import torch
+from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
+
 from nemo_lowprec.cli import main
 from nemo_lowprec.models import PRESETS, CausalLM
 from nemo_lowprec.recipes import bf16_mixed, fp16_mixed, llama3_8b, llama32_1b, tiny
-from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 RECIPES = {"tiny": tiny, "llama32_1b": llama32_1b, "llama3_8b": llama3_8b}
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
