@@ -81,7 +81,7 @@ def _pow2_scale_inv(amax: Tensor, fmt: FloatFormat, layout: BlockLayout) -> Tens
         # TE's codes for the rest: 0 gives the smallest scale, infinity the largest, NaN stays NaN.
         rest = torch.where(torch.isinf(amax), torch.full_like(amax, 2.0**127), amax.clamp(min=2.0**-127))
         return torch.where(usable, scale_inv, rest)
-    _, exponent = torch.frexp((fmt.max / safe).clamp(max=_FP32_MAX))  # floor(log2) = exponent - 1
+    _, exponent = torch.frexp((amax.new_full((), fmt.max) / safe).clamp(max=_FP32_MAX))  # floor(log2) = exponent - 1
     scale_inv = torch.ldexp(torch.ones_like(amax), -(exponent - 1).clamp(-126, 126))
     return torch.where(usable, scale_inv, torch.ones_like(amax))
 
@@ -105,7 +105,9 @@ def _round_e2m1(values: Tensor, generator: torch.Generator | None) -> Tensor:
 def _quantize_nvfp4(values: Tensor, layout: BlockLayout, generator: torch.Generator | None) -> BlockScaled:
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     usable = (amax > 0) & torch.isfinite(amax)
-    tensor_scale = torch.where(usable, E4M3.max * _E2M1_GRID[-1] / amax, torch.ones_like(amax)).clamp(max=_FP32_MAX)
+    tensor_scale = torch.where(
+        usable, amax.new_full((), E4M3.max * _E2M1_GRID[-1]) / amax, torch.ones_like(amax)
+    ).clamp(max=_FP32_MAX)
     block_scale = decode(cast(_block_amax(values, layout) / _E2M1_GRID[-1] * tensor_scale, E4M3))
     scale_inv = block_scale / tensor_scale
     step = _expand(scale_inv, layout, values.shape)

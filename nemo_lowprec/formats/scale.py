@@ -28,6 +28,9 @@ def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previou
     ``_default_sf_compute`` with the clamp of its infinite scales.
     """
     keep = torch.ones_like(amax) if previous is None else previous
-    scale = (fp_max / amax) / (2.0**margin)
+    # A number over a tensor would be computed as its reciprocal times the number: two roundings.
+    # (A 0-dim tensor of the CPU goes with any device, without a copy.)
+    top = fp_max if isinstance(fp_max, Tensor) else torch.tensor(fp_max, dtype=torch.float32, device="cpu")
+    scale = (top / amax) / (2.0**margin)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, _FP32_MAX), scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, keep)

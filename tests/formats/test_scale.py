@@ -40,6 +40,13 @@ def test_unusable_amax_keeps_the_scale_and_is_one_at_first(amax):
     assert scale(amax) == 1.0
 
 
+def test_scales_are_divided_once_in_fp32():
+    amaxes = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    want = torch.tensor([448.0]).div(amaxes)
+    assert torch.equal(compute_scale(amaxes, 448.0), want)
+    assert torch.equal(compute_scale(amaxes, torch.full((2000,), 448.0)), want)
+
+
 def test_scale_of_a_tiny_amax_stays_finite():
     assert scale(1e-40) == FP32_MAX
     assert scale(1e-40, previous=2.0) == FP32_MAX

@@ -1,0 +1,58 @@
+"""Which backend runs, and what a choice that cannot work says. For machines without a GPU."""
+
+import logging
+import re
+
+import pytest
+import torch
+
+from nemo_lowprec.compute import Recipe, choose_backend
+
+CPU = torch.device("cpu")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+
+
+def recipe(scaling):
+    return Recipe(scaling, fp8="e4m3")
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+def test_auto_is_the_reference_on_a_cpu_and_says_so_in_one_line(scaling, caplog):
+    with caplog.at_level(logging.INFO, "nemo_lowprec"):
+        assert choose_backend("auto", recipe(scaling), CPU).name == "reference"
+    assert [r.message for r in caplog.records] == ["GEMM backend: reference"]
+
+
+@pytest.mark.parametrize("scaling", ["mxfp8", "nvfp4"])
+def test_auto_does_not_emulate_blackwell(scaling):
+    with pytest.raises(ValueError, match=f"{scaling} GEMMs need a Blackwell GPU.*backend='reference'"):
+        choose_backend("auto", recipe(scaling), CPU)
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+def test_the_reference_runs_everything_when_it_is_asked_for(scaling):
+    assert choose_backend("reference", recipe(scaling), CPU).name == "reference"
+
+
+@no_gpu
+@pytest.mark.parametrize("scaling", ["delayed", "nvfp4"])
+@pytest.mark.parametrize("name", ["te", "torch"])
+def test_a_forced_gpu_backend_says_what_is_missing_and_the_way_out(name, scaling):
+    message = f"backend='{name}' cannot run here: .*NVIDIA GPU; use backend='reference'"
+    with pytest.raises(ValueError, match=message):
+        choose_backend(name, recipe(scaling), CPU)
+    with pytest.raises(ValueError, match=message):
+        choose_backend(name, None, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_forced_gpu_backend_for_a_model_on_the_cpu_is_an_error():
+    with pytest.raises(ValueError, match="the model trains on cpu; use backend='reference' or accelerator='gpu'"):
+        choose_backend("torch", recipe("delayed"), CPU)
+
+
+@pytest.mark.parametrize("name", ["cutlass", "", "TE", None])
+def test_an_unknown_backend_is_a_value_error_that_lists_the_known_ones(name):
+    with pytest.raises(ValueError, match=re.escape(f"Unknown backend {name!r}") + ".*auto, te, torch, reference"):
+        choose_backend(name, recipe("delayed"), CPU)
