@@ -6,6 +6,8 @@ their input; a converted norm reads and writes half precision once.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,8 +61,9 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
 def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:
     """Recognise an RMSNorm of another library by what it computes.
 
-    Returns (eps, zero_centered), or None where the module does something else. The check runs the module on a small
-    random input, so that a class of the same name with another formula is left alone.
+    Returns (eps, zero_centered), or None where the module does something else. The check runs the class's forward on
+    a small random input with random weights (with the initial ones, twice the weight would be one plus the weight), so
+    that a class of the same name with another formula is left alone.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -70,16 +73,19 @@ def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.numel(), generator=generator).to(weight.device, weight.dtype)
+    weight = (0.25 + 0.5 * torch.rand(weight.numel(), generator=generator)).to(weight.device, weight.dtype)
+    probe = copy.copy(module)  # shares all but its parameters
+    probe.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
     try:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            got = type(module).forward(module, x)
+            got = type(module).forward(probe, x)
     except Exception:  # any failure means: not a plain norm
         return None
     if not isinstance(got, Tensor) or got.shape != x.shape:
         return None
     for zero_centered in (False, True):
         factor = weight.float() + (1.0 if zero_centered else 0.0)
-        want = F.rms_norm(x.float(), (weight.numel(),), factor.detach(), eps)
-        if torch.allclose(got.float(), want, rtol=1e-2, atol=1e-3) and want.abs().max() > 0:
+        want = F.rms_norm(x.float(), (weight.numel(),), factor, eps)
+        if torch.allclose(got.float(), want, rtol=1e-2, atol=1e-3):
             return eps, zero_centered
     return None
