@@ -127,7 +127,9 @@ class Engine:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
-                linears = [n for n in self.conversion.low if type(model.get_submodule(n)).__name__ != "LowPrecisionConv1D"]
+                linears = [
+                    n for n in self.conversion.low if type(model.get_submodule(n)).__name__ != "LowPrecisionConv1D"
+                ]
                 self.masters.store_in_fp8(linears, self.recipe.fp8_margin)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
@@ -138,7 +140,9 @@ class Engine:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{self.level.name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
         if device.type == "cuda" and self.half == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-            raise ValueError(f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
+            raise ValueError(
+                f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here."
+            )
 
     def revert(self) -> None:
         """Give the model its own layers and FP32 parameters back; histories and loss scale stay for the next time."""

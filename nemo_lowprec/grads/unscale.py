@@ -28,7 +28,7 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
             raise RuntimeError(
                 "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
             )
-        if param.grad.dtype in (torch.float16, torch.bfloat16):
+        if param.grad.dtype in (torch.float16, torch.bfloat16) and param.grad_dtype is None:
             param.grad = param.grad.float()
         grads[param.grad.device, param.grad.dtype].append(param.grad)
     overflow = False

@@ -133,9 +133,11 @@ class MasterWeights:
                 param.grad_dtype = param.dtype
                 delattr(param, _MASTER)
                 if isinstance(param, ScaledTensor):
-                    torch.utils.swap_tensors(
-                        param, nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
-                    )
+                    plain = nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
+                    try:
+                        _swap(param, plain)
+                    except RuntimeError:  # in the graph of a step that was broken off, and cannot be swapped
+                        _replace(self._model, param, plain)
                 else:
                     param.data = master.data.to(device)
                     param.grad_dtype = param.dtype
@@ -161,8 +163,10 @@ class MasterWeights:
         ]
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        masters = (m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of"))
+        stepped = [m._copy_of for m in masters if m.grad is not None]
         self.swap_out(optimizer)
-        self.refresh([p for g in optimizer.param_groups for p in g["params"] if p.requires_grad])
+        self.refresh(stepped)
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Put the masters and their gradients in the copies' places, in the existing lists."""
@@ -208,15 +212,26 @@ def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
     stored = nn.Parameter(
         ScaledTensor.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
     )
-    hooks = list((param._backward_hooks or {}).values())
-    post_hooks = list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
     param.grad = None
-    torch.utils.swap_tensors(param, stored)
-    setattr(param, _MASTER, master)
-    for hook in hooks:
-        param.register_hook(hook)
-    for hook in post_hooks:
-        param.register_post_accumulate_grad_hook(hook)
+    _swap(param, stored)
+
+
+def _swap(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Give ``param`` the storage and class of ``other``; its identity, attributes and hooks stay."""
+    attributes = {n: v for n, v in param.__dict__.items() if n not in ScaledTensor.__annotations__ and n != "_is_param"}
+    hooks, post_hooks = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    torch.utils.swap_tensors(param, other)
+    param.__dict__.update(attributes)
+    param._backward_hooks = hooks  # assigning makes autograd call them for the new storage
+    param._post_accumulate_grad_hooks = post_hooks  # type: ignore[assignment]
+
+
+def _replace(model: nn.Module | None, old: nn.Parameter, new: nn.Parameter) -> None:
+    assert model is not None
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is old:
+                module._parameters[name] = new
 
 
 # Hooks are plain functions that ask the parameter itself, so that a deep copy of the model (whose parameters have no
