@@ -83,10 +83,14 @@ class Engine:
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._has_te_layers = False
-        self._loaded: dict[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return self  # a copy of the model is another model, and not this engine's
+
+    def __reduce__(self) -> Any:
+        # For launchers that hand a plugin to other processes: what belongs to a model stays behind.
+        loss_scale = self.loss_scale.config if self.loss_scale is not None else None
+        return Engine, (self.level, self.recipe, loss_scale, self.layers, self.backend_name)
 
     # The model
 

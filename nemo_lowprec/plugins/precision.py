@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -66,6 +67,13 @@ class LowPrecision(Precision):
                 f"{self.level.name} trains on one process so far, and the Trainer has {trainer.world_size}. "
                 "Use devices=1, or fp16_amp."
             )
+        if trainer is not None and trainer.state.fn == "fit" and self.level.has_half_weights:
+            for callback in trainer.callbacks:
+                if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+                    raise ValueError(
+                        f"{type(callback).__name__} averages the model's parameters, which at {self.level.name} are "
+                        "half copies of the weights. Use te_fp8 or fp16_amp, or leave the callback out."
+                    )
         self.engine.convert(module, device)
         return module
 

@@ -266,8 +266,10 @@ def _load_masters(
         if master is None:
             continue
         if local_metadata.get("assign_to_params_buffers"):
-            errors.append(f"load_state_dict(assign=True) would part {prefix + name} from its master: use assign=False.")
-        elif value.shape == master.shape:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would part {prefix + name} from its master: use assign=False."
+            )
+        if value.shape == master.shape:
             with torch.no_grad():
                 master.copy_(value)
 
