@@ -63,12 +63,15 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
     return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
 
 
-def run_with_overrides(overrides: Sequence[str], job: Callable[[DictConfig], Any] = pretrain_job) -> None:
+def run_with_overrides(
+    overrides: Sequence[str], job: Callable[[DictConfig], Any] = pretrain_job, command: str = "pretrain"
+) -> None:
     """Runs ``job`` as a Hydra application, once or (with ``-m``) once a combination.
 
     Args:
         overrides: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
         job: takes the composed config.
+        command: the subcommand, for Hydra's own messages.
 
     Raises:
         ValueError: an unknown choice of a group, or a malformed or impossible override.
@@ -93,7 +96,7 @@ def run_with_overrides(overrides: Sequence[str], job: Callable[[DictConfig], Any
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:
-        with _arguments(["nemo-lowprec pretrain", *overrides]):
+        with _arguments([f"nemo-lowprec {command}", *overrides]):
             app()
         if failures:
             raise failures[0]

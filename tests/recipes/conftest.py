@@ -19,3 +19,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder.parent / f"{folder.name}_prepared"
     prepare_data(out, source=folder, vocab_size=VOCAB_SIZE, validation_fraction=0.2)
     return out
+
+
+@pytest.fixture(autouse=True)
+def nemo_run_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nemo_run keeps a record of every run in its home: not in the user's."""
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "nemo_run"))

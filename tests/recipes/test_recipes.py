@@ -65,10 +65,7 @@ def test_plugin_of_a_recipe_is_replaced_and_run(data_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_recipe_runs_in_a_process_of_the_local_executor(
-    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "home"))
+def test_recipe_runs_in_a_process_of_the_local_executor(data_dir: Path, tmp_path: Path) -> None:
     recipe = small(data_dir, tmp_path)
     recipe.trainer.plugins = bf16_mixed()
     root = str(Path(tiny.__file__).parents[2])
