@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -29,10 +31,6 @@ BASELINE = "bf16_mixed"
 
 def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     """One run: writes its validation loss and its loss curve."""
-    try:  # before anything else loads cuDNN
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError):
-        pass
     import lightning.pytorch as pl
 
     from nemo_lowprec.data import TextDataModule
@@ -67,16 +65,20 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     trainer.limit_val_batches = 1.0
     (metrics,) = trainer.validate(model, datamodule=data, verbose=False)
     backend = plugin.engine.backend
-    out.write_text(
-        json.dumps(
-            dict(
-                benchmark="loss_parity", level=level, seed=seed, steps=steps, tokens_per_step=SEQUENCE * BATCH,
-                parameters=sum(p.numel() for p in model.parameters()), val_loss=metrics["val/loss"],
-                backend=backend.name if backend is not None else None, seconds=round(seconds, 1),
-                train_loss=[round(x, 4) for x in torch.stack(curve.losses).float().tolist()], every=EVERY,
-            )  # fmt: skip
-        )
-    )
+    result = {
+        "benchmark": "loss_parity",
+        "level": level,
+        "seed": seed,
+        "steps": steps,
+        "tokens_per_step": SEQUENCE * BATCH,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "val_loss": metrics["val/loss"],
+        "backend": backend.name if backend is not None and plugin.level.has_fp8 else None,
+        "seconds": round(seconds, 1),
+        "train_loss": [round(x, 4) for x in torch.stack(curve.losses).float().tolist()],
+        "every": EVERY,
+    }
+    out.write_text(json.dumps(result))
 
 
 def summarize(record: Record, runs: list[dict[str, Any]]) -> None:
@@ -137,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
     parser.add_argument("--max-bytes", type=int, default=120_000_000)
-    parser.add_argument("--jobs", type=int, default=4, help="runs at the same time on the GPU")
+    parser.add_argument("--jobs", type=int, default=4, help="runs at the same time, spread over the GPUs")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="start no run after so many seconds")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -159,13 +161,24 @@ def main() -> None:
         data_dir = f"{folder}/data"
         prepare_data(data_dir, args.source, vocab_size=16384, max_bytes=args.max_bytes)
 
+        gpus: queue.Queue[int] = queue.Queue()
+        for i in range(args.jobs):
+            gpus.put(i % max(1, torch.cuda.device_count()))
+
         def one(job: tuple[str, int]) -> None:
             level, seed = job
             if time.monotonic() - start > args.time_limit:
                 return
             out = Path(folder) / f"{level}-{seed}.json"
             command = [sys.executable, "-m", "benchmarks.loss_parity", "--steps", str(args.steps), "--out", str(out)]
-            result = subprocess.run([*command, "--one", level, str(seed), data_dir], capture_output=True, text=True)
+            gpu = gpus.get()
+            result = subprocess.run(
+                [*command, "--one", level, str(seed), data_dir],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+            )
+            gpus.put(gpu)
             if out.exists():
                 runs.append(json.loads(out.read_text()))
                 record.add(**runs[-1])

@@ -1,19 +1,14 @@
 """Where the time of a training step goes: kernels by total GPU time, for one level.
 
-    python -m benchmarks.profile_step bf16_with_fp8_mixed
+python -m benchmarks.profile_step bf16_with_fp8_mixed
 """
 
 from __future__ import annotations
 
 import sys
 
-import torch
-
-try:
-    import transformer_engine.pytorch  # noqa: F401
-except (ImportError, OSError, RuntimeError):
-    pass
 import lightning.pytorch as pl
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.llama import Llama, loader
@@ -31,7 +26,8 @@ class _Profile(pl.Callback):
             self.profiler.__exit__(None, None, None)
 
     def table(self) -> str:
-        return self.profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
+        averages = self.profiler.key_averages()
+        return averages.table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90)
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import shlex
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +25,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or None
+def _without_out(words: list[str]) -> list[str]:
+    at = words.index("--out") if "--out" in words else len(words)
+    return words[:at] + words[at + 2 :]
 
 
 class Record:
@@ -42,12 +41,11 @@ class Record:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self._file = path.open("w")
         self.add(
-            command=f"python {name} {shlex.join(sys.argv[1:])}".strip(),
+            command=f"python {name} {shlex.join(_without_out(sys.argv[1:]))}".strip(),
             date=datetime.date.today().isoformat(),
             gpu=torch.cuda.get_device_name() if gpus else None,
             gpus=gpus,
             cuda=torch.version.cuda,
-            commit=_commit(),
             python=sys.version.split()[0],
             versions={name: _version(name) for name in _PACKAGES},
         )

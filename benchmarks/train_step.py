@@ -16,13 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-try:  # before anything else loads cuDNN
-    import transformer_engine.pytorch
-except (ImportError, OSError, RuntimeError):
-    pass
 import lightning.pytorch as pl
+import torch
 
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
 from benchmarks.record import Record, arguments

@@ -23,7 +23,7 @@ __all__ = ["FEATURE_MULTIPLE", "OPERANDS", "Operand", "Recipe"]
 OPERANDS = ("input", "weight", "grad_output")
 
 # in_features and out_features must be multiples of this; rows are padded.
-FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
+FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nemo_lowprec.formats.floats import FloatFormat, cast, decode, get_format
+from nemo_lowprec.formats.fused import fused_kernels
 from nemo_lowprec.formats.scale import compute_amax, compute_scale
 
 __all__ = ["ScaledTensor"]
@@ -54,6 +55,11 @@ class ScaledTensor(Tensor):
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> ScaledTensor:
         """Store ``values`` (same shape) anew, in place."""
+        kernels = fused_kernels() if values.is_cuda and values.dim() == 2 and self.data_fp8.is_contiguous() else None
+        if kernels is not None:
+            _, _, scale_inv = kernels.quantize_current(values, self.fmt, self.margin, True, False, out=self.data_fp8)
+            self.scale_inv.copy_(scale_inv)
+            return self
         scale = compute_scale(compute_amax(values).reshape(1), self.fmt.max, self.margin)
         self.data_fp8.copy_(cast(values.float() * scale, self.fmt))
         self.scale_inv.copy_(scale.reciprocal())

@@ -30,7 +30,6 @@ __all__ = ["Audit", "AuditReport", "Finding"]
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _AT = {
     "Computation (GEMM)": "operands, forward and backward",
-    "Comm": "one process: nothing is sent",
     "Weight": "after the step",
     "Master weight": "after the step",
     "Weight gradient": "after backward, before unscaling",
@@ -83,8 +82,8 @@ class AuditReport:
             size = "–" if f.bytes_per_param is None else f"{f.bytes_per_param:.2f}"
             mark = "ok" if f.agrees else "DIFFERS"
             table.add_row(f.column, f.part, f.declared.upper(), f.observed.upper(), size, _AT[f.column], mark)
-        for name, size in self.total_bytes.items():
-            table.add_row(f"{name}, all", "", "", "", f"{size / 2**20:,.1f} MiB", "", "")
+        for name, total in self.total_bytes.items():
+            table.add_row(f"{name}, all", "", "", "", f"{total / 2**20:,.1f} MiB", "", "")
         return table
 
 
@@ -134,9 +133,11 @@ class Audit(pl.Callback):
         totals: dict[str, int] = defaultdict(int)
         stored_fp8 = recipe is not None and recipe.fp8_params
         for part, params in _parts(trainer, module):
-            if not params:
-                continue
             converted = part == "converted"
+            if not params:
+                if converted:  # a level that converts nothing does not do what it declares
+                    report.findings.append(Finding("Computation (GEMM)", part, _declared_gemm(plugin), "–", None))
+                continue
             half_weight = level.weight if level.has_half_weights else "fp32"
             count = sum(p.numel() for p in params)
             if converted:
@@ -199,7 +200,7 @@ def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[n
     else:
         layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     converted = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
-    yield "converted", list(converted.values())  # type: ignore[misc]
+    yield "converted", list(converted.values())  # type: ignore[arg-type]
     yield "rest", [p for p in module.parameters() if p.requires_grad and id(p) not in converted]
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend, _fused
+from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.recipe import Recipe
-from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, cast, compute_amax, compute_scale
+from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, ScaledTensor, cast, compute_amax, compute_scale
+from nemo_lowprec.formats.fused import fused_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -16,7 +17,7 @@ SPECIALS = {"plain": None, "nan": float("nan"), "inf": float("inf"), "-inf": -fl
 
 @pytest.fixture(scope="module")
 def kernels():
-    found = _fused()
+    found = fused_kernels()
     if found is None:
         pytest.skip("needs Triton and compute capability 9.0")
     return found
@@ -195,3 +196,15 @@ def test_weights_of_any_dtype(kernels):
     )
     assert_same(q.rowwise.data, expected.rowwise.data)
     assert not q.rowwise.data.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_weight_is_quantized_as_on_the_cpu(kernels, dtype):
+    x = make((96, 160), dtype)
+    on_cpu = ScaledTensor.from_float(x.cpu(), E4M3, torch.bfloat16, margin=1)
+    stored = ScaledTensor.from_float(torch.zeros_like(x), E4M3, torch.bfloat16, margin=1)
+    data = stored.data_fp8.data_ptr()
+    stored.quantize_(x)
+    assert stored.data_fp8.data_ptr() == data
+    assert_same(stored.data_fp8.cpu(), on_cpu.data_fp8)
+    assert torch.equal(stored.scale_inv.cpu(), on_cpu.scale_inv)

@@ -47,7 +47,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
     if recipe is None or not on_gpu:
         log.info("GEMM backend: reference")
         return ReferenceBackend()
-    reasons = []
+    reasons: list[str] = []
     for kind in BACKENDS.values():
         reason = kind.unavailable(recipe)
         if reason is None:

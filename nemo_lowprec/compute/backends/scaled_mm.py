@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Part, Quantized
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.formats.fused import fused_kernels
 
 __all__ = ["ScaledMMBackend", "half_matmul"]
 
@@ -41,7 +38,7 @@ class ScaledMMBackend(ReferenceBackend):
         return Quantized(part if rowwise else None, transposed)
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
-        kernels = _fused() if values.is_cuda else None
+        kernels = fused_kernels() if values.is_cuda else None
         if kernels is None:
             return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
         slot, fmt = operand.slot, operand.fmt
@@ -72,16 +69,6 @@ class ScaledMMBackend(ReferenceBackend):
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return half_matmul(a, b, out_dtype)
-
-
-@lru_cache(maxsize=1)
-def _fused() -> ModuleType | None:
-    """The fused quantization kernels, where this machine can run them."""
-    try:
-        kernels = importlib.import_module("nemo_lowprec.compute.backends.triton_cast")
-    except ImportError:
-        return None
-    return kernels if kernels.is_supported() else None
 
 
 def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused per-tensor quantization to FP8 for the ``torch`` backend: scale, saturate, cast, transpose and amax at once.
+"""Fused per-tensor quantization to FP8 on a GPU: scale, saturate, cast, transpose and amax at once.
 
 Data and scales are bit for bit those of ``formats``. The module needs Triton; importing it without raises ImportError.
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.formats import FloatFormat
+from nemo_lowprec.formats.floats import FloatFormat
 
 __all__ = ["amax", "is_supported", "quantize", "quantize_current"]
 
@@ -72,6 +72,7 @@ def _cast_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr,
+    FP32: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -83,10 +84,7 @@ def _cast_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
 
     if RECORD:
-        # Before the transpose, and kept apart from it: with the reduction behind it Triton 3.6 lets both use the same
-        # shared memory without a barrier, and the transposed tile comes out wrong.
         _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
-        tl.debug_barrier()
 
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
@@ -106,7 +104,9 @@ def _cast_kernel(
     if ROWWISE:
         tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
+        # From an FP32 tile Triton 3.6 transposes the 8-bit values wrongly: the FP32 ones are transposed there.
+        turned = tl.trans(y).to(row_ptr.dtype.element_ty) if FP32 else tl.trans(q)
+        tl.store(col_ptr + n[:, None] * rows + m[None, :], turned, mask=(n < cols)[:, None] & (m < rows)[None, :])
 
 
 def amax(values: Tensor) -> Tensor:
@@ -136,10 +136,13 @@ def quantize(
 
 
 def quantize_current(
-    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool
+    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool, out: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The same with the scale of the tensor's own amax, in two passes and without a host sync."""
-    return _cast(values, amax(values), fmt, rowwise, columnwise, margin=margin)
+    """The same with the scale of the tensor's own amax, in two passes and without a host sync.
+
+    ``out``, contiguous [rows, cols], takes the rowwise result.
+    """
+    return _cast(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
 
 
 def _cast(
@@ -150,9 +153,12 @@ def _cast(
     columnwise: bool,
     record: Tensor | None = None,
     margin: int | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     rows, cols = values.shape
-    row = torch.empty(rows, cols, dtype=fmt.dtype, device=values.device) if rowwise else None
+    row = out
+    if rowwise and row is None:
+        row = torch.empty(rows, cols, dtype=fmt.dtype, device=values.device)
     col = torch.empty(cols, rows, dtype=fmt.dtype, device=values.device) if columnwise else None
     if values.numel() == 0:
         return row, col, torch.ones(1, device=values.device)
@@ -163,7 +169,7 @@ def _cast(
         scale if record is None else record.view(torch.int32),
         rows, cols, *values.stride(), 2.0 ** -(margin or 0),
         FP8_MAX=fmt.max, FROM_AMAX=margin is not None,
-        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None, FP32=values.dtype == torch.float32,
     )  # fmt: skip
     return row, col, scale_inv
 
