@@ -189,7 +189,7 @@ def assert_same(a: Any, b: Any, path: str = "") -> None:
         assert a == b, f"{path}: {a} is not {b}"
 
 
-def trainer(precision: LowPrecision | None, *callbacks: Callback, **options: Any) -> pl.Trainer:
+def trainer(plugins: Any = None, /, *callbacks: Callback, **options: Any) -> pl.Trainer:
     """A quiet Trainer on the CPU that writes nothing by itself."""
     saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
     settings = {
@@ -203,7 +203,7 @@ def trainer(precision: LowPrecision | None, *callbacks: Callback, **options: Any
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
     }
-    return pl.Trainer(plugins=precision, callbacks=list(callbacks), **(settings | options))
+    return pl.Trainer(plugins=plugins, callbacks=list(callbacks), **(settings | options))
 
 
 def train(model: Any, precision: Any, *callbacks: Callback, data: Any = None, ckpt: Any = None, **options: Any):

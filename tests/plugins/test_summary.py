@@ -1,0 +1,59 @@
+"""The tables that the Trainer shows at its start."""
+
+import pytest
+from support import CASES, Net, level_of, loader, plugin, train, trainer
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_level_is_shown_once(case, capsys):
+    train(Net(), case, data=(loader(), loader()), max_steps=2)
+    shown = capsys.readouterr().out
+    for title, cell in level_of(case).columns().items():
+        assert title in shown and cell in shown
+    assert shown.count(f"Precision: {level_of(case).name}(") == 1
+    assert shown.count("Layers") == (1 if level_of(case).has_fp8 else 0)
+
+
+def test_nothing_is_shown_for_validation_alone(capsys):
+    trainer(plugin("bf16_with_fp8_mixed")).validate(Net(), loader(), verbose=False)
+    assert "Precision:" not in capsys.readouterr().out
+
+
+def test_layers_that_were_left_alone_are_shown_with_the_reason(capsys):
+    class Various(Net):
+        def __init__(self):
+            super().__init__()
+            self.odd = nn.Linear(30, 32)
+            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+            self.skipped = nn.Linear(32, 32)
+
+    train(Various(), plugin("bf16_with_fp8_mixed", skip=["skipped"]), max_steps=1)
+    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+
+    def row(*cells):
+        [found] = [line for line in rows if all(cell in line for cell in cells)]
+        return found
+
+    assert "7 " in row("FP8, delayed scaling, reference backend", "inp, mid, blocks.*")
+    assert "half precision" in row("a side of 30 is no multiple of 16", "odd")
+    assert "half precision" in row("in skip", "skipped")
+    assert "half precision" in row("the head (name it in convert to convert it)", "head")
+    assert "1 " in row("norm with half output", "norm")
+
+
+def test_a_model_without_linear_layers_is_said_so(capsys):
+    class Nothing(Net):
+        def __init__(self):
+            super().__init__()
+            self.inp = self.mid = nn.Identity()
+            self.norm = nn.LayerNorm(32)
+            self.head = nn.Linear(32, 32)
+
+    train(Nothing(), "bf16_with_fp8_mixed", max_steps=1)
+    assert "no layer of the model can be converted" in capsys.readouterr().out
