@@ -9,6 +9,7 @@ from numerics import nearest_even, sqnr
 from torch import nn
 
 from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.formats import BlockScaled, dequantize_blocks
 
 # Rounding to a mantissa of m bits leaves about 6.02 m + 13.5 dB of a normal sample: 31.5 for E4M3, 25.5 for E5M2,
 # and the noise of two operands adds up. E2M1 with E4M3 scales has about 20, less 3 where it rounds stochastically.
@@ -114,6 +115,20 @@ def test_each_gemm_multiplies_exactly_the_values_of_its_recipe(scaling, fp8, vec
     assert sqnr(out, x_row @ w_row.t()) > 120
     assert sqnr(dx, dy_row @ w_col) > 120
     assert sqnr(dw, dy_col.t() @ x_col) > 120
+
+
+@pytest.mark.parametrize("kind", ["input", "grad_output", "weight"])
+def test_nvfp4_rotates_both_operands_of_wgrad_by_hadamard_matrices_of_16(kind):
+    x = operands(4, spread=1.0)[0]
+    recipe, backend = Recipe("nvfp4", fp8="e4m3"), ReferenceBackend()
+    part = backend.quantize(x, recipe.operand(kind), rowwise=False, columnwise=True, record=False).columnwise
+    got = dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout)).double()
+    signs = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
+    rotation = torch.tensor(signs, dtype=torch.float64) / 4  # orthogonal: it cancels in the product
+    assert torch.equal(rotation @ rotation.t(), torch.eye(16, dtype=torch.float64))
+    turned = (x.t().double().reshape(-1, 16) @ rotation).view(K, M)
+    same, other = (x.t(), turned) if kind == "weight" else (turned, x.t())
+    assert sqnr(got, same) > 15 and sqnr(got, other) < 3
 
 
 def test_nvfp4_weights_are_rounded_once_for_both_gemms_and_gradients_at_random():

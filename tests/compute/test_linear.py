@@ -461,6 +461,23 @@ def test_torch_compile_of_a_model_with_converted_layers_matches(scaling):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+def test_what_waits_for_backward_is_one_byte_an_element(scaling):
+    layer, _ = make(scaling)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(inputs(256, 128).requires_grad_())
+    data = [t for t in saved if t.element_size() == 1]
+    scales = [t for t in saved if t.element_size() != 1]
+    assert sorted(t.numel() for t in data) == [128 * 128, 256 * 128]
+    assert sum(t.numel() for t in scales) <= (128 * 128 + 256 * 128) // 32
+
+
 def test_half_layers_round_operands_and_results_and_accumulate_in_fp32():
     layer = half_layer()
     x, w = inputs(), layer.weight.detach()
