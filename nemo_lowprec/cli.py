@@ -63,6 +63,13 @@ def _prepare_data(arguments: Sequence[str]) -> None:
     Console().print(table)
 
 
+def _audit(arguments: Sequence[str]) -> None:
+    """train two steps and print what a level declares beside what is found; takes Hydra overrides"""
+    from nemo_lowprec.conf.job import audit_job, run_with_overrides
+
+    run_with_overrides(arguments, job=audit_job, command="audit")
+
+
 def _levels(arguments: Sequence[str]) -> None:
     """print the precision chart"""
     argparse.ArgumentParser("nemo-lowprec levels", description=_summary(_levels)).parse_args(arguments)
@@ -82,6 +89,7 @@ def _levels(arguments: Sequence[str]) -> None:
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "prepare-data": _prepare_data,
+    "audit": _audit,
     "levels": _levels,
     "run": _run,
 }

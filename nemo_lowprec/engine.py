@@ -196,6 +196,8 @@ class Engine:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
+        if self.masters is not None:
+            self.masters.before_backward()
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def unscale(self, optimizer: Optimizer) -> bool:

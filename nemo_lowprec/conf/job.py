@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.chart import get_level
@@ -24,9 +24,10 @@ from nemo_lowprec.conf.levels import register_levels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from nemo_lowprec.report import AuditReport
     from nemo_lowprec.train import PretrainResult
 
-__all__ = ["CONF_DIR", "build", "pretrain_job", "run_with_overrides"]
+__all__ = ["CONF_DIR", "audit_job", "build", "pretrain_job", "run_with_overrides"]
 
 CONF_DIR = Path(__file__).parent
 _MULTIRUN = {"-m", "--multirun"}
@@ -61,6 +62,37 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
 
     seed_everything(cfg.seed, verbose=False)
     return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
+
+
+def audit_job(cfg: DictConfig) -> AuditReport:
+    """Trains two steps and prints what the level declares beside what was found.
+
+    Raises:
+        ValueError: something found is not what the chart declares.
+    """
+    from lightning.pytorch import seed_everything
+    from lightning.pytorch.callbacks import Checkpoint
+    from rich.console import Console
+
+    from nemo_lowprec.report import Audit
+
+    seed_everything(cfg.seed, verbose=False)
+    audit = Audit()
+    with open_dict(cfg.trainer):
+        # Nothing is written: no logger, no checkpoint, no validation.
+        cfg.trainer.update(max_steps=audit.STEP + 1, num_sanity_val_steps=0, limit_val_batches=0, logger=False)
+    parts = build(cfg)
+    trainer = parts["trainer"]
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)] + [audit]
+    trainer.fit(parts["model"], datamodule=parts["data"])
+    report = audit.report
+    assert report is not None
+    Console(width=None if sys.stdout.isatty() else 140).print(report.table())
+    differing = [f for f in report.findings if not f.agrees]
+    if differing:
+        found = "; ".join(f"{f.column} of {f.part}: {f.declared} declared, {f.observed} found" for f in differing)
+        raise ValueError(f"{report.level.name} differs from the chart. {found}.")
+    return report
 
 
 def run_with_overrides(

@@ -28,8 +28,11 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
             raise RuntimeError(
                 "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
             )
-        if param.grad.dtype in (torch.float16, torch.bfloat16) and param.grad_dtype is None:
-            param.grad = param.grad.float()
+        if param.grad.dtype in (torch.float16, torch.bfloat16):
+            grad = param.grad.float()
+            param.grad = None
+            param.grad_dtype = None  # any
+            param.grad = grad
         grads[param.grad.device, param.grad.dtype].append(param.grad)
     overflow = False
     for (device, _), tensors in grads.items():

@@ -74,8 +74,7 @@ class MasterWeights:
         self._set_grad_dtype(param)
 
     def _set_grad_dtype(self, param: nn.Parameter) -> None:
-        # None lets the gradient be FP16 between backward and step, and FP32 once it is unscaled.
-        wanted = torch.float32 if self.grad_fp32 else None
+        wanted = torch.float32 if self.grad_fp32 else self.half
         if param.is_leaf and param.grad_dtype != wanted and param.grad is None:
             param.grad_dtype = wanted
 
@@ -98,6 +97,12 @@ class MasterWeights:
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)
             self._set_grad_dtype(param)
+
+    def before_backward(self) -> None:
+        """Let new gradients be stored in their dtype again: unscaling the last ones allowed for FP32."""
+        if not self.grad_fp32:
+            for param in self.copies():
+                self._set_grad_dtype(param)
 
     def copies(self) -> Iterator[nn.Parameter]:
         """The model's parameters that have a master, each once."""
