@@ -112,6 +112,7 @@ class Engine:
         backend = choose_backend(self.backend_name, self.recipe, device)
         if other is not None:
             other.revert()
+        self._check_weights(model)
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
@@ -147,6 +148,16 @@ class Engine:
             raise ValueError(
                 f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here."
             )
+
+    def _check_weights(self, model: nn.Module) -> None:
+        if self.loss_scale is None or self.level.has_half_weights:
+            return
+        for name, param in model.named_parameters():
+            if param.dtype == torch.float16 and param.requires_grad:
+                raise ValueError(
+                    f"{self.level.name} trains FP32 weights, and {name} is FP16: its step would lose small updates. "
+                    "Use fp16_mixed, which has FP32 masters, or model.float()."
+                )
 
     def revert(self) -> None:
         """Give the model its own layers and FP32 parameters back; histories and loss scale stay for the next time."""

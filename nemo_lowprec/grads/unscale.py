@@ -21,6 +21,7 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
         RuntimeError: a sparse gradient.
     """
     grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    overflow = False
     for param in params:
         if param.grad is None:
             continue
@@ -28,13 +29,16 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
             raise RuntimeError(
                 "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
             )
-        if param.grad.dtype in (torch.float16, torch.bfloat16):
+        if param.grad.dtype == torch.bfloat16:  # of a parameter without a master, which steps in BF16
+            param.grad.div_(scale)
+            overflow = overflow or not bool(param.grad.isfinite().all())
+            continue
+        if param.grad.dtype == torch.float16:
             grad = param.grad.float()
             param.grad = None
             param.grad_dtype = None  # any
             param.grad = grad
         grads[param.grad.device, param.grad.dtype].append(param.grad)
-    overflow = False
     for (device, _), tensors in grads.items():
         found = torch.zeros(1, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), 1.0 / scale, device=device))

@@ -71,6 +71,16 @@ def test_blackwell_levels_say_what_they_need(level):
     assert not model.losses
 
 
+def test_fp16_weights_of_the_models_own_are_refused_at_fp16_amp():
+    model = Net()
+    model.head.half()
+    with pytest.raises(ValueError, match=r"head.weight is FP16: .* Use fp16_mixed, .* or model.float\(\)"):
+        train(model, "fp16_amp")
+    assert not model.losses
+    train(model, "fp16_mixed", max_steps=1)
+    assert model.head.weight.dtype == torch.float32  # of the masters
+
+
 def test_a_filter_that_matches_nothing_is_refused_before_training():
     model = Net()
     with pytest.raises(ValueError, match=r"'midd' matches no linear layer or norm of the model.*for example 'inp'"):
