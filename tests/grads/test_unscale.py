@@ -64,10 +64,20 @@ def test_gradients_of_several_dtypes_and_shapes_together():
         param(torch.empty(0)),
         param(torch.full((2, 2), 8.0, dtype=torch.float16), torch.float16),
         param(torch.full((2,), 8.0, dtype=torch.float64), torch.float64),
+        param(torch.full((2,), 8.0, dtype=torch.bfloat16), torch.bfloat16),
     ]
     assert unscale_(params, 8.0) is False
     assert all(bool((p.grad == 1).all()) for p in params)
-    assert [p.grad.dtype for p in params] == [torch.float32, torch.float32, torch.float32, torch.float64]
+    # FP16 aside, an optimizer without masters expects the parameter's own dtype.
+    want = [torch.float32, torch.float32, torch.float32, torch.float64, torch.bfloat16]
+    assert [p.grad.dtype for p in params] == want
+
+
+def test_an_fp16_parameter_whose_gradient_must_be_fp16_is_unscaled_in_fp32_too():
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    p.sum().backward()
+    assert unscale_([p], 2.0**20) is False
+    assert p.grad.dtype == torch.float32 and p.grad.item() == 2.0**-20
 
 
 def test_takes_a_generator():
