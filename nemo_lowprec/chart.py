@@ -70,9 +70,11 @@ class PrecisionLevel:
         """Whether parameters are half copies of FP32 masters held by the optimizer."""
         return self.rest != "fp32"
 
-    def columns(self) -> dict[str, str]:
-        """The row as the chart prints it: column title to cell."""
-        weight = self.weight.upper() + (", FP8 with fp8_params" if self.fp8_params else "")
+    def columns(self, fp8_params: bool | None = None) -> dict[str, str]:
+        """The row as the chart prints it: column title to cell; for one choice of ``fp8_params`` where it is given."""
+        weight = self.weight.upper()
+        if self.fp8_params and fp8_params is not False:
+            weight = "FP8" if fp8_params else f"{weight}, FP8 with fp8_params"
         return {
             "Level": self.name,
             "Computation (GEMM)": self.compute.upper(),

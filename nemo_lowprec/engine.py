@@ -216,6 +216,8 @@ class Engine:
         if self.loss_scale is None:
             return False
         overflow = unscale_(_params(optimizer), self.loss_scale.scale)
+        # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+        overflow = overflow or (self.histories is not None and self.histories.overflowed())
         self.loss_scale.update(overflow)
         if overflow:
             self.skipped.add(optimizer)

@@ -1,6 +1,7 @@
 """One pretraining run: what every face (Hydra, nemo_run, a script) calls in the end."""
 
 import math
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,13 @@ def pretrain(
 
     Raises:
         TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
-        ValueError: ``ckpt_path`` does not exist.
+        ValueError: ``ckpt_path`` does not exist, or is not complete.
     """
     _check("model", model, LightningModule)
     _check("data", data, LightningDataModule)
     _check("trainer", trainer, Trainer)
-    is_local = ckpt_path is not None and ckpt_path not in _LIGHTNING_PATHS and "://" not in ckpt_path
-    if is_local and not Path(str(ckpt_path)).exists():
-        raise ValueError(f"ckpt_path={ckpt_path!r} does not exist.")
+    if ckpt_path is not None and ckpt_path not in _LIGHTNING_PATHS and "://" not in ckpt_path:
+        _check_checkpoint(Path(ckpt_path))
     record = _Validations()
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.append(record)
@@ -105,6 +105,17 @@ def pretrain(
     if trainer.is_global_zero:
         result.print_table()
     return result
+
+
+def _check_checkpoint(path: Path) -> None:
+    if not path.exists():
+        raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
+    # The directory of a zip file is written last.
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is no complete checkpoint: its writing was cut short, or it is another kind of "
+            "file. Resume from an earlier one."
+        )
 
 
 class _Validations(Callback):

@@ -150,6 +150,11 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output):
+        with torch.autocast(grad_output.device.type, enabled=False):  # a loop may call backward() inside its own
+            return _LinearFunction._backward(ctx, grad_output)
+
+    @staticmethod
+    def _backward(ctx: Any, grad_output):
         plan: GemmPlan = ctx.plan
         backend = plan.backend
         _, dgrad8, wgrad8 = plan.fp8

@@ -127,6 +127,10 @@ class DelayedScaling:
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
                 slot.cold = slot.cold and not seen
 
+    def overflowed(self) -> bool:
+        """Whether any amax since the last update is not finite (reads back to the host)."""
+        return not bool(torch.isfinite(self.amax).all())
+
     def discard(self) -> None:
         """Forget this step's amaxes: the step was skipped."""
         self.amax.zero_()

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
-from nemo_lowprec.plugins.options import parse_options
+from nemo_lowprec.plugins.options import option_defaults, parse_options
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
@@ -48,7 +48,9 @@ class LowPrecision(Precision):
         self._module: pl.LightningModule | None = None
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        defaults = option_defaults(self.level)
+        given = {n: tuple(v) if isinstance(v, list) else v for n, v in self.options.items()}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
         return f"{self.level.name}({arguments})"
 
     @property

@@ -6,8 +6,10 @@ import re
 from collections import defaultdict
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nemo_lowprec.engine import Engine
 
@@ -16,20 +18,20 @@ __all__ = ["print_summary", "summary_tables"]
 _EXAMPLES = 3
 
 
-def summary_tables(engine: Engine, title: object) -> list[Table]:
+def summary_tables(engine: Engine, title: object) -> list[Text | Table]:
     """The chart's row, then the layers by what became of them and why."""
-    row = Table(title=f"Precision: {title}", title_justify="left", title_style="bold")
-    for column in engine.level.columns():
-        row.add_column(column)
-    row.add_row(*engine.level.columns().values())
+    heading = Text(f"Precision: {title}", style="bold")
+    row = Table(show_header=False, box=SIMPLE_HEAD)
+    for column, cell in list(
+        engine.level.columns(fp8_params=engine.recipe is not None and engine.recipe.fp8_params).items()
+    )[1:]:
+        row.add_row(column, cell)
     if engine.recipe is None:
-        return [row]
+        return [heading, row]
     assert engine.backend is not None
-    layers = Table(title="Layers", title_justify="left")
-    for column in ("Count", "Now", "Why", "Which"):
-        layers.add_column(column)
+    layers = Table("Layers", "Are", "Why", "Which", box=SIMPLE_HEAD)
     conversion = engine.conversion
-    gemm = f"{engine.level.compute.upper()}, {engine.recipe.scaling} scaling, {engine.backend.name} backend"
+    gemm = f"{engine.level.compute.upper()} ({engine.recipe.scaling}, {engine.backend.name})"
     for names, now in ((conversion.low, gemm), (conversion.norms, "norm with half output")):
         if names:
             layers.add_row(str(len(names)), now, "", _shorten(names))
@@ -40,7 +42,7 @@ def summary_tables(engine: Engine, title: object) -> list[Table]:
         layers.add_row(str(len(names)), "half precision", reason, _shorten(names))
     if not conversion.low:
         layers.add_row("0", gemm, "no layer of the model can be converted", "")
-    return [row, layers]
+    return [heading, row, layers]
 
 
 def _shorten(names: list[str]) -> str:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from nemo_lowprec import bf16_with_fp8_mixed
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.train import pretrain
+from nemo_lowprec.train import _check_checkpoint, pretrain
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIG["num_key_value_heads"] = 1
@@ -111,3 +111,13 @@ def test_checkpoint_that_is_not_there_is_named_before_training(data_dir: Path, t
     with pytest.raises(ValueError, match=r"nowhere\.ckpt"):
         pretrain(**made, ckpt_path=str(tmp_path / "nowhere.ckpt"))
     assert made["model"].model is model.model is None
+
+
+def test_a_half_written_checkpoint_is_refused_before_anything_runs(tmp_path):
+    whole = tmp_path / "whole.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(1000)}}, whole)
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="is no complete checkpoint"):
+        _check_checkpoint(cut)
+    _check_checkpoint(whole)

@@ -37,7 +37,13 @@ def site(tmp_path_factory):
 def test_pretrain_and_recipes_work_from_the_wheel(site, tmp_path):
     where = run("-c", "import nemo_lowprec; print(nemo_lowprec.__file__)", cwd=tmp_path, path=site)
     assert Path(where.strip()).is_relative_to(site)
-    small = ["data.max_bytes=300000", "data.vocab_size=512", "data.data_dir=data/few", "trainer.max_steps=2"]
+    small = [
+        "data.max_bytes=300000",
+        "data.vocab_size=512",
+        "data.data_dir=data/few",
+        "trainer.max_steps=2",
+        "data.validation_fraction=0.3",
+    ]
     out = run("-m", "nemo_lowprec.cli", "pretrain", *small, "data.validation_samples=8", cwd=tmp_path, path=site)
     assert "Validation loss after" in out and list(tmp_path.glob("outputs/*/*/checkpoints/*.ckpt"))
     recipe = "from nemo_lowprec.recipes import tiny, te_fp8; r = tiny.pretrain_recipe(dir='runs', name='t'); "

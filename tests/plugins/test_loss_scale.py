@@ -192,3 +192,30 @@ def test_an_overflow_of_one_optimizer_does_not_hold_back_the_other(case):
     start = dict(Net().named_parameters())
     moved = {name.split(".")[0] for name, value in state["weights"].items() if not torch.equal(value, start[name])}
     assert moved == {"inp", "norm"}
+
+
+def test_an_overflow_that_an_fp8_cast_hides_from_the_gradients_skips_the_step():
+    class Hidden(Net):
+        # An infinite gradient of the head's input alone: the FP8 GEMMs before it saturate it.
+        def __init__(self):
+            super().__init__()
+            self.skipped_at = []
+
+        def on_fit_start(self):
+            self.mid.register_full_backward_pre_hook(self._spoil)
+
+        def _spoil(self, module, grads):
+            (grad,) = grads
+            if self.trainer.global_step == 2:
+                grad = grad.clone()
+                grad[0, 0] = float("inf")
+            return (grad,)
+
+        def on_train_batch_end(self, outputs, batch, index):
+            if self.trainer.optimizers[0] in self.trainer.precision_plugin.engine.skipped:
+                self.skipped_at.append(index)
+            assert all(p.isfinite().all() for p in self.parameters())
+
+    module = Hidden()
+    train(module, plugin("fp16_with_fp8_mixed", initial_loss_scale=256.0), max_steps=5)
+    assert module.skipped_at == [2]

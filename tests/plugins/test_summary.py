@@ -14,7 +14,9 @@ def wide(monkeypatch):
 def test_the_level_is_shown_once(case, capsys):
     train(Net(), case, data=(loader(), loader()), max_steps=2)
     shown = capsys.readouterr().out
-    for title, cell in level_of(case).columns().items():
+    for title, cell in level_of(case).columns(fp8_params="fp8_params" in case).items():
+        if title == "Level":  # in the heading
+            continue
         assert title in shown and cell in shown
     assert shown.count(f"Precision: {level_of(case).name}(") == 1
     assert shown.count("Layers") == (1 if level_of(case).has_fp8 else 0)
@@ -34,13 +36,13 @@ def test_layers_that_were_left_alone_are_shown_with_the_reason(capsys):
             self.skipped = nn.Linear(32, 32)
 
     train(Various(), plugin("bf16_with_fp8_mixed", skip=["skipped"]), max_steps=1)
-    rows = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    rows = capsys.readouterr().out.splitlines()
 
     def row(*cells):
         [found] = [line for line in rows if all(cell in line for cell in cells)]
         return found
 
-    assert "7 " in row("FP8, delayed scaling, reference backend", "inp, mid, blocks.*")
+    assert "7 " in row("FP8 (delayed, reference)", "inp, mid, blocks.*")
     assert "half precision" in row("a side of 30 is no multiple of 16", "odd")
     assert "half precision" in row("in skip", "skipped")
     assert "half precision" in row("the head (name it in convert to convert it)", "head")
