@@ -22,10 +22,10 @@ def summary_tables(engine: Engine, title: object) -> list[Text | Table]:
     """The chart's row, then the layers by what became of them and why."""
     heading = Text(f"Precision: {title}", style="bold")
     row = Table(show_header=False, box=SIMPLE_HEAD)
-    for column, cell in list(
-        engine.level.columns(fp8_params=engine.recipe is not None and engine.recipe.fp8_params).items()
-    )[1:]:
-        row.add_row(column, cell)
+    stored_fp8 = engine.recipe is not None and engine.recipe.fp8_params
+    for column, cell in engine.level.columns(stored_fp8).items():
+        if column != "Level":
+            row.add_row(column, cell)
     if engine.recipe is None:
         return [heading, row]
     assert engine.backend is not None
