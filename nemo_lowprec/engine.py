@@ -138,6 +138,8 @@ class Engine:
                 self.masters.store_in_fp8(linears, self.recipe.fp8_margin)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
+            if self.recipe is not None:
+                te_layers.te_recipe(self.recipe)  # refuses here what those layers cannot do
             te_layers.hide_extra_state(model)
         model.__dict__[_ENGINE] = self
 

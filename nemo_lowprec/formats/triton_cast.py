@@ -72,7 +72,6 @@ def _cast_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr,
-    FP32: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -104,9 +103,7 @@ def _cast_kernel(
     if ROWWISE:
         tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        # From an FP32 tile Triton 3.6 transposes the 8-bit values wrongly: the FP32 ones are transposed there.
-        turned = tl.trans(y).to(row_ptr.dtype.element_ty) if FP32 else tl.trans(q)
-        tl.store(col_ptr + n[:, None] * rows + m[None, :], turned, mask=(n < cols)[:, None] & (m < rows)[None, :])
+        tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
 
 
 def amax(values: Tensor) -> Tensor:
@@ -156,6 +153,11 @@ def _cast(
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     rows, cols = values.shape
+    if columnwise and values.dtype == torch.float32:
+        # Triton 3.6 turns an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
+        row, _, scale_inv = _cast(values, scale, fmt, True, False, record, margin, out)
+        assert row is not None
+        return row if rowwise else None, row.t().contiguous(), scale_inv
     row = out
     if rowwise and row is None:
         row = torch.empty(rows, cols, dtype=fmt.dtype, device=values.device)
@@ -169,7 +171,7 @@ def _cast(
         scale if record is None else record.view(torch.int32),
         rows, cols, *values.stride(), 2.0 ** -(margin or 0),
         FP8_MAX=fmt.max, FROM_AMAX=margin is not None,
-        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None, FP32=values.dtype == torch.float32,
+        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None,
     )  # fmt: skip
     return row, col, scale_inv
 

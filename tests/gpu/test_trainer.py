@@ -1,0 +1,152 @@
+"""Every level under a real Trainer on a GPU, on every backend that runs it there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import CASES, Net, assert_same, level_of, loader, plugin, save_at, stateful_loader, train
+from torch import nn
+
+from nemo_lowprec.compute import BACKENDS, Recipe
+from nemo_lowprec.report import Audit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+def runs():
+    """(case, backend): a level without FP8 has no backend."""
+    for case in CASES:
+        level = level_of(case)
+        if not level.has_fp8:
+            yield pytest.param(case, None, id=case)
+            continue
+        for backend in BACKENDS:
+            yield pytest.param(case, backend, id=f"{case}-{backend}")
+
+
+def at(case, backend, **options):
+    if backend is None:
+        return plugin(case, **options)
+    recipe = Recipe(level_of(case).scaling, fp8="e4m3" if level_of(case).scaling in ("mxfp8", "nvfp4") else "hybrid")
+    reason = BACKENDS[backend].unavailable(recipe)
+    if reason:
+        pytest.skip(reason)
+    return plugin(case, backend=backend, **options)
+
+
+def fit(model, precision, *callbacks, **options):
+    return train(model, precision, *callbacks, accelerator="gpu", **options)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(runs()))
+def test_resume_bit_for_bit(case, backend, tmp_path):
+    def net():
+        return Net(dropout=0.2, stepwise=True)
+
+    options = {"max_steps": 5, "max_epochs": -1, "gradient_clip_val": 1.0}
+    whole_model, model = net(), net()
+    whole = fit(whole_model, at(case, backend), data=stateful_loader(count=12), **options)
+    early = options | {"max_steps": 3}
+    fit(net(), at(case, backend), save_at(tmp_path, 2), data=stateful_loader(count=12), **early)
+    torch.rand(5, device="cuda")
+    resumed = fit(model, at(case, backend), data=stateful_loader(count=12), ckpt=tmp_path / "step=2.ckpt", **options)
+    assert model.losses == whole_model.losses[2:]
+    assert_same(resumed.state, whole.state)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(runs()))
+def test_a_run_is_found_to_do_what_the_chart_declares(case, backend):
+    audit = Audit()
+    fit(Net(), at(case, backend), audit, max_steps=3)
+    differing = [f for f in audit.report.findings if not f.agrees]
+    assert not differing and audit.report.agrees
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if level_of(c).has_fp8])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_losses_follow_the_reference(case, backend):
+    losses = []
+    for name in (backend, "reference"):
+        model = Net()
+        fit(model, at(case, name), data=loader(batch_size=16), max_steps=12, max_epochs=-1)
+        losses.append(torch.tensor(model.losses))
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
+
+
+class WithTELayers(Net):
+    """A model that brings Transformer Engine layers of its own."""
+
+    def __init__(self):
+        super().__init__(stepwise=True)
+        te = pytest.importorskip("transformer_engine.pytorch")
+        torch.manual_seed(2)
+        self.own = te.Linear(128, 128, params_dtype=torch.float32)
+        self.fused = te.LayerNormLinear(128, 128, params_dtype=torch.float32)
+
+    def middle(self, x):
+        return super().middle(F.gelu(self.fused(self.own(x))))
+
+
+def padded_loader():
+    return stateful_loader(batch_size=16, count=48)
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_a_model_with_te_layers_of_its_own(case, tmp_path):
+    options = {"max_steps": 5, "max_epochs": -1}
+    whole_model, model = WithTELayers(), WithTELayers()
+    whole = fit(whole_model, at(case, "te"), data=padded_loader(), **options)
+    assert whole_model.losses[-1] < whole_model.losses[0]
+    fit(WithTELayers(), at(case, "te"), save_at(tmp_path, 2), data=padded_loader(), **options | {"max_steps": 3})
+    file = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
+    assert not [key for key in file["state_dict"] if "extra_state" in key]
+    resumed = fit(model, at(case, "te"), data=padded_loader(), ckpt=tmp_path / "step=2.ckpt", **options)
+    assert model.losses == whole_model.losses[2:]
+    assert_same(resumed.state, whole.state)
+
+
+def test_what_te_layers_of_the_model_cannot_do_is_refused_at_start():
+    precision = at("bf16_with_fp8_mixed", "te", override_linear_precision=(False, False, True))
+    with pytest.raises(ValueError, match="own layers have no override_linear_precision"):
+        fit(WithTELayers(), precision, data=padded_loader(), max_steps=1)
+
+
+def test_blackwell_levels_are_refused_on_an_older_gpu():
+    if torch.cuda.get_device_capability() >= (10, 0):
+        pytest.skip("this GPU has them")
+    for case in ("bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"):
+        with pytest.raises(ValueError, match="need a Blackwell GPU"):
+            fit(Net(), plugin(case, backend="auto"), max_steps=1)
+
+
+def test_auto_takes_transformer_engine_where_it_is():
+    pytest.importorskip("transformer_engine.pytorch")
+    precision = plugin("bf16_with_fp8_mixed", backend="auto")
+    fit(Net(), precision, max_steps=1)
+    assert precision.engine.backend.name == "te"
+
+
+def test_memory_of_half_and_fp8_copies():
+    """Bytes a parameter between steps: copy, master, two moments; gradients are freed."""
+
+    class Wide(Net):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Sequential(nn.Linear(128, 8192), nn.Linear(8192, 128))
+
+        def middle(self, x):
+            return super().middle(self.wide(x))
+
+        def on_train_batch_end(self, outputs, batch, index):
+            self.trainer.optimizers[0].zero_grad()
+            self.bytes = torch.cuda.memory_allocated()
+
+    sizes = {}
+    for stored in (False, True):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        model = Wide()
+        fit(model, at("bf16_with_fp8_mixed", "te", fp8_params=stored), max_steps=3)
+        sizes[stored] = (model.bytes - before) / sum(p.numel() for p in model.wide.parameters())
+    assert sizes[False] == pytest.approx(14, rel=0.05)
+    assert sizes[True] == pytest.approx(13, rel=0.05)
