@@ -140,7 +140,7 @@ class Engine:
         if self._has_te_layers:
             if self.recipe is not None:
                 te_layers.te_recipe(self.recipe)  # refuses here what those layers cannot do
-            te_layers.hide_extra_state(model)
+            te_layers.empty_extra_state(model)
         model.__dict__[_ENGINE] = self
 
     def _check_device(self, device: torch.device) -> None:

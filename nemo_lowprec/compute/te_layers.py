@@ -1,7 +1,7 @@
 """Models that bring Transformer Engine layers of their own (``te.Linear``, ``te.TransformerLayer``, ...).
 
-Such layers are not converted: they run FP8 themselves under ``te_context``. Their pickled ``_extra_state`` is kept
-out of checkpoints; what it holds that matters, the amax histories and scales of delayed scaling, is handed over as
+Such layers are not converted: they run FP8 themselves under ``te_context``. Their pickled ``_extra_state`` is
+saved empty; what it holds that matters, the amax histories and scales of delayed scaling, is handed over as
 plain tensors. TE is never imported here before the model has brought it.
 
 Not covered: weights that the user has created in FP8 (``te.quantized_model_init``), whose scales TE keeps itself,
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.recipe import Recipe
 
-__all__ = ["has_te_layers", "hide_extra_state", "load_te_state_dict", "te_context", "te_recipe", "te_state_dict"]
+__all__ = ["empty_extra_state", "has_te_layers", "load_te_state_dict", "te_context", "te_recipe", "te_state_dict"]
 
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 
@@ -89,34 +89,44 @@ def te_context(recipe: Recipe | None, half: torch.dtype) -> Iterator[None]:
         yield
 
 
+_EMPTY_EXTRA_STATE = "_lowprec_empty_extra_state"
+
+
 @lru_cache(maxsize=256)
-def _without_extra_state(kind: Any) -> Any:
+def _with_empty_extra_state(kind: Any) -> Any:
+    def get_extra_state(self: nn.Module) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self: nn.Module, state: Any) -> None:
+        pass
+
     def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Of a checkpoint that was written without us. Gone before TE's own override looks for it.
-        state_dict.pop(f"{prefix}_extra_state", None)
+        # Whatever a checkpoint brings, nothing included: TE's own override may look for it.
+        state_dict[f"{prefix}_extra_state"] = get_extra_state(self)
         kind._load_from_state_dict(self, state_dict, prefix, *args)
 
-    # torch asks whether the class's method IS nn.Module's.
     names = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "get_extra_state": nn.Module.get_extra_state,
-        "set_extra_state": nn.Module.set_extra_state,
+        "get_extra_state": get_extra_state,
+        "set_extra_state": set_extra_state,
         "_load_from_state_dict": _load_from_state_dict,
+        _EMPTY_EXTRA_STATE: True,
     }
     return type(kind)(kind.__name__, (kind,), names)
 
 
-def hide_extra_state(model: nn.Module) -> None:
-    """Take the ``_extra_state`` of TE's modules out of state dicts, in both directions; may be called again.
+def empty_extra_state(model: nn.Module) -> None:
+    """Have TE's modules save an empty ``_extra_state``, and ignore what is loaded for it; may be called again.
 
-    A state dict with ``_extra_state`` entries still loads strictly, and they are ignored.
+    The key stays, since the same model without us looks for it where it loads strictly; TE reads nothing from an
+    empty one.
     """
     for _, module in _te_modules(model):
         kind: Any = type(module)
-        if kind.get_extra_state is not nn.Module.get_extra_state:
-            module.__class__ = _without_extra_state(kind)
+        if not hasattr(kind, _EMPTY_EXTRA_STATE):
+            module.__class__ = _with_empty_extra_state(kind)
 
 
 def _with_metadata(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -99,7 +99,7 @@ def test_a_model_with_te_layers_of_its_own(case, tmp_path):
     assert whole_model.losses[-1] < whole_model.losses[0]
     fit(WithTELayers(), at(case, "te"), save_at(tmp_path, 2), data=padded_loader(), **options | {"max_steps": 3})
     file = torch.load(tmp_path / "step=2.ckpt", weights_only=True)
-    assert not [key for key in file["state_dict"] if "extra_state" in key]
+    assert all(value.numel() == 0 for key, value in file["state_dict"].items() if "extra_state" in key)
     resumed = fit(model, at(case, "te"), data=padded_loader(), ckpt=tmp_path / "step=2.ckpt", **options)
     assert model.losses == whole_model.losses[2:]
     assert_same(resumed.state, whole.state)
@@ -142,7 +142,7 @@ def test_memory_of_half_and_fp8_copies():
             self.bytes = torch.cuda.memory_allocated()
 
     sizes = {}
-    for stored in (False, True):
+    for stored in (True, False, True):  # the first run leaves the workspaces of the libraries behind
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         model = Wide()
