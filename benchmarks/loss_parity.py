@@ -54,10 +54,10 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
         gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, limit_val_batches=0,
     )  # fmt: skip
-    model = CausalLM(preset="llama_100m", lr=1e-3, min_lr=1e-4, warmup_steps=100, init_seed=seed)
+    model = CausalLM(preset="llama_100m", lr=6e-4, min_lr=6e-5, warmup_steps=100, init_seed=seed)
     data = TextDataModule(
         train_prefix=f"{data_dir}/train", validation_prefix=f"{data_dir}/validation", seq_length=SEQUENCE,
-        micro_batch_size=BATCH, seed=seed, num_workers=2, validation_samples=256,
+        micro_batch_size=BATCH, seed=seed, num_workers=2, validation_samples=1024,
     )  # fmt: skip
     start = time.perf_counter()
     trainer.fit(model, datamodule=data)

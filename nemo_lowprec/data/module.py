@@ -41,7 +41,7 @@ class TextDataModule(LightningDataModule):
         train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data
             to use in place of `data_dir`.
         validation_prefix: The same of the validation data.
-        validation_samples: Validates on so many samples at most, a random choice by the seed;
+        validation_samples: Validates on so many samples at most, a random choice, the same for every seed;
             None: all.
         pin_memory: Whether batches come in page-locked memory; None: where there is a GPU.
 
@@ -155,7 +155,9 @@ class TextDataModule(LightningDataModule):
             prefixes = (self.prepared.train_prefix, self.prepared.validation_prefix)
         else:
             prefixes = self._prefixes
-        train, validation = (PackedDataset(prefix, self.seq_length, self.seed, self.vocab_size) for prefix in prefixes)
+        train = PackedDataset(prefixes[0], self.seq_length, self.seed, self.vocab_size)
+        # One order whatever the seed: runs that differ in it are measured on the same samples.
+        validation = PackedDataset(prefixes[1], self.seq_length, 0, self.vocab_size)
         self._validation = validation
         if self.validation_samples is not None and self.validation_samples < len(validation):
             self._validation = Subset(validation, range(self.validation_samples))

@@ -137,3 +137,17 @@ def test_validating_a_checkpoint_does_not_move_training(prepared, corpus, tmp_pa
     options = {"ckpt_path": tmp_path / "saved.ckpt", "verbose": False, "weights_only": False}
     trainer(tmp_path).validate(Model(), fresh, **options)
     assert fresh.train_dataloader().state_dict()["taken"] == 0
+
+
+def test_the_seed_reorders_training_and_not_validation(prepared):
+    def samples(seed):
+        data = TextDataModule(
+            train_prefix=prepared.train_prefix, validation_prefix=prepared.validation_prefix, vocab_size=300,
+            seq_length=16, micro_batch_size=4, seed=seed, validation_samples=8,
+        )  # fmt: skip
+        data.setup("fit")
+        train, validation = (next(iter(d))["input_ids"] for d in (data.train_dataloader(), data.val_dataloader()))
+        return train, validation
+
+    (train, validation), (other_train, other_validation) = samples(0), samples(5)
+    assert validation.equal(other_validation) and not train.equal(other_train)
