@@ -1,6 +1,7 @@
 """The README's tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
 
-``python -m benchmarks.tables --write`` puts them into README.rst, between the comments that name them.
+``python -m benchmarks.tables --write`` puts them into README.rst, between the comments that name them, and draws the
+picture of throughput.
 """
 
 from __future__ import annotations
@@ -62,6 +63,28 @@ def parity() -> str:
     return f"{_origin(header)}\n\n{table}"
 
 
+def throughput_picture(path: Path) -> None:
+    """Tokens/s by contestant: ours, and the others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    header, figures = read(RESULTS / "train_step_h200.jsonl")
+    rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: f["tokens_per_s"])
+    figure, axes = plt.subplots(figsize=(11, 0.34 * len(rows) + 1.2))
+    colors = ["#76b900" if f["name"].startswith("nemo_lowprec") else "#8899aa" for f in rows]
+    bars = axes.barh(
+        [f["name"].removeprefix("nemo_lowprec ") for f in rows], [f["tokens_per_s"] for f in rows], color=colors
+    )
+    axes.bar_label(bars, [f"{f['tokens_per_s']:,}  ({f['peak_gib']:.0f} GiB)" for f in rows], padding=3, fontsize=8)
+    axes.set(xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {header['gpu']}", title="green: this project")
+    axes.margins(x=0.18)
+    axes.tick_params(axis="y", labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def _origin(header: dict) -> str:
     versions = header["versions"]
     named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformer-engine", "lightning") if versions.get(n))
@@ -84,6 +107,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the tables into README.rst")
     if parser.parse_args().write:
         README.write_text(fill(README.read_text()))
+        throughput_picture(RESULTS / "train_step_h200.png")
         return
     for make in TABLES.values():
         print(make(), end="\n\n")

@@ -1,0 +1,120 @@
+"""The backends beside the reference and beside float64: errors and times of a layer's three GEMMs.
+
+    python -m benchmarks.backends
+
+Errors are relative, ||out - expected|| / ||expected||. ``to_reference`` is what a kernel adds to the numerics of the
+recipe (accumulation, rounding of the result); ``to_float64`` is the error of the recipe as a whole, on the same
+half-precision operands. Times are of quantization and GEMM together, at the MLP shape of Llama-8B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import Record, arguments
+from nemo_lowprec.chart import CHART
+from nemo_lowprec.compute import BACKENDS, OPERANDS, Backend, Operand, Recipe
+
+ROWS, INS, OUTS = 8192, 4096, 14336
+GEMMS = ("fprop", "dgrad", "wgrad")
+OUT_DTYPE = {"fprop": torch.bfloat16, "dgrad": torch.bfloat16, "wgrad": torch.float32}
+
+
+def tensors(rows: int, ins: int, outs: int) -> dict[str, Tensor]:
+    """Operands as training has them: unit activations, small weights, tiny output gradients."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int, std: float) -> Tensor:
+        return (torch.randn(*shape, generator=generator, device="cuda") * std).bfloat16()
+
+    return {
+        "input": normal(rows, ins, std=1.0),
+        "weight": normal(outs, ins, std=0.02),
+        "grad_output": normal(rows, outs, std=1e-5),
+    }
+
+
+def run(backend: Backend, operands: dict[str, Operand], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Quantize and multiply, as a layer does."""
+    q = {k: backend.quantize(values[k], operands[k], rowwise=True, columnwise=True, record=True) for k in OPERANDS}
+    return {
+        "fprop": backend.fprop(q["input"], q["weight"], None, OUT_DTYPE["fprop"]),
+        "dgrad": backend.dgrad(q["grad_output"], q["weight"], OUT_DTYPE["dgrad"]),
+        "wgrad": backend.wgrad(q["grad_output"], q["input"], OUT_DTYPE["wgrad"]),
+    }
+
+
+def exact(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same in float64."""
+    x, w, dy = (values[k].double() for k in OPERANDS)
+    return {"fprop": x @ w.t(), "dgrad": dy @ w, "wgrad": dy.t() @ x}
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Relative error in the Frobenius norm."""
+    expected = expected.double()
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def warm_operands(recipe: Recipe, values: dict[str, Tensor]) -> dict[str, Operand]:
+    """Operands with a scale in use: what every step but the first one sees."""
+    histories = recipe.histories()
+    if histories is None:
+        return {k: recipe.operand(k) for k in OPERANDS}
+    histories.add_all({k: recipe.operand(k).fmt for k in OPERANDS})
+    histories.to(torch.device("cuda"))
+    operands = {k: recipe.operand(k, histories.slots[k]) for k in OPERANDS}
+    run(BACKENDS["reference"](), operands, values)
+    histories.update()
+    return operands
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Median time of one call."""
+    from triton.testing import do_bench
+
+    return do_bench(work, warmup=50, rep=200, return_mode="median")
+
+
+def half_gemms(values: dict[str, Tensor]) -> list[Tensor]:
+    """The layer in BF16, for comparison."""
+    x, w, dy = (values[k] for k in OPERANDS)
+    return [x @ w.t(), dy @ w, torch.mm(dy.t(), x, out_dtype=torch.float32)]
+
+
+def main() -> None:
+    args = arguments(__doc__.split("\n")[0], "backends_h200.jsonl").parse_args()
+    record = Record(args.out)
+    small, large = tensors(1024, 2048, 1024), tensors(ROWS, INS, OUTS)
+    expected = exact(small)
+    record.add(benchmark="backends_time", backend="bf16", ms=round(milliseconds(lambda: half_gemms(large)), 3))
+    for scaling in dict.fromkeys(level.scaling for level in CHART.values() if level.scaling):
+        recipe = Recipe(scaling, fp8="e4m3" if scaling in ("blockwise", "mxfp8", "nvfp4") else "hybrid")
+        reference = run(BACKENDS["reference"](), warm_operands(recipe, small), small)
+        for name, kind in BACKENDS.items():
+            reason = kind.unavailable(recipe)
+            if reason is not None:
+                record.add(benchmark="backends", backend=name, scaling=scaling, skipped=reason)
+                continue
+            backend = kind()
+            results = run(backend, warm_operands(recipe, small), small)
+            for gemm in GEMMS:
+                record.add(
+                    benchmark="backends",
+                    backend=name,
+                    scaling=scaling,
+                    gemm=gemm,
+                    to_reference=error(results[gemm], reference[gemm]),
+                    to_float64=error(results[gemm], expected[gemm]),
+                )
+            if name != "reference":
+                operands = warm_operands(recipe, large)
+                ms = milliseconds(lambda backend=backend, operands=operands: run(backend, operands, large))
+                record.add(benchmark="backends_time", backend=name, scaling=scaling, ms=round(ms, 3))
+
+
+if __name__ == "__main__":
+    main()
