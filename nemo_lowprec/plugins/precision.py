@@ -131,10 +131,6 @@ class LowPrecision(Precision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
-    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        return super().post_backward(tensor, module)
-
-    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
