@@ -4,8 +4,23 @@ import logging
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for ``support``
 torch.set_num_threads(1)  # two threads spend most of their time waiting for each other at these sizes
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data of 60 short files, small enough that a run of a few steps takes a second."""
+    from nemo_lowprec.data import prepare_data
+
+    folder = tmp_path_factory.mktemp("texts")
+    for i in range(60):
+        words = " ".join(f"word{(i * 7 + j * j) % 31}" for j in range(150))
+        (folder / f"{i:02}.txt").write_text(f"Chapter {i}. {words}\n")
+    out = folder.parent / f"{folder.name}_prepared"
+    prepare_data(out, source=folder, vocab_size=400, validation_fraction=0.2)
+    return out

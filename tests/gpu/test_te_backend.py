@@ -286,7 +286,7 @@ def step(layer, x, dy, use_reentrant=None, half=HALF):
     return [out.detach(), *(g.detach().clone() for g in grads)]
 
 
-def compare_layers(name, recipe, steps=2, use_reentrant=None, rows=(3, 37), half=HALF, **kwargs):
+def check_layers(name, recipe, steps=2, use_reentrant=None, rows=(3, 37), half=HALF, **kwargs):
     backend = backend_of(name, recipe)
     (layer, histories), (expected, expected_histories) = (
         layer_of(b, recipe, half=half, **kwargs) for b in (backend, ReferenceBackend())
@@ -316,7 +316,7 @@ def test_layer(name, scaling, fp8, bias, weight_dtype):
         pytest.skip(f"{scaling} has one format")
     if weight_dtype == torch.float32 and scaling not in PER_TENSOR:
         pytest.skip("no level has FP32 weights with block scales")
-    compare_layers(name, recipe_of(scaling, fp8=fp8), steps=3, bias=bias, weight_dtype=weight_dtype)
+    check_layers(name, recipe_of(scaling, fp8=fp8), steps=3, bias=bias, weight_dtype=weight_dtype)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
@@ -324,26 +324,26 @@ def test_layer(name, scaling, fp8, bias, weight_dtype):
 @pytest.mark.parametrize("override", list(itertools.product([False, True], repeat=3)))
 def test_overrides(name, scaling, override):
     recipe = recipe_of(scaling, override_linear_precision=override)
-    compare_layers(name, recipe, weight_dtype=HALF)
+    check_layers(name, recipe, weight_dtype=HALF)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
 @pytest.mark.parametrize("scaling", PER_TENSOR)
 def test_fp16(name, scaling):
-    compare_layers(name, recipe_of(scaling), half=torch.float16, weight_dtype=torch.float16)
+    check_layers(name, recipe_of(scaling), half=torch.float16, weight_dtype=torch.float16)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
 @pytest.mark.parametrize("scaling", PER_TENSOR)
 def test_stored_weight(name, scaling):
-    compare_layers(name, recipe_of(scaling, fp8_params=True), weight_dtype=HALF, stored=True)
+    check_layers(name, recipe_of(scaling, fp8_params=True), weight_dtype=HALF, stored=True)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
 @pytest.mark.parametrize("scaling", [*PER_TENSOR, "blockwise"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing(name, scaling, use_reentrant):
-    compare_layers(name, recipe_of(scaling), use_reentrant=use_reentrant, steps=3, weight_dtype=HALF)
+    check_layers(name, recipe_of(scaling), use_reentrant=use_reentrant, steps=3, weight_dtype=HALF)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])

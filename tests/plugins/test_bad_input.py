@@ -119,7 +119,9 @@ def test_more_than_one_process_is_refused(level):
 
 
 def test_fp16_amp_trains_on_two_processes():
-    trainer(plugin("fp16_amp"), devices=2, strategy="ddp_fork", max_steps=2).fit(Net(stepwise=True), loader())
+    fit = trainer(plugin("fp16_amp"), devices=2, strategy="ddp_fork", max_steps=2)
+    fit.fit(Net(stepwise=True), loader())
+    assert fit.world_size == 2 and fit.state.finished
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -97,4 +97,5 @@ def test_a_plain_loader_is_not_warned_about_between_epochs(tmp_path):
         warnings.filterwarnings("error", SAVED)
         warnings.filterwarnings("error", RESUMED)
         train(net(), "bf16_mixed", save, max_epochs=1)
-        train(net(), "bf16_mixed", ckpt=tmp_path / "epoch.ckpt", max_epochs=2)
+        resumed = train(net(), "bf16_mixed", ckpt=tmp_path / "epoch.ckpt", max_epochs=2)
+    assert resumed.trainer.current_epoch == 2
