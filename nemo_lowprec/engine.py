@@ -132,10 +132,7 @@ class Engine:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
-                linears = [
-                    n for n in self.conversion.low if type(model.get_submodule(n)).__name__ != "LowPrecisionConv1D"
-                ]
-                self.masters.store_in_fp8(linears, self.recipe.fp8_margin)
+                self.masters.store_in_fp8(self.conversion.low, self.recipe.fp8_margin)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             if self.recipe is not None:

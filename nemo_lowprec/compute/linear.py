@@ -101,7 +101,8 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype, transposed, grad):
         backend = plan.backend
-        weight = weight.t() if transposed else weight
+        if transposed:
+            weight = weight.transposed() if isinstance(weight, ScaledTensor) else weight.t()
         fprop8, dgrad8, wgrad8 = plan.fp8
         need_dgrad = grad and ctx.needs_input_grad[0]
         need_wgrad = grad and ctx.needs_input_grad[1]

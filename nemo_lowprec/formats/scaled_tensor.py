@@ -65,6 +65,10 @@ class ScaledTensor(Tensor):
         self.scale_inv.copy_(scale.reciprocal())
         return self
 
+    def transposed(self) -> ScaledTensor:
+        """The transpose of a 2-D tensor, sharing the storage (``t()`` is a plain tensor of the values)."""
+        return self._with(self.data_fp8.t(), self.scale_inv)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor, of the nominal dtype unless told otherwise."""
         return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)

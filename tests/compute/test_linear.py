@@ -8,7 +8,16 @@ from numerics import sqnr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.compute import (
+    OPERANDS,
+    GemmPlan,
+    LayerFilter,
+    LowPrecisionConv1D,
+    LowPrecisionLinear,
+    Recipe,
+    ReferenceBackend,
+    convert_layers,
+)
 from nemo_lowprec.formats import E4M3, ScaledTensor
 
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
@@ -485,3 +494,22 @@ def test_half_layers_round_operands_and_results_and_accumulate_in_fp32():
     dy = inputs(seed=2)
     assert torch.equal(out, (x @ w.bfloat16().float().t()).bfloat16() + layer.bias.bfloat16())
     assert torch.equal(dx, dy @ w.bfloat16().float()) and torch.equal(dw, dy.t() @ x)
+
+
+def test_a_conv1d_stored_in_fp8_computes_what_the_linear_layer_does():
+    weight = ScaledTensor.from_float(torch.randn(48, 64, generator=torch.Generator().manual_seed(3)), E4M3, HALF)
+    current = recipe("current")
+    operands = {kind: current.operand(kind) for kind in OPERANDS}
+    results = []
+    for cls, stored in ((LowPrecisionLinear, weight), (LowPrecisionConv1D, weight.transposed())):
+        layer = nn.Linear(64, 48, bias=False)
+        layer.weight = nn.Parameter(ScaledTensor(stored.data_fp8.contiguous(), stored.scale_inv, E4M3, HALF))
+        layer.__class__ = cls
+        layer.gemm_plan = GemmPlan(ReferenceBackend(), HALF, current, operands)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(4)).to(HALF).requires_grad_()
+        out = layer(x)
+        out.backward(torch.ones_like(out))
+        grad = layer.weight.grad
+        results.append((out, x.grad, grad if cls is LowPrecisionLinear else grad.t()))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -252,13 +252,15 @@ def test_half_matmul_does_not_round_an_fp32_result(name, half):
 @pytest.mark.parametrize("name", ["te", "torch"])
 def test_stored_weights_are_not_rounded_again(name):
     backend, reference = backend_of(name, recipe_of("current")), ReferenceBackend()
-    weight = ScaledTensor.from_float(make(48, 64), E4M3, HALF)
-    for rowwise, columnwise in ((True, False), (False, True), (True, True)):
+    plain = ScaledTensor.from_float(make(48, 64), E4M3, HALF)
+    turned = ScaledTensor.from_float(make(64, 48), E4M3, HALF).transposed()  # as Conv1D has it
+    sides = ((True, False), (False, True), (True, True))
+    for weight, (rowwise, columnwise) in itertools.product((plain, turned), sides):
         q = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
         for side, asked in ((False, rowwise), (True, columnwise)):
             if asked:
                 assert torch.equal(values_of(q, side), weight.dequantize(torch.float32))
-    assert reference.from_storage(weight, rowwise=True, columnwise=False).columnwise is None
+    assert reference.from_storage(plain, rowwise=True, columnwise=False).columnwise is None
 
 
 # Layers

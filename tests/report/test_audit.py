@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nemo_lowprec import CHART
 from nemo_lowprec.compute import LowPrecisionLinear
@@ -70,6 +70,20 @@ def test_a_run_is_found_to_do_what_the_chart_declares(name, options):
     assert sizes["Weight", "rest"] == width[row.rest]
     assert sizes["Master weight", "rest"] == width[row.master_weight]
     assert sizes["Weight gradient", "converted"] == width[row.weight_grad]
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8_params": True}], ids=["half", "fp8_params"])
+def test_gpt2_s_conv1d_layers_are_converted_and_stored_as_declared(options):
+    class TinyGPT2(TinyLlama):
+        def __init__(self):
+            super().__init__()
+            config = GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, n_positions=32, use_cache=False)
+            self.model = GPT2LMHeadModel(config)
+
+    report = audit("bf16_with_fp8_mixed", TinyGPT2(), **options)
+    assert report.agrees
+    (weight,) = [f for f in report.findings if f.column == "Weight" and f.part == "converted"]
+    assert weight.bytes_per_param == pytest.approx(1 if options else 2, rel=0.01)
 
 
 def test_a_weight_of_another_format_is_found():

@@ -34,8 +34,8 @@ class ScaledMMBackend(ReferenceBackend):
     @staticmethod
     def _orient(part: Part, rowwise: bool, columnwise: bool) -> Quantized:
         # Hopper's FP8 GEMM contracts the contiguous dimension of both operands: a transpose is a copy.
-        transposed = Part(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None
-        return Quantized(part if rowwise else None, transposed)
+        row = Part(part.data.contiguous(), part.scale_inv, None) if rowwise else None
+        return Quantized(row, Part(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None)
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
         kernels = fused_kernels() if values.is_cuda else None
