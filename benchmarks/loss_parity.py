@@ -168,6 +168,7 @@ def main() -> None:
         def one(job: tuple[str, int]) -> None:
             level, seed = job
             if time.monotonic() - start > args.time_limit:
+                print(f"not started for lack of time: {level}, seed {seed}", flush=True)
                 return
             out = Path(folder) / f"{level}-{seed}.json"
             command = [sys.executable, "-m", "benchmarks.loss_parity", "--steps", str(args.steps), "--out", str(out)]

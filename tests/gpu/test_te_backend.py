@@ -24,8 +24,8 @@ HALF = torch.bfloat16
 
 
 def recipe_of(scaling, **kwargs):
-    kwargs.setdefault("fp8", "hybrid" if scaling in PER_TENSOR else "e4m3")
-    return Recipe(scaling, fp8_amax_history_len=4, **kwargs)
+    defaults = {"fp8": "hybrid" if scaling in PER_TENSOR else "e4m3", "fp8_amax_history_len": 4}
+    return Recipe(scaling, **defaults | kwargs)
 
 
 def backend_of(name, recipe):
@@ -327,6 +327,39 @@ def test_layer(name, scaling, fp8, bias, weight_dtype):
 def test_overrides(name, scaling, override):
     recipe = recipe_of(scaling, override_linear_precision=override)
     check_layers(name, recipe, weight_dtype=HALF)
+
+
+@pytest.mark.parametrize("name", ["te", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fp8_margin": 2},
+        {"fp8_amax_history_len": 1},
+        {"fp8_amax_compute_algo": "most_recent"},
+        {"interval": 2},
+        {"interval": 2, "fp8_margin": -1, "fp8_amax_history_len": 2},
+    ],
+    ids=str,
+)
+def test_delayed_scaling_arguments(name, options):
+    # check_layers holds scales and histories to the reference's bit for bit; here, that they are not the defaults'.
+    recipe = recipe_of("delayed", **options)
+    layer = check_layers(name, recipe, steps=5, weight_dtype=HALF)
+    default = check_layers(name, recipe_of("delayed"), steps=5, weight_dtype=HALF)
+    scales = [[o.slot.scale.item() for o in x.gemm_plan.operands.values()] for x in (layer, default)]
+    assert scales[0] != scales[1]
+
+
+@pytest.mark.parametrize("name", ["te", "torch"])
+def test_current_scaling_margin(name):
+    check_layers(name, recipe_of("current", fp8_margin=3), weight_dtype=HALF)
+    backend, x = backend_of(name, recipe_of("current")), make(32, 64)
+    scale_inv = []
+    for margin in (0, 3):
+        operand = operands_of(recipe_of("current", fp8_margin=margin))[0]["input"]
+        values = values_of(backend.quantize(x, operand, rowwise=True, columnwise=False, record=True), False)
+        scale_inv.append(values.abs()[values != 0].min())
+    assert scale_inv[1] > scale_inv[0]  # an eighth of the scale: small values are lost
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
