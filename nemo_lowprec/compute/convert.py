@@ -35,14 +35,12 @@ class Conversion:
         half: names of linear layers whose GEMMs run in half precision on the reference backend (CPU).
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
-        classes: name to the class the module had.
     """
 
     low: list[str] = field(default_factory=list)
     half: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -101,7 +99,6 @@ def _convert_low(
         elif type(module) in (nn.LayerNorm, nn.RMSNorm) or _looks_like_rms_norm(module):
             norms[name] = module
     candidates = {**linears, **norms}
-    result.classes = {name: type(module).__name__ for name, module in candidates.items()}
     refused = layers.reasons(model, candidates, list(linears))
 
     chosen: dict[str, nn.Module] = {}
