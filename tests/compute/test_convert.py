@@ -61,7 +61,6 @@ def test_modules_parameters_and_names_stay_the_ones_they_were():
     assert all(p is params[n] for n, p in model.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in model.state_dict().items())
     assert (result.low, result.norms, list(result.kept)) == (["up", "down"], ["norm", "rms"], ["head"])
-    assert result.classes["up"] == "Linear" and result.classes["rms"] == "RMSNorm"
 
 
 def test_converted_layers_are_subclasses_of_what_they_were():
