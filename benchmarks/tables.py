@@ -64,6 +64,22 @@ def parity() -> str:
     return f"{_origin(header)}\n\n{table}"
 
 
+def backends() -> str:
+    """Errors of the backends' GEMMs, from backends_h200.jsonl."""
+    header, figures = read(RESULTS / "backends_h200.jsonl")
+    cells: dict[tuple[str, str], dict[str, dict]] = {}
+    for f in figures:
+        if "to_float64" in f:
+            cells.setdefault((f["scaling"], f["backend"]), {})[f["gemm"]] = f
+    times = {(f.get("scaling"), f["backend"]): f"{f['ms']:.2f}" for f in figures if f["benchmark"] == "backends_time"}
+    rows = [("none: BF16", "torch", "–", "–", "–", times[None, "bf16"])]
+    for (scaling, backend), gemms in cells.items():
+        errors = (f"{100 * g['to_float64']:.2f} ({100 * g['to_reference']:.3f})" for g in gemms.values())
+        rows.append((scaling, backend, *errors, times.get((scaling, backend), "–")))  # type: ignore[arg-type]
+    table = rst_table(("Scaling", "Backend", "fprop", "dgrad", "wgrad", "ms at Llama-8B's MLP"), rows)
+    return f"{_origin(header)}\n\n{table}"
+
+
 def throughput_picture(path: Path) -> None:
     """Tokens/s by contestant: ours, and the others."""
     import matplotlib
@@ -92,7 +108,12 @@ def _origin(header: dict) -> str:
     return f"``{header['command']}`` on {header['gpu']}, {header['date']}, {named}:"
 
 
-TABLES: dict[str, Callable[[], str]] = {"chart": chart, "throughput": throughput, "parity": parity}
+TABLES: dict[str, Callable[[], str]] = {
+    "chart": chart,
+    "throughput": throughput,
+    "parity": parity,
+    "backends": backends,
+}
 
 
 def fill(text: str) -> str:

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.rst").read_text()
 
 
-@pytest.mark.parametrize("name", ["chart", "throughput", "parity"])
+@pytest.mark.parametrize("name", ["chart", "throughput", "parity", "backends"])
 def test_tables_are_made_from_the_chart_and_the_results(name):
     from benchmarks.tables import TABLES
 
