@@ -3,7 +3,8 @@
     python -m benchmarks.loss_parity --source FOLDER_OF_TEXT
 
 Every run has its own process; runs of one seed share weights and the order of the data, so the gap to bf16_mixed is
-taken seed by seed. Results already in the file of results are kept, so that a series can be run in parts.
+taken seed by seed. Results already in the file of results are kept, each after its own origin, so that a
+series can be run in parts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import Record, arguments, read
+from benchmarks.record import Record, arguments, lines
 
 SEQUENCE, BATCH, EVERY = 1024, 16, 20
 BASELINE = "bf16_mixed"
@@ -149,12 +150,11 @@ def main() -> None:
         return
 
     start = time.monotonic()
-    done = read(args.out)[1] if args.out.exists() else []
-    runs = [r for r in done if r["benchmark"] == "loss_parity"]
+    done = lines(args.out) if args.out.exists() else []
+    kept = [line for line in done if "command" in line or line["benchmark"] == "loss_parity"]
+    runs = [line for line in kept if "command" not in line]
     have = {(r["level"], r["seed"]) for r in runs}
-    record = Record(args.out)
-    for run in runs:
-        record.add(**run)
+    record = Record(args.out, kept)
     with tempfile.TemporaryDirectory() as folder:
         from nemo_lowprec.data import prepare_data
 

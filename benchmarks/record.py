@@ -1,4 +1,7 @@
-"""JSON lines: the first names the command, the versions, the GPU and the date; then one object a figure."""
+"""JSON lines: an origin names the command, the versions, the GPU and the date of the figures after it, one object each.
+
+A file written in parts holds an origin for each.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import datetime
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Record", "arguments"]
+__all__ = ["Record", "arguments", "lines", "read"]
 
 _PACKAGES = ("torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core")
 
@@ -31,15 +35,22 @@ def _without_out(words: list[str]) -> list[str]:
 
 
 class Record:
-    """Prints figures and keeps them in a file, written as they come."""
+    """Prints figures and keeps them in a file, written as they come.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file, begun anew.
+        keep: objects of an earlier part, origins included; they come first.
+    """
+
+    def __init__(self, path: Path, keep: Sequence[dict[str, Any]] = ()) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         module = sys.modules["__main__"].__spec__
         name = f"-m {module.name}" if module is not None else sys.argv[0]
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self._file = path.open("w")
+        for line in keep:
+            self.add(**line)
         self.add(
             command=f"python {name} {shlex.join(_without_out(sys.argv[1:]))}".strip(),
             date=datetime.date.today().isoformat(),
@@ -65,7 +76,12 @@ def arguments(description: str, default: str) -> argparse.ArgumentParser:
     return parser
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The header and the figures of a file of results."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return lines[0], lines[1:]
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Every object of a file of results, in order."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The origins and the figures of a file of results."""
+    objects = lines(path)
+    return [o for o in objects if "command" in o], [o for o in objects if "command" not in o]

@@ -35,18 +35,18 @@ def chart() -> str:
 
 def throughput() -> str:
     """Whole training steps, from train_step_h200.jsonl."""
-    header, figures = read(RESULTS / "train_step_h200.jsonl")
+    origins, figures = read(RESULTS / "train_step_h200.jsonl")
     rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: -f["tokens_per_s"])
     table = rst_table(
         ("Contestant", "tokens/s", "ms a step", "peak GiB"),
         [(f["name"], f"{f['tokens_per_s']:,}", f"{f['ms']:.1f}", f"{f['peak_gib']:.1f}") for f in rows],
     )
-    return f"{_origin(header)}\n\n{table}"
+    return f"{_origin(origins)}\n\n{table}"
 
 
 def parity() -> str:
     """Validation loss beside bf16_mixed, from loss_parity_h200.jsonl."""
-    header, figures = read(RESULTS / "loss_parity_h200.jsonl")
+    origins, figures = read(RESULTS / "loss_parity_h200.jsonl")
     rows = [f for f in figures if f["benchmark"] == "loss_parity_summary"]
     table = rst_table(
         ("Level", "seeds", "validation loss", "gap to bf16_mixed, %: mean (by seed)", "spread of its seeds, %"),
@@ -61,23 +61,23 @@ def parity() -> str:
             for f in rows
         ],
     )
-    return f"{_origin(header)}\n\n{table}"
+    return f"{_origin(origins)}\n\n{table}"
 
 
 def backends() -> str:
     """Errors of the backends' GEMMs, from backends_h200.jsonl."""
-    header, figures = read(RESULTS / "backends_h200.jsonl")
+    origins, figures = read(RESULTS / "backends_h200.jsonl")
     cells: dict[tuple[str, str], dict[str, dict]] = {}
     for f in figures:
         if "to_float64" in f:
             cells.setdefault((f["scaling"], f["backend"]), {})[f["gemm"]] = f
     times = {(f.get("scaling"), f["backend"]): f"{f['ms']:.2f}" for f in figures if f["benchmark"] == "backends_time"}
-    rows = [("none: BF16", "torch", "–", "–", "–", times[None, "bf16"])]
+    rows: list[tuple[str, ...]] = [("none: BF16", "torch", "–", "–", "–", times[None, "bf16"])]
     for (scaling, backend), gemms in cells.items():
         errors = (f"{100 * g['to_float64']:.2f} ({100 * g['to_reference']:.3f})" for g in gemms.values())
-        rows.append((scaling, backend, *errors, times.get((scaling, backend), "–")))  # type: ignore[arg-type]
+        rows.append((scaling, backend, *errors, times.get((scaling, backend), "–")))
     table = rst_table(("Scaling", "Backend", "fprop", "dgrad", "wgrad", "ms at Llama-8B's MLP"), rows)
-    return f"{_origin(header)}\n\n{table}"
+    return f"{_origin(origins)}\n\n{table}"
 
 
 def throughput_picture(path: Path) -> None:
@@ -87,7 +87,7 @@ def throughput_picture(path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    header, figures = read(RESULTS / "train_step_h200.jsonl")
+    origins, figures = read(RESULTS / "train_step_h200.jsonl")
     rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: f["tokens_per_s"])
     figure, axes = plt.subplots(figsize=(11, 0.34 * len(rows) + 1.2))
     colors = ["#76b900" if f["name"].startswith("nemo_lowprec") else "#8899aa" for f in rows]
@@ -95,17 +95,23 @@ def throughput_picture(path: Path) -> None:
         [f["name"].removeprefix("nemo_lowprec ") for f in rows], [f["tokens_per_s"] for f in rows], color=colors
     )
     axes.bar_label(bars, [f"{f['tokens_per_s']:,}  ({f['peak_gib']:.0f} GiB)" for f in rows], padding=3, fontsize=8)
-    axes.set(xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {header['gpu']}", title="green: this project")
+    axes.set(
+        xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {origins[0]['gpu']}", title="green: this project"
+    )
     axes.margins(x=0.18)
     axes.tick_params(axis="y", labelsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def _origin(header: dict) -> str:
-    versions = header["versions"]
-    named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformer-engine", "lightning") if versions.get(n))
-    return f"``{header['command']}`` on {header['gpu']}, {header['date']}, {named}:"
+def _origin(origins: list[dict]) -> str:
+    def one(origin: dict) -> str:
+        versions = origin["versions"]
+        named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformer-engine", "lightning") if versions.get(n))
+        gpu = f"{origin['gpus']} × {origin['gpu']}" if origin["gpus"] > 1 else origin["gpu"]
+        return f"``{origin['command']}`` on {gpu}, {origin['date']}, {named}"
+
+    return ";\n".join(map(one, origins)) + ":"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -26,7 +26,8 @@ class Model(BoringModel):
         return {"x": self.step(batch)}
 
     def test_step(self, batch, batch_idx):
-        return {"y": self.step(batch)}
+        self.step(batch)
+        self.log("test/samples", float(len(batch["input_ids"])), reduce_fx="sum")
 
 
 def trainer(folder):
@@ -50,7 +51,8 @@ def test_a_trainer_prepares_what_is_missing(corpus, tmp_path):
     assert is_prepared(tmp_path / "new")
     assert data.vocab_size == data.tokenizer.get_vocab_size() <= 300
     assert len(data.val_dataloader()) == 2
-    trainer(tmp_path).test(Model(), data, verbose=False)
+    (metrics,) = trainer(tmp_path).test(Model(), data, verbose=False)
+    assert metrics == {"test/samples": 8}  # the validation samples, every one of them
 
 
 def test_batches_are_shifted_text(corpus, prepared):

@@ -154,6 +154,7 @@ def test_memory_of_half_and_fp8_copies():
     for stored in (True, False, True):  # Transformer Engine's workspaces are there from the first run on
         before = allocated()
         model = Wide()
+        # not fit(): its Observer keeps a clone of every gradient
         trainer(at("bf16_with_fp8_mixed", "te", fp8_params=stored), accelerator="gpu", max_steps=3).fit(model, loader())
         sizes[stored] = (model.bytes - before) / sum(p.numel() for p in model.parameters())
         del model

@@ -25,10 +25,24 @@ def test_ci_runs_the_readme_s_test_command():
 
 
 def test_every_result_starts_with_its_origin():
-    from benchmarks.record import read
+    from benchmarks.record import lines, read
 
     files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
     assert files
     for file in files:
-        header, figures = read(file)
-        assert {"command", "date", "gpu", "versions"} <= set(header) and figures
+        origins, figures = read(file)
+        assert lines(file)[0] == origins[0] and figures
+        assert all({"command", "date", "gpu", "versions"} <= set(origin) for origin in origins)
+
+
+def test_a_file_written_in_parts_names_the_origin_of_each(tmp_path):
+    from benchmarks.record import Record, lines, read
+
+    path = tmp_path / "results.jsonl"
+    Record(path).add(benchmark="x", figure=1)
+    first = lines(path)
+    Record(path, first).add(benchmark="x", figure=2)
+    assert lines(path)[:2] == first
+    origins, figures = read(path)
+    assert lines(path) == [origins[0], figures[0], origins[1], figures[1]]
+    assert [f["figure"] for f in figures] == [1, 2]
