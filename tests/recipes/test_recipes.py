@@ -1,5 +1,6 @@
 """The pretrain recipes, run for real."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ def test_plugin_of_a_recipe_is_replaced_and_run(data_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_recipe_runs_in_a_process_of_the_local_executor(data_dir: Path, tmp_path: Path) -> None:
+def test_recipe_runs_in_a_process_of_the_local_executor(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # LocalExecutor starts the `python` of PATH, which is another one where this environment is not activated.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     recipe = small(data_dir, tmp_path)
     recipe.trainer.plugins = bf16_mixed()
     root = str(Path(tiny.__file__).parents[2])
