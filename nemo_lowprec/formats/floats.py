@@ -1,4 +1,4 @@
-"""The 8-bit float formats and the saturating cast into them.
+"""The 8-bit float formats, FP16 as a scaled storage format, and the saturating cast into them.
 
 Source: "FP8 Formats for Deep Learning", arXiv:2209.05433 (the OCP E4M3 has no infinity, E5M2 follows IEEE 754).
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["E4M3", "E5M2", "FloatFormat", "cast", "decode", "get_format"]
+__all__ = ["E4M3", "E5M2", "FP16", "FloatFormat", "cast", "decode", "get_format"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class FloatFormat:
     max: float
 
 
+# FP16 is here as a storage format beside a scale: scaled so, it reaches far below its own range.
+FP16 = FloatFormat("fp16", torch.float16, 65504.0)
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 448.0)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0)
 _BY_NAME = {f.name: f for f in (E4M3, E5M2)}
@@ -49,8 +51,8 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def decode(data: Tensor) -> Tensor:
-    """Return the values of an 8-bit float tensor as FP32, exactly."""
-    if data.device.type == "cpu" and not torch.compiler.is_compiling():
+    """Return the values of a stored tensor as FP32, exactly."""
+    if data.element_size() == 1 and data.device.type == "cpu" and not torch.compiler.is_compiling():
         # A lookup is several times faster than torch's conversion on a CPU.
         index = data.contiguous().view(torch.uint8).flatten().int()
         return _table(data.dtype, data.device).index_select(0, index).view(data.shape)

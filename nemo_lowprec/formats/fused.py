@@ -6,14 +6,23 @@ import importlib
 from functools import lru_cache
 from types import ModuleType
 
-__all__ = ["fused_kernels"]
+__all__ = ["block_kernels", "fused_kernels"]
 
 
-@lru_cache(maxsize=1)
 def fused_kernels() -> ModuleType | None:
-    """The module of fused CUDA kernels; None without Triton or on a GPU that they do not round right on."""
+    """The kernels of per-tensor scaling; None without Triton or on a GPU that they do not round right on."""
+    return _load("nemo_lowprec.formats.triton_cast")
+
+
+def block_kernels() -> ModuleType | None:
+    """The kernels of scaling by blocks of a row; None likewise."""
+    return _load("nemo_lowprec.formats.triton_blocks")
+
+
+@lru_cache(maxsize=2)
+def _load(name: str) -> ModuleType | None:
     try:
-        kernels = importlib.import_module("nemo_lowprec.formats.triton_cast")
+        cast = importlib.import_module("nemo_lowprec.formats.triton_cast")
+        return importlib.import_module(name) if cast.is_supported() else None
     except ImportError:
         return None
-    return kernels if kernels.is_supported() else None

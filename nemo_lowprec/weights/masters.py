@@ -223,7 +223,8 @@ def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
 
 def _swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Give ``param`` the storage and class of ``other``; its identity, attributes and hooks stay."""
-    attributes = {n: v for n, v in param.__dict__.items() if n not in ScaledTensor.__annotations__ and n != "_is_param"}
+    inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param"}
+    attributes = {n: v for n, v in param.__dict__.items() if n not in inner}
     hooks, post_hooks = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
     torch.utils.swap_tensors(param, other)
     param.__dict__.update(attributes)

@@ -1,0 +1,65 @@
+"""A tensor in blocks of 128 elements with power-of-two scales that reads as FP32: optimizer states and FP16 masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.formats.row_blocks import UNIT, block_grid, dequantize_rows, quantize_rows
+from nemo_lowprec.formats.stored import StoredTensor
+
+__all__ = ["BlockTensor"]
+
+
+class BlockTensor(StoredTensor):
+    """Storage in E4M3 or FP16, one exponent a block, that reads as FP32.
+
+    Attributes:
+        data_blocks: the elements, contiguous, of the tensor's shape.
+        exponent: uint8 [rows, blocks of a row]; value = data_blocks * 2**(exponent - 127). See ``row_blocks``.
+        fmt: the storage format.
+    """
+
+    PARTS = ("data_blocks", "exponent")
+    SETTINGS = ("fmt",)
+    data_blocks: Tensor
+    exponent: Tensor
+    fmt: FloatFormat
+
+    @staticmethod
+    def __new__(cls, data_blocks: Tensor, exponent: Tensor, fmt: FloatFormat):
+        return cls._wrap((data_blocks, exponent), {"fmt": fmt}, torch.float32)
+
+    @classmethod
+    def zeros(cls, shape: torch.Size | tuple[int, ...], fmt: FloatFormat, device: torch.device) -> Any:
+        """A tensor of zeros."""
+        rows, _, blocks = block_grid(tuple(shape))
+        exponent = torch.full((rows, blocks), UNIT, dtype=torch.uint8, device=device)
+        return cls(torch.zeros(shape, dtype=fmt.dtype, device=device), exponent, fmt)
+
+    @classmethod
+    def from_float(cls, values: Tensor, fmt: FloatFormat) -> Any:
+        """Quantize ``values``."""
+        return cls(*quantize_blocks_of_rows(values.detach(), fmt), fmt)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> Any:
+        """Store ``values`` anew."""
+        data, exponent = quantize_blocks_of_rows(values, self.fmt)
+        self.data_blocks.copy_(data)
+        self.exponent.copy_(exponent)
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor."""
+        return dequantize_rows(self.data_blocks, self.exponent).to(dtype or self.dtype)
+
+
+def quantize_blocks_of_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
+    """``quantize_rows``, by the fused kernel where there is one."""
+    kernels = block_kernels() if values.is_cuda else None
+    return quantize_rows(values, fmt) if kernels is None else kernels.quantize(values, fmt)[:2]

@@ -1,0 +1,61 @@
+"""A tensor that is stored in FP16 and reads as BF16 or FP32: a weight that is its own master at the MS-AMP levels.
+
+FP16 keeps three bits more than BF16, which small updates need; autograd, modules and autocast see the dtype that it
+reads as, so that gradients never pass through FP16's narrow range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.stored import StoredTensor, aten
+
+__all__ = ["CastTensor"]
+
+
+class CastTensor(StoredTensor):
+    """FP16 storage that reads as ``dtype``.
+
+    Attributes:
+        data_fp16: float16 tensor of the same shape.
+    """
+
+    PARTS = ("data_fp16",)
+    data_fp16: Tensor
+
+    @staticmethod
+    def __new__(cls, data_fp16: Tensor, dtype: torch.dtype):
+        return cls._wrap((data_fp16,), {}, dtype)
+
+    @classmethod
+    def from_float(cls, values: Tensor, dtype: torch.dtype) -> CastTensor:
+        """Round ``values`` to FP16."""
+        return cls(values.detach().to(torch.float16, copy=True), dtype)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> CastTensor:
+        """Store ``values`` anew."""
+        self.data_fp16.copy_(values)
+        return self
+
+    def transposed(self) -> CastTensor:
+        """The transpose of a 2-D tensor, sharing the storage."""
+        return self._with(self.data_fp16.t())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor (of FP16, the storage itself)."""
+        return self.data_fp16.to(dtype or self.dtype)
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = args[0] if args else None
+        if not isinstance(this, CastTensor):
+            return NotImplemented
+        if func is aten._to_copy.default and kwargs.get("dtype") not in (None, this.dtype):
+            return this.data_fp16.to(device=kwargs.get("device"), dtype=kwargs["dtype"], copy=True)
+        if func is aten.embedding.default:  # the rows that are looked up, not the whole table
+            return func(this.data_fp16, *args[1:], **kwargs).to(this.dtype)
+        return NotImplemented

@@ -1,0 +1,154 @@
+"""A gradient that is stored in E4M3 with a scale for every 128 elements and reads as FP32.
+
+It is set as ``p.grad`` and behaves as a gradient: autograd accumulates into it (one rounding a micro-batch), and
+clipping, ``GradScaler`` and ``zero_grad`` of torch work on it. Multiplying it by a number changes its ``factor`` and
+rounds nothing; norms and the search for overflows read the stored bytes, without an FP32 copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.block_tensor import BlockTensor
+from nemo_lowprec.formats.floats import E4M3, FloatFormat
+from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
+from nemo_lowprec.formats.stored import StoredTensor, aten
+
+__all__ = ["GradientTensor"]
+
+_SCALED_BY = {
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.mul_.Scalar: torch.Tensor.mul_,
+    aten.div_.Tensor: torch.Tensor.div_,
+    aten.div_.Scalar: torch.Tensor.div_,
+}
+_FOREACH_SCALED_BY = {
+    aten._foreach_mul_.Scalar: torch.Tensor.mul_,
+    aten._foreach_mul_.Tensor: torch.Tensor.mul_,
+    aten._foreach_div_.Scalar: torch.Tensor.div_,
+    aten._foreach_div_.Tensor: torch.Tensor.div_,
+}
+
+
+class GradientTensor(BlockTensor):
+    """E4M3 blocks that read as FP32.
+
+    Attributes:
+        data_blocks, exponent: as in ``BlockTensor``.
+        factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
+        nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
+    """
+
+    PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
+    factor: Tensor
+    nonfinite: Tensor
+
+    @staticmethod
+    def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
+        return cls._wrap((data_blocks, exponent, factor, nonfinite), {"fmt": E4M3}, torch.float32)
+
+    @classmethod
+    @torch.no_grad()
+    def from_float(cls, values: Tensor, fmt: FloatFormat = E4M3) -> GradientTensor:
+        """Quantize ``values`` (any shape, any float dtype)."""
+        values = values.detach()
+        kernels = block_kernels() if values.is_cuda else None
+        if kernels is not None:
+            data, exponent, nonfinite = kernels.quantize(values, E4M3)
+        else:
+            data, exponent = quantize_rows(values, E4M3)
+            nonfinite = _any_nonfinite(values)
+        return cls(data, exponent, torch.ones(1, device=values.device), nonfinite)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> GradientTensor:
+        """Store ``values`` anew."""
+        fresh = self.from_float(values)
+        for mine, its in zip(self.parts(), fresh.parts(), strict=True):
+            mine.copy_(its)
+        return self
+
+    @torch.no_grad()
+    def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
+        """Add ``alpha * values``, with one rounding of the sum."""
+        kernels = block_kernels() if values.is_cuda else None
+        if kernels is None:
+            return self.quantize_(self.dequantize() + alpha * values.float())
+        kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha)
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor."""
+        return (dequantize_rows(self.data_blocks, self.exponent) * self.factor).to(dtype or self.dtype)
+
+    def _set_factor(self, change: Any, by: Any) -> GradientTensor:
+        change(self.factor, by.reshape(()) if isinstance(by, Tensor) else by)
+        return self
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = args[0] if args else None
+        if isinstance(this, GradientTensor):
+            if func in _SCALED_BY and _is_number(args[1]):
+                return this._set_factor(_SCALED_BY[func], args[1])
+            if func is aten.add_.Tensor and isinstance(args[1], Tensor) and args[1].shape == this.shape:
+                other = args[1].dequantize() if isinstance(args[1], StoredTensor) else args[1]
+                return this.accumulate_(other, kwargs.get("alpha", 1))
+            if func is aten.zero_.default:
+                for part, value in zip(this.parts(), (0, 127, 1, 0), strict=True):
+                    part.zero_() if value == 0 else part.fill_(value)
+                return this
+        if func in _FOREACH_SCALED_BY and _is_number(args[1]):
+            return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
+        if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
+            return _norms(args[0], kwargs.get("dtype") or (args[2] if len(args) > 2 else None))
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        return NotImplemented
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.numel() == 1 and not isinstance(value, StoredTensor))
+
+
+def _any_nonfinite(values: Tensor) -> Tensor:
+    return (~values.isfinite()).any().float().reshape(1)
+
+
+def _foreach(func: Any, args: tuple[Any, ...], change: Any) -> None:
+    plain = [t for t in args[0] if not isinstance(t, GradientTensor)]
+    for tensor in args[0]:
+        if isinstance(tensor, GradientTensor):
+            change(tensor)
+    if plain:
+        func(plain, *args[1:])
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Euclidean norms, one a tensor."""
+    ours = [t for t in tensors if isinstance(t, GradientTensor)]
+    kernels = block_kernels() if ours[0].is_cuda else None
+    if kernels is not None:
+        norms = kernels.norms([g.parts()[:3] for g in ours])
+    else:
+        norms = [torch.linalg.vector_norm(g.dequantize()) for g in ours]
+    found = {id(g): n for g, n in zip(ours, norms, strict=True)}
+    plain = [t for t in tensors if id(t) not in found]
+    found |= {id(t): n for t, n in zip(plain, torch._foreach_norm(plain), strict=True)} if plain else {}
+    return [found[id(t)].to(dtype or torch.float32) for t in tensors]
+
+
+def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """torch's unscaling for GradScaler: multiply by ``inv_scale``, raise ``found_inf`` where one is not finite."""
+    ours = [t for t in tensors if isinstance(t, GradientTensor)]
+    plain = [t for t in tensors if not isinstance(t, GradientTensor)]
+    factors = [g.factor for g in ours]
+    torch._foreach_mul_(factors, inv_scale.reshape(()))
+    bad = torch.cat([g.nonfinite for g in ours]).amax() + (~torch.cat(factors).isfinite()).any()
+    found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)

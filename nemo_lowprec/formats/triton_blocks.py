@@ -1,0 +1,189 @@
+"""Fused kernels for tensors in blocks of a row: quantize, accumulate, and the norms of many gradients at once.
+
+Data and exponents are bit for bit those of ``row_blocks``. The module needs Triton; importing it without raises
+ImportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
+from nemo_lowprec.formats.row_blocks import block_grid, exponent_rule
+
+__all__ = ["accumulate", "block_exponents", "norms", "power_of_two", "quantize", "to_stored"]
+
+_BLOCKS, _WARPS = 32, 4
+
+
+@triton.jit
+def block_exponents(x, TOP: tl.constexpr, MANTISSA: tl.constexpr):
+    """Stored exponents (int32) [blocks] of a tile [blocks, 128]; TOP and MANTISSA are ``exponent_rule``."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=1)
+    exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 27), 254)
+    return tl.where(amax > 0, exponent, 127)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**(exponent - 127) as FP32."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_stored(x, exponent, dtype: tl.constexpr):
+    """A tile in its blocks' scales, rounded to ``dtype``; non-finite elements become NaN."""
+    y = x * power_of_two(254 - exponent)[:, None]
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits < 0x7F800000, y, float("nan")).to(dtype)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, cols, per_row, total, stride_r, stride_c,
+    FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    if FLAT:
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+        source = offset
+    else:
+        row, col = block // per_row, (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = row[:, None] * cols + col
+        source = row[:, None] * stride_r + col * stride_c
+    x = tl.load(x_ptr + source, mask=inside, other=0.0).to(tl.float32)
+    if ACCUMULATE:
+        old = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
+        x = (old * power_of_two(exponent)[:, None]) * tl.load(factor_ptr) + alpha * x
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
+        tl.store(nonfinite_ptr, 1.0)
+    exponent = block_exponents(x, TOP, MANTISSA)
+    tl.store(data_ptr + offset, to_stored(x, exponent, data_ptr.dtype.element_ty), mask=inside)
+    tl.store(exponent_ptr + block, exponent.to(tl.uint8), mask=block < total)
+
+
+def _launch(
+    values: Tensor, data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, fmt: FloatFormat,
+    accumulate: bool, alpha: float,
+) -> None:  # fmt: skip
+    rows, cols, per_row = block_grid(values.shape)
+    matrix = values.reshape(rows, cols)
+    total = rows * per_row
+    if total == 0:
+        return
+    top, mantissa = exponent_rule(fmt)
+    with torch.cuda.device(values.device):
+        _quantize_kernel[(triton.cdiv(total, _BLOCKS),)](
+            matrix, data, exponent, factor, nonfinite, alpha, cols, per_row, total, *matrix.stride(),
+            FLAT=matrix.is_contiguous() and cols % 128 == 0, ACCUMULATE=accumulate,
+            TOP=top, MANTISSA=mantissa, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a CUDA tensor of any shape and strides in one pass.
+
+    Returns:
+        data of the same shape in ``fmt``; exponents, uint8 [rows, blocks of a row]; FP32 [1], 1 where an element is
+        not finite, else 0.
+    """
+    rows, _, per_row = block_grid(values.shape)
+    data = torch.empty(values.shape, dtype=fmt.dtype, device=values.device)
+    exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=values.device)
+    nonfinite = torch.zeros(1, device=values.device)
+    _launch(values, data, exponent, nonfinite, nonfinite, fmt, False, 1.0)
+    return data, exponent, nonfinite
+
+
+def accumulate(data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float) -> None:
+    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass; its factor becomes 1."""
+    from nemo_lowprec.formats.floats import E4M3
+
+    nonfinite.zero_()
+    _launch(values, data, exponent, factor, nonfinite, E4M3, True, float(alpha))
+    factor.fill_(1.0)
+
+
+@triton.jit
+def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + tile)
+    grid = grid_ptr + tensor * 4
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    data = tl.load(address_ptr + tensor * 2).to(tl.pointer_type(tl.float8e4nv))
+    exponents = tl.load(address_ptr + tensor * 2 + 1).to(tl.pointer_type(tl.uint8))
+    first = (tile - tl.load(grid)) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = (block // per_row)[:, None] * cols + col
+    x = tl.load(data + offset, mask=inside, other=0.0).to(tl.float32)
+    exponent = tl.load(exponents + block, mask=block < total, other=127).to(tl.int32)
+    scale = power_of_two(exponent)
+    tl.store(partial_ptr + tile, tl.sum(tl.sum(x * x, axis=1) * scale * scale, axis=0))
+
+
+@triton.jit
+def _sum_kernel(partial_ptr, grid_ptr, last_tile, factor_ptr, out_ptr, WIDTH: tl.constexpr):
+    tensor = tl.program_id(0)
+    first = tl.load(grid_ptr + tensor * 4)
+    last = last_tile
+    if tensor + 1 < tl.num_programs(0):
+        last = tl.load(grid_ptr + (tensor + 1) * 4)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for start in range(first, last, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        total += tl.load(partial_ptr + at, mask=at < last, other=0.0)
+    factor = tl.load(tl.load(factor_ptr + tensor).to(tl.pointer_type(tl.float32)))
+    tl.store(out_ptr + tensor, tl.sqrt(tl.sum(total, axis=0)) * tl.abs(factor))
+
+
+def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Euclidean norms of stored E4M3 gradients, in two launches and in a fixed order of summation.
+
+    Args:
+        gradients: (data, exponent, factor) of each, all on one GPU.
+
+    Returns:
+        FP32 scalars.
+    """
+    device = gradients[0][0].device
+    full = [i for i, (data, _, _) in enumerate(gradients) if data.numel()]
+    found = torch.zeros(len(gradients), device=device)
+    if full:
+        chosen = [gradients[i] for i in full]
+        table = TileTable([data.shape for data, _, _ in chosen], _BLOCKS, device)
+        addresses = PointerTable().get([g[:2] for g in chosen], device)
+        factors = PointerTable().get([g[2:] for g in chosen], device)
+        partial = torch.empty(table.tiles, device=device)
+        out = found if len(full) == len(gradients) else torch.empty(len(full), device=device)
+        constants: dict[str, Any] = {"BLOCKS": _BLOCKS, "num_warps": _WARPS}
+        with torch.cuda.device(device):
+            _squares_kernel[(table.tiles,)](
+                table.tensor_of, table.grid, addresses, partial, ALIGNED=table.aligned, **constants
+            )
+            _sum_kernel[(len(full),)](partial, table.grid, table.tiles, factors, out, WIDTH=1024)
+        if out is not found:
+            found[torch.tensor(full, device=device)] = out
+    return list(found.unbind())
