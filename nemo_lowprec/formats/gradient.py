@@ -83,7 +83,8 @@ class GradientTensor(BlockTensor):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor."""
-        return (dequantize_rows(self.data_blocks, self.exponent) * self.factor).to(dtype or self.dtype)
+        values = dequantize_rows(self.data_blocks, self.exponent) * self.factor
+        return values.view(self.shape).to(dtype or self.dtype)
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
         change(self.factor, by.reshape(()) if isinstance(by, Tensor) else by)

@@ -48,9 +48,14 @@ class TileTable:
 
 
 class PointerTable:
-    """Addresses of tensors on the device, uploaded again only where one has changed, and without waiting."""
+    """Addresses of tensors on the device, uploaded again only where one has changed, and without waiting.
+
+    Attributes:
+        aligned: every one is a multiple of 16 (scalars apart), so that kernels may read 16 bytes at once.
+    """
 
     def __init__(self) -> None:
+        self.aligned = True
         self._addresses: list[int] = []
         self._tables: list[Tensor] = []
 
@@ -64,4 +69,6 @@ class PointerTable:
             captured = torch.cuda.is_current_stream_capturing()
             self._tables = [*self._tables, host, table] if captured else [host, table]
             self._addresses = addresses
+            large = (t for row in rows for t in row if t.numel() > 1 and t.dtype != torch.uint8)
+            self.aligned = all(t.data_ptr() % 16 == 0 for t in large)
         return self._tables[-1]

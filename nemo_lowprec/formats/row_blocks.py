@@ -76,14 +76,13 @@ def quantize_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
     """Quantize a tensor of any shape in blocks, to nearest even.
 
     Returns:
-        data of the same shape in ``fmt``, and exponents, uint8 [rows, blocks of a row].
+        data of the same shape in ``fmt``, contiguous, and exponents, uint8 [rows, blocks of a row].
     """
     scaled, exponent = scale_to_blocks(values.float(), fmt)
-    return scaled.to(fmt.dtype), exponent
+    return scaled.to(fmt.dtype, memory_format=torch.contiguous_format), exponent
 
 
 def dequantize_rows(data: Tensor, exponent: Tensor) -> Tensor:
     """Return the values as FP32, exactly (but for results below FP32's normal range on devices that flush them)."""
-    rows, cols, _ = block_grid(data.shape)
     values = _blocks(decode(data)) * _power(exponent)[..., None]
-    return values.view(rows, -1)[:, :cols].reshape(data.shape)
+    return values.flatten(1)[:, : block_grid(data.shape)[1]].reshape(data.shape)

@@ -1,0 +1,7 @@
+"""Column Optimizer states: Adam and AdamW with low-bit states and one fused pass a step."""
+
+from nemo_lowprec.optim.adam import Adam, AdamW
+from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.storage import StateFormats
+
+__all__ = ["Adam", "AdamW", "StateFormats", "adopt", "check_adoptable", "release"]

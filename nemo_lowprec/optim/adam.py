@@ -1,0 +1,267 @@
+"""Adam and AdamW with low-bit states: torch's own classes, with another step and another way to hold their states.
+
+Sources: FP8-LM, arXiv:2310.18313, section 2.2 (formats); torch.optim.Adam (the update and the arguments).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.optim.fused import FusedStep
+from nemo_lowprec.optim.reference import Update, adam_step, read
+from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
+
+__all__ = ["Adam", "AdamW", "LowBitStates"]
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_MASTER = "master_weight"
+
+
+class LowBitStates(Optimizer):
+    """The part that Adam and AdamW share: before torch's class among the bases.
+
+    State of a parameter: ``step`` (FP32 scalar), ``exp_avg``, ``exp_avg_sq`` and, where asked for,
+    ``master_weight``, all of the parameter's shape; those in blocks are ``BlockTensor``s, which read as FP32.
+    """
+
+    formats: StateFormats
+    _step_supports_amp_scaling = True  # GradScaler hands its scale and found_inf over, without a host sync
+
+    def _setup(self, formats: StateFormats) -> None:
+        self.formats = formats
+        self._fused = FusedStep()
+        self._check_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        _check_params(self.param_groups[-1])
+
+    def _check_groups(self) -> None:
+        for group in self.param_groups:
+            if group["amsgrad"]:
+                raise ValueError("amsgrad=True keeps a third state, which has no low-bit form here. Use amsgrad=False.")
+            if group["differentiable"]:
+                raise ValueError(
+                    "differentiable=True needs states that autograd can follow. Use torch's optimizer."
+                )
+            _check_params(group)
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step. On CUDA a few launches for all parameters of a group, without waiting for the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group, updates in self._updates():
+            self._step(group, updates, grad_scale, found_inf)
+        return loss
+
+    @torch.no_grad()
+    def step_param(self, param: Tensor) -> None:
+        """The step of one parameter, for gradient release."""
+        for group, updates in self._updates(only=param):
+            self._step(group, updates, None, None)
+
+    def _step(
+        self, group: dict[str, Any], updates: list[Update], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        seed = self.formats.seed if self.formats.stochastic_rounding else None
+        if updates[0].param.is_cuda and block_kernels() is not None:
+            self._fused.step(updates, group, grad_scale, found_inf, seed)
+            return
+        if found_inf is not None and bool(found_inf):
+            return
+        inv_scale = None if grad_scale is None else grad_scale.float().reshape(()).reciprocal()
+        for update in updates:
+            adam_step(update, group, inv_scale, seed)
+
+    def _updates(self, only: Tensor | None = None) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+        """By group: parameters with a gradient and elements; their states are made where they are missing."""
+        index = -1
+        for group in self.param_groups:
+            updates = []
+            for param in group["params"]:
+                index += 1
+                if param.grad is None or (only is not None and param is not only):
+                    continue
+                if param.grad.is_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} takes dense gradients: build the embedding with sparse=False."
+                    )
+                state = self.state[param]
+                if not state:
+                    self._init_state(param, state)
+                if param.numel():
+                    master = _master(param, state)
+                    states = (state["step"], state["exp_avg"], state["exp_avg_sq"])
+                    updates.append(Update(param, param.grad, *states, master, index))
+            if updates:
+                yield group, updates
+
+    def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
+        state["step"] = _scalar(0.0, param)
+        for name in _STATES:
+            state[name] = zeros(param, self.formats.of(name, param))
+        if self._keeps_master(param):
+            state[_MASTER] = store(read(param.detach()), self._master_format(param))
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        below_fp32 = param.dtype in (torch.float16, torch.bfloat16)
+        return self.formats.master_weight is not None and below_fp32 and not hasattr(param, _MASTER)
+
+    def _master_format(self, param: Tensor) -> StateFormat:
+        return self.formats.of(_MASTER, param)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's form, with plain tensors of exactly the states' values: any optimizer of the kind reads it."""
+        saved = super().state_dict()
+        state = {
+            key: {k: portable(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+            for key, values in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load states of any optimizer of the kind, of whatever formats, into this one's formats."""
+        # torch casts states to the parameter's dtype; what is wrapped it leaves alone, and __setstate__ unwraps.
+        state = {
+            key: {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items()}
+            for key, values in state_dict["state"].items()
+        }
+        amsgrad = [g for g in state_dict["param_groups"] if g.get("amsgrad")]
+        if amsgrad:
+            raise ValueError("These states were saved by an optimizer with amsgrad=True, which has no low-bit form.")
+        super().load_state_dict({**state_dict, "state": state})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for param, values in state.get("state", {}).items():
+            if not any(isinstance(v, _Kept) for v in values.values()):
+                continue
+            for name, kept in list(values.items()):
+                if isinstance(kept, _Kept):
+                    values[name] = self._take(name, kept.value, param)
+            if not self._keeps_master(param):
+                values.pop(_MASTER, None)  # the parameter is its own, or has one that the checkpoint of weights holds
+            elif _MASTER not in values and "step" in values:
+                values[_MASTER] = store(read(param.detach()), self._master_format(param))
+        super().__setstate__(state)
+
+    def _take(self, name: str, value: Tensor, param: Tensor) -> Tensor:
+        if name == "step":
+            return _scalar(float(value), param)
+        if name in _STATES:
+            return store(value.to(param.device), self.formats.of(name, param))
+        if name == _MASTER:
+            return store(value.to(param.device), self._master_format(param))
+        return value.to(param.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep()}
+
+
+class _Kept:
+    """A tensor that torch's load_state_dict does not see."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def _scalar(value: float, param: Tensor) -> Tensor:
+    # As torch's: on the device only where a kernel counts.
+    fused = param.is_cuda and block_kernels() is not None
+    return torch.full((), value, dtype=torch.float32, device=param.device if fused else "cpu")
+
+
+def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
+    # A level of the chart that keeps masters has them on the parameters, for checkpoints of the model.
+    master: Tensor | None = getattr(param, _MASTER, None)
+    return state.get(_MASTER) if master is None else master
+
+
+def _check_params(group: dict[str, Any]) -> None:
+    for param in group["params"]:
+        if param.is_complex():
+            raise ValueError(
+                f"A parameter of shape {tuple(param.shape)} is complex; low-bit Adam takes real floating-point ones. "
+                "Give complex parameters an optimizer of their own."
+            )
+
+
+def _formats(
+    exp_avg_dtype: StateFormat,
+    exp_avg_sq_dtype: StateFormat,
+    master_weight_dtype: Any,
+    stochastic_rounding: bool,
+    seed: int,
+) -> StateFormats:
+    return StateFormats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
+
+
+class Adam(LowBitStates, torch.optim.Adam):
+    """``torch.optim.Adam`` with states in the formats asked for.
+
+    Args:
+        params: parameters or groups, as torch takes them.
+        exp_avg_dtype, exp_avg_sq_dtype: ``fp32``, ``bf16``, ``fp16`` or ``fp8``; the last two are stored in blocks of
+            128 elements of a row with power-of-two scales. Parameters of fewer than two dimensions keep FP32 states.
+        master_weight_dtype: master weights of parameters below FP32: ``fp32``, ``fp16`` (in blocks) or None.
+        stochastic_rounding: round the updated weight (or FP16 master) stochastically.
+        seed: of stochastic rounding.
+        options: torch's arguments. ``amsgrad`` and ``differentiable`` are refused; ``foreach``, ``fused`` and
+            ``capturable`` choose among torch's implementations and change nothing here: on CUDA the step is one
+            fused pass that a CUDA graph can capture.
+
+    Gradients may be FP32, BF16, FP16 or ``GradientTensor``.
+
+    Raises:
+        ValueError: a format that does not exist, amsgrad, differentiable, or a complex parameter.
+        RuntimeError: at ``step``, a sparse gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        exp_avg_dtype: StateFormat = "fp8",
+        exp_avg_sq_dtype: StateFormat = "fp16",
+        master_weight_dtype: Any = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        formats = _formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
+        super().__init__(params, lr, **options)
+        self._setup(formats)
+
+
+class AdamW(LowBitStates, torch.optim.AdamW):
+    """``torch.optim.AdamW`` with states in the formats asked for; arguments are those of ``Adam`` here."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        exp_avg_dtype: StateFormat = "fp8",
+        exp_avg_sq_dtype: StateFormat = "fp16",
+        master_weight_dtype: Any = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        formats = _formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
+        super().__init__(params, lr, **options)
+        self._setup(formats)

@@ -1,0 +1,119 @@
+"""Turn the user's Adam or AdamW into the low-bit one in place, and back: it stays the object that it was."""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache, wraps
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
+from nemo_lowprec.optim.reference import read
+from nemo_lowprec.optim.storage import StateFormats
+
+__all__ = ["adopt", "check_adoptable", "release"]
+
+_ORIGINAL = "_lowprec_class"
+
+
+def check_adoptable(optimizer: Optimizer) -> None:
+    """Whether ``adopt`` will take ``optimizer``; changes nothing.
+
+    Raises:
+        ValueError: another optimizer than torch's Adam and AdamW, a subclass or an instance with a step of its own,
+            amsgrad, differentiable, or complex parameters.
+    """
+    cls = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Adam):
+        raise ValueError(
+            f"{cls.__name__} has no low-bit form: the MS-AMP levels train with torch.optim.Adam or AdamW. "
+            "Use one of these, or a level with FP32 states such as bf16_with_fp8_mixed."
+        )
+    if isinstance(optimizer, LowBitStates):
+        raise ValueError(f"This {cls.__name__} holds low-bit states already.")
+    plain = (torch.optim.Adam.step, torch.optim.AdamW.step)
+    if inspect.unwrap(cls.step) not in [inspect.unwrap(s) for s in plain]:
+        raise ValueError(f"{cls.__name__} has a step of its own, which low-bit states would bypass. Use torch's AdamW.")
+    own = optimizer.__dict__.get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ValueError(f"The step of this {cls.__name__} was replaced, which low-bit states would bypass.")
+    for name in ("amsgrad", "differentiable"):
+        if any(group[name] for group in optimizer.param_groups):
+            raise ValueError(f"{cls.__name__} with {name}=True has no low-bit form. Use {name}=False.")
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.is_complex():
+                raise ValueError(
+                    f"{cls.__name__} has a complex parameter of shape {tuple(param.shape)}, which has no low-bit form. "
+                    "Give complex parameters an optimizer of their own."
+                )
+
+
+@lru_cache(maxsize=32)
+def _class_for(cls: type[Optimizer]) -> type[Optimizer]:
+    if cls is torch.optim.AdamW:  # before Adam, which AdamW is a subclass of
+        return AdamW
+    if cls is torch.optim.Adam:
+        return Adam
+    return type(cls.__name__, (LowBitStates, cls), {"__module__": cls.__module__})
+
+
+def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
+    """Make ``optimizer`` hold its states in ``formats``; groups, schedulers and hooks go on pointing at it.
+
+    Raises:
+        ValueError: see ``check_adoptable``.
+    """
+    check_adoptable(optimizer)
+    optimizer.__dict__[_ORIGINAL] = type(optimizer)
+    optimizer.__class__ = _class_for(type(optimizer))
+    optimizer._patch_step_function()
+    _rewrap_step(optimizer)
+    assert isinstance(optimizer, LowBitStates)
+    optimizer._setup(formats)
+    for param, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = optimizer._take(name, value, param)
+
+
+def release(optimizer: Optimizer) -> None:
+    """Give an adopted optimizer its own class back, and FP32 states."""
+    original = optimizer.__dict__.pop(_ORIGINAL, None)
+    if original is None:
+        return
+    optimizer.__class__ = original
+    _rewrap_step(optimizer)
+    for name in ("formats", "_fused"):
+        optimizer.__dict__.pop(name, None)
+    fused = any(group["fused"] or group["capturable"] for group in optimizer.param_groups)
+    for state in optimizer.state.values():
+        state.pop("master_weight", None)
+        for name, value in state.items():
+            if name != "step":
+                state[name] = read(value)
+            elif not fused:
+                state[name] = value.cpu()
+
+
+def _rewrap_step(optimizer: Optimizer) -> None:
+    """Let a scheduler's wrapper around ``step``, which holds the class's function, call the new class's."""
+    wrapper = optimizer.__dict__.get("step")
+    if wrapper is None:
+        return
+    held = ref(optimizer)
+    function: Any = type(optimizer).step
+
+    @wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        found = held()
+        assert found is not None
+        found._opt_called = True  # type: ignore[attr-defined]
+        return function(found, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

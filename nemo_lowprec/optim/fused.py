@@ -1,0 +1,204 @@
+"""The host's side of the fused step: sorts parameters into launches and keeps the tables that the kernels read."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor, ScaledTensor
+from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
+from nemo_lowprec.formats.row_blocks import exponent_rule
+from nemo_lowprec.formats.stochastic import mix, rounding_rule
+from nemo_lowprec.optim.reference import Update, adam_step, weight_storage
+
+__all__ = ["FusedStep"]
+
+_BLOCKS, _WARPS = 16, 4
+
+
+@dataclass
+class _Tables:
+    """What the launch of one kind of parameters keeps from step to step."""
+
+    params: tuple[int, ...] = ()
+    pointers: PointerTable = field(default_factory=PointerTable)
+    tiles: TileTable | None = None
+    coefficients: Tensor | None = None
+    salts: Tensor | None = None
+    amax: Tensor | None = None
+    index: Tensor | None = None
+
+    def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
+        """The tile table of these parameters, made anew where they are others than last time."""
+        params = tuple(id(u.param) for u in updates)
+        if self.tiles is None or params != self.params:
+            shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
+            self.params, self.tiles = params, TileTable(shapes, _BLOCKS, device)
+            self.coefficients = torch.empty(len(updates), 2, device=device)
+            self.salts, self.amax = torch.zeros(2, len(updates), dtype=torch.int32, device=device)
+            self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)
+        return self.tiles
+
+
+class FusedStep:
+    """Runs the kernels of ``triton_adam`` for the parameters of a group."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, _Tables] = defaultdict(_Tables)
+
+    def step(
+        self,
+        updates: list[Update],
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        seed: int | None,
+    ) -> None:
+        """One step of these parameters, without waiting for the device (but see ``_is_dense``)."""
+        launches: dict[Any, list[Update]] = defaultdict(list)
+        for update in updates:
+            if _is_dense(update):
+                launches[_kind(update)].append(update)
+            else:
+                _by_reference(update, group, grad_scale, found_inf, seed)
+        first = updates[0].index
+        for kind, members in launches.items():
+            # One parameter by itself (gradient release) keeps its own tables.
+            self._launch(self._tables[kind, first, len(members) == 1], members, group, grad_scale, found_inf, seed)
+
+    def _launch(
+        self,
+        tables: _Tables,
+        updates: list[Update],
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        seed: int | None,
+    ) -> None:
+        kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
+        one = updates[0]
+        device = one.param.device
+        blocks = {name: isinstance(getattr(one, name), BlockTensor) for name in ("grad", *_STATES, "master")}
+        tiles = tables.fit(updates, any(blocks.values()), device)
+        rows = [_row(u) for u in updates]
+        addresses = tables.pointers.get(rows, device)
+        aligned = tiles.aligned and tables.pointers.aligned
+        storage = {name: rows[0][kernels.COLUMNS.index(name)].dtype for name in ("weight", "grad", *_STATES, "master")}
+        types = {name.upper(): _triton_type(dtype) for name, dtype in storage.items()}
+        rounded = storage["master"] if one.master is not None else storage["weight"]
+        stochastic = seed is not None and rounded in (torch.float16, torch.bfloat16)
+        mantissa, lowest = rounding_rule(rounded) if stochastic else (0, 0)
+        lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
+        weight_decay = float(group["weight_decay"])
+        lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
+        rate = 0.0 if lr_tensor is not None else float(lr)
+        none = tables.coefficients  # stands for a tensor that is not there and not read
+        assert tables.amax is not None
+        with torch.cuda.device(device):
+            kernels.prepare_kernel[(len(updates),)](
+                addresses, tables.coefficients, tables.salts, tables.index, none if found_inf is None else found_inf,
+                mix(seed or 0), *((lr_tensor, 0.0) if lr_tensor is not None else _two_floats(rate)),
+                *_two_floats(beta1), *_two_floats(beta2),
+                HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, STOCHASTIC=stochastic, num_warps=1,
+            )  # fmt: skip
+            to_fp8 = isinstance(one.param, ScaledTensor)
+            if to_fp8:
+                tables.amax.zero_()
+            kernels.adam_kernel[(tiles.tiles,)](
+                tiles.tensor_of, tiles.grid, addresses, tables.coefficients, tables.salts, tables.amax,
+                none if found_inf is None else found_inf, none if grad_scale is None else grad_scale,
+                none if lr_tensor is None else lr_tensor,
+                1 - rate * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, float(group["eps"]),
+                **types,
+                **{f"{name.upper()}_BLOCKED": flag for name, flag in blocks.items()},
+                HAS_MASTER=one.master is not None, DECOUPLED=bool(group["decoupled_weight_decay"]),
+                DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
+                HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
+                STOCHASTIC=stochastic, ROUND_MANTISSA=mantissa, ROUND_LOWEST=lowest,
+                **_RULES, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+            if to_fp8:
+                kernels.weights_kernel[(tiles.tiles,)](
+                    tiles.tensor_of, tiles.grid, addresses, tables.amax, none if found_inf is None else found_inf,
+                    2.0**-one.param.margin, MASTER=types["MASTER"], MASTER_BLOCKED=blocks["master"],  # type: ignore[attr-defined]
+                    HAS_FOUND=found_inf is not None, FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS,
+                    num_warps=_WARPS, enable_fp_fusion=False,
+                )  # fmt: skip
+
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_RULES = dict(
+    zip(
+        ("E4M3_TOP", "E4M3_MANTISSA", "FP16_TOP", "FP16_MANTISSA"),
+        (*exponent_rule(E4M3), *exponent_rule(FP16)),
+        strict=True,
+    )
+)
+
+
+def _kind(update: Update) -> tuple[Any, ...]:
+    """Parameters of one kind share a launch."""
+    tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
+    storage = tuple(None if t is None else (isinstance(t, BlockTensor), _plain(t).dtype) for t in tensors)
+    blocked = any(isinstance(t, BlockTensor) for t in tensors)
+    shape = update.param.shape
+    in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
+    margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
+    return (*storage, weight_storage(update.param).dtype, margin, in_row % 128 == 0)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.data_blocks if isinstance(tensor, BlockTensor) else tensor
+
+
+def _is_dense(update: Update) -> bool:
+    """Whether the elements lie in memory in the order of the states'; a channels-last weight does not."""
+    return weight_storage(update.param).is_contiguous()
+
+
+def _by_reference(
+    update: Update, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None, seed: int | None
+) -> None:
+    # Waits for the device: for weights in another order of memory.
+    if found_inf is None or not bool(found_inf):
+        adam_step(update, group, None if grad_scale is None else grad_scale.float().reshape(()).reciprocal(), seed)
+
+
+def _row(update: Update) -> list[Tensor]:
+    """The tensors of one row of ``triton_adam.COLUMNS``; the weight stands for those that there are not."""
+    weight = weight_storage(update.param)
+    scale_inv = update.param.scale_inv if isinstance(update.param, ScaledTensor) else weight
+    grad = update.grad
+    if isinstance(grad, GradientTensor):
+        gradient: list[Tensor] = [grad.data_blocks, grad.exponent, grad.factor]
+    else:
+        gradient = [grad.contiguous(), weight, weight]
+    row = [weight, scale_inv, *gradient]
+    for state in (update.exp_avg, update.exp_avg_sq, update.master):
+        if isinstance(state, BlockTensor):
+            row += [state.data_blocks, state.exponent]
+        else:
+            row += [weight if state is None else state, weight]
+    return [*row, update.step]
+
+
+def _two_floats(value: float) -> tuple[float, float]:
+    """An FP64 number as the sum of two FP32 ones."""
+    high = float(torch.tensor(value, dtype=torch.float32))
+    return high, value - high
+
+
+def _triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {
+        torch.float32: tl.float32,
+        torch.float16: tl.float16,
+        torch.bfloat16: tl.bfloat16,
+        torch.float8_e4m3fn: tl.float8e4nv,
+    }[dtype]

@@ -1,0 +1,91 @@
+"""How optimizer states are stored: FP32 and BF16 as they are, FP16 and FP8 in blocks with power-of-two scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor
+
+__all__ = ["StateFormat", "StateFormats", "portable", "store", "write"]
+
+StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
+_FORMATS = get_args(StateFormat)
+_BLOCKS = {"fp16": FP16, "fp8": E4M3}
+_PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_MASTERS = (None, "fp16", "fp32")
+
+
+@dataclass(frozen=True)
+class StateFormats:
+    """Storage of an Adam optimizer's states.
+
+    Parameters of fewer than two dimensions (norms, biases) keep FP32 states and FP32 masters: they are a thousandth
+    of a model, and a norm's weight of 1.0 would not feel updates below 0.0005 in FP16.
+
+    Attributes:
+        exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
+        master_weight: ``fp32``, ``fp16`` (in blocks) or None; of parameters below FP32.
+        stochastic_rounding: of the copy that takes the updates, where that is a 16-bit float.
+        seed: of stochastic rounding.
+    """
+
+    exp_avg: StateFormat = "fp32"
+    exp_avg_sq: StateFormat = "fp32"
+    master_weight: Literal["fp16", "fp32"] | None = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("exp_avg", "exp_avg_sq"):
+            if getattr(self, name) not in _FORMATS:
+                raise ValueError(f"{name}_dtype={getattr(self, name)!r} must be one of: {', '.join(_FORMATS)}.")
+        if self.master_weight not in _MASTERS:
+            raise ValueError(f"master_weight_dtype={self.master_weight!r} must be one of: None, 'fp16', 'fp32'.")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise ValueError(f"stochastic_rounding={self.stochastic_rounding!r} must be True or False.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r} must be an integer from 0 to 2**32 - 1.")
+
+    def of(self, name: str, param: Tensor) -> StateFormat:
+        """Format of the state ``name`` of ``param``."""
+        if param.dim() < 2:
+            return "fp32"
+        found: StateFormat = {f.name: getattr(self, f.name) for f in fields(self)}[name]
+        return found
+
+
+def store(values: Tensor, fmt: StateFormat) -> Tensor:
+    """A new tensor that holds ``values`` in ``fmt``."""
+    if fmt in _BLOCKS:
+        return BlockTensor.from_float(values, _BLOCKS[fmt])
+    return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
+
+
+def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
+    """A new tensor of zeros of the shape and on the device of ``param``."""
+    if fmt in _BLOCKS:
+        return BlockTensor.zeros(param.shape, _BLOCKS[fmt], param.device)
+    return torch.zeros(param.shape, dtype=_PLAIN[fmt], device=param.device)
+
+
+def write(state: Tensor, values: Tensor) -> None:
+    """Store ``values`` in an existing state."""
+    if isinstance(state, BlockTensor):
+        state.quantize_(values)
+    else:
+        state.copy_(values)
+
+
+def portable(state: Tensor) -> Tensor:
+    """A state as any optimizer reads it: a plain tensor of exactly its values.
+
+    Block-scaled states are decoded, E4M3 to BF16 and FP16 to FP32, on the CPU: a checkpoint takes no GPU memory.
+    """
+    if not isinstance(state, BlockTensor):
+        return state.detach()
+    on_cpu = state.to("cpu") if state.is_cuda else state
+    return on_cpu.dequantize(torch.bfloat16 if state.fmt is E4M3 else torch.float32)

@@ -1,0 +1,241 @@
+"""The fused Adam step: one pass over all parameters of a group, in a handful of launches.
+
+Results are bit for bit those of ``reference`` (the compiler may not fuse multiplications and additions). The module
+needs Triton; importing it without raises ImportError.
+
+A row of the table of addresses is a parameter: see ``COLUMNS``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from nemo_lowprec.formats.triton_blocks import block_exponents, power_of_two, to_stored
+
+__all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "weights_kernel"]
+
+COLUMNS = (
+    "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "exp_avg", "exp_avg_exponent",
+    "exp_avg_sq", "exp_avg_sq_exponent", "master", "master_exponent", "step",
+)  # fmt: skip
+_WIDTH = tl.constexpr(len(COLUMNS))
+
+
+@triton.jit
+def _address(row, COLUMN: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(row + COLUMN).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _mix(x):
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round(x, random, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+    """``round_stochastic`` of formats/: FP32 values of the 16-bit format."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST) - MANTISSA
+    fraction = (random >> (9 + MANTISSA)).to(tl.float32) * (1.0 / (1 << (23 - MANTISSA)))
+    rounded = tl.floor(x * power_of_two(254 - exponent) + fraction) * power_of_two(exponent)
+    return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x)
+
+
+@triton.jit(do_not_specialize=["seed"])
+def prepare_kernel(
+    address_ptr, coefficient_ptr, salt_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low, beta2,
+    beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Count the step of one parameter and compute what depends on it, in FP64."""
+    tensor = tl.program_id(0)
+    step_ptr = _address(address_ptr + tensor * _WIDTH, 11, tl.float32)
+    step = tl.load(step_ptr)
+    live = 1.0
+    if HAS_FOUND:
+        live = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
+    tl.store(step_ptr, step + live)
+    step = (step + 1.0).to(tl.float64)
+    # A float argument is FP32: two of them carry the FP64 value.
+    first = beta1.to(tl.float64) + beta1_low.to(tl.float64)
+    second = beta2.to(tl.float64) + beta2_low.to(tl.float64)
+    if HAS_LR:
+        rate = tl.load(lr).to(tl.float64)
+    else:
+        rate = lr.to(tl.float64) + lr_low.to(tl.float64)
+    one = tl.full((), 1.0, tl.float64)
+    tl.store(coefficient_ptr + tensor * 2, (rate / (one - libdevice.pow(first, step))).to(tl.float32))
+    correction = one / tl.sqrt(one - libdevice.pow(second, step))
+    tl.store(coefficient_ptr + tensor * 2 + 1, correction.to(tl.float32))
+    if STOCHASTIC:
+        salt = _mix(_mix(seed.to(tl.uint32) ^ step.to(tl.uint32)) ^ tl.load(index_ptr + tensor).to(tl.uint32))
+        tl.store(salt_ptr + tensor, salt.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _tile(tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which tensor this program works on; its blocks there, the offsets of their elements, and what is inside."""
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + tile)
+    grid = grid_ptr + tensor * 4
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    first = (tile - tl.load(grid)) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    live = block < total
+    inside = live[:, None] & (lane >= 0)[None, :]
+    if ALIGNED:
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = (block // per_row)[:, None] * cols + col
+    return tensor, block, live, offset, inside
+
+
+@triton.jit
+def _read(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr,
+          block, live, offset, inside):  # fmt: skip
+    pointer = _address(row, COLUMN, dtype)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    x = tl.load(pointer + offset, mask=inside, other=0.0).to(tl.float32)
+    if BLOCKED:
+        exponent = tl.load(_address(row, COLUMN + 1, tl.uint8) + block, mask=live, other=127).to(tl.int32)
+        x = x * power_of_two(exponent)[:, None]
+    return x
+
+
+@triton.jit
+def _write(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr,
+           TOP: tl.constexpr, MANTISSA: tl.constexpr, x, block, live, offset, inside):  # fmt: skip
+    pointer = _address(row, COLUMN, dtype)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    if BLOCKED:
+        exponent = block_exponents(x, TOP, MANTISSA)
+        tl.store(_address(row, COLUMN + 1, tl.uint8) + block, exponent.to(tl.uint8), mask=live)
+        tl.store(pointer + offset, to_stored(x, exponent, dtype), mask=inside)
+    else:
+        tl.store(pointer + offset, x.to(dtype), mask=inside)
+
+
+@triton.jit
+def adam_kernel(
+    tensor_of_ptr, grid_ptr, address_ptr, coefficient_ptr, salt_ptr, amax_ptr, found_inf_ptr, grad_scale_ptr, lr_ptr,
+    decay, weight_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, MASTER: tl.constexpr,
+    GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr, EXP_AVG_SQ_BLOCKED: tl.constexpr,
+    MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_MANTISSA: tl.constexpr, ROUND_LOWEST: tl.constexpr,
+    E4M3_TOP: tl.constexpr, E4M3_MANTISSA: tl.constexpr, FP16_TOP: tl.constexpr, FP16_MANTISSA: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Unscale, decay, update and store a tile of one parameter and its states."""
+    tensor, block, live, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
+    row = address_ptr + tensor * _WIDTH
+    if HAS_FOUND:
+        goes = tl.load(found_inf_ptr) == 0.0
+        live, inside = live & goes, inside & goes
+
+    grad = _read(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, block, live, offset, inside)
+    exp_avg = _read(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, block, live, offset, inside)
+    exp_avg_sq = _read(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, block, live, offset, inside)
+    if HAS_MASTER:
+        value = _read(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, block, live, offset, inside)
+    else:
+        value = _read(row, 0, WEIGHT, False, ALIGNED, block, live, offset, inside)
+
+    if GRAD_BLOCKED:
+        grad = grad * tl.load(_address(row, 4, tl.float32))
+    if HAS_SCALE:
+        grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
+    if MAXIMIZE:
+        grad = -grad
+    if DECOUPLED:
+        if HAS_LR:
+            one = tl.full((), 1.0, tl.float64)
+            decay = (one - tl.load(lr_ptr).to(tl.float64) * weight_decay.to(tl.float64)).to(tl.float32)
+        value = value * decay
+    elif DECAYS:
+        grad = grad + value * weight_decay
+    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
+    exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
+    step_size = tl.load(coefficient_ptr + tensor * 2)
+    denominator = tl.sqrt_rn(exp_avg_sq) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
+    value = value - tl.div_rn(exp_avg, denominator) * step_size
+
+    if tl.float8e4nv == EXP_AVG:
+        _write(row, 5, EXP_AVG, True, ALIGNED, E4M3_TOP, E4M3_MANTISSA, exp_avg, block, live, offset, inside)
+    else:
+        _write(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, FP16_TOP, FP16_MANTISSA, exp_avg, block, live, offset, inside)
+    if tl.float8e4nv == EXP_AVG_SQ:
+        _write(row, 7, EXP_AVG_SQ, True, ALIGNED, E4M3_TOP, E4M3_MANTISSA, exp_avg_sq, block, live, offset, inside)
+    else:
+        _write(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, FP16_TOP, FP16_MANTISSA,
+               exp_avg_sq, block, live, offset, inside)  # fmt: skip
+
+    if STOCHASTIC:
+        random = _mix(offset.to(tl.uint32) ^ tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True))
+    if HAS_MASTER:
+        if MASTER_BLOCKED:
+            exponent = block_exponents(value, FP16_TOP, FP16_MANTISSA)
+            if STOCHASTIC:
+                scaled = to_stored(value, exponent, tl.float32)
+                stored = _round(scaled, random, ROUND_MANTISSA, ROUND_LOWEST).to(MASTER)
+            else:
+                stored = to_stored(value, exponent, MASTER)
+            pointer = _address(row, 9, MASTER)
+            if ALIGNED:
+                pointer = tl.multiple_of(pointer, 16)
+            tl.store(pointer + offset, stored, mask=inside)
+            tl.store(_address(row, 10, tl.uint8) + block, exponent.to(tl.uint8), mask=live)
+            value = stored.to(tl.float32) * power_of_two(exponent)[:, None]
+        else:
+            _write(row, 9, MASTER, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+        if tl.float8e4nv == WEIGHT:
+            # Its scale needs the whole tensor's amax: weights_kernel stores it.
+            bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+            largest = tl.max(tl.max(bits, axis=1), axis=0)
+            if largest > tl.load(amax_ptr + tensor):
+                tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
+        else:
+            _write(row, 0, WEIGHT, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+    else:
+        if STOCHASTIC:
+            value = _round(value, random, ROUND_MANTISSA, ROUND_LOWEST)
+        _write(row, 0, WEIGHT, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+
+
+@triton.jit
+def weights_kernel(
+    tensor_of_ptr, grid_ptr, address_ptr, amax_ptr, found_inf_ptr, margin_factor,
+    MASTER: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_FOUND: tl.constexpr, FP8_MAX: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write FP8 weights from their masters, scaled by the amax that adam_kernel left (``compute_scale``)."""
+    tensor, block, live, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
+    row = address_ptr + tensor * _WIDTH
+    first = tl.program_id(0) == tl.load(grid_ptr + tensor * 4)
+    if HAS_FOUND:
+        goes = tl.load(found_inf_ptr) == 0.0
+        live, inside, first = live & goes, inside & goes, first & goes
+    value = _read(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, block, live, offset, inside)
+    largest = tl.load(amax_ptr + tensor).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.full((), FP8_MAX, tl.float32), largest) * margin_factor
+    scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
+    scale = tl.where((largest > 0.0) & (largest <= 3.4028234663852886e38), scale, 1.0)
+    tl.store(_address(row, 1, tl.float32), tl.div_rn(tl.full((), 1.0, tl.float32), scale), mask=first)
+    y = value * scale
+    y = tl.where(y > FP8_MAX, FP8_MAX, y)
+    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
+    pointer = _address(row, 0, tl.float8e4nv)
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + offset, y.to(tl.float8e4nv), mask=inside)
