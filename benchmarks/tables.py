@@ -29,7 +29,7 @@ def rst_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def chart() -> str:
     """The precision chart, without the rows that no run has shown."""
-    rows = [level for level in CHART.values() if level.landed and level.scaling not in _BLACKWELL]
+    rows = [level for level in CHART.values() if level.scaling not in _BLACKWELL]
     return rst_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
 
 

@@ -18,9 +18,9 @@ __all__ = ["CHART", "LowPrecision", "PrecisionLevel", "__version__", "get_level"
 def __getattr__(name: str) -> Any:
     # Lightning takes seconds to import; the chart alone should not.
     if name in CHART:
-        from nemo_lowprec.plugins.levels import FACTORIES
+        from nemo_lowprec.plugins.levels import LEVELS
 
-        return FACTORIES[name]
+        return LEVELS[name]
     if name == "LowPrecision":
         from nemo_lowprec.plugins.precision import LowPrecision
 

@@ -9,7 +9,7 @@ The first five rows are the chart of MS-AMP's documentation, the others NeMo's m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 __all__ = ["CHART", "COLUMNS", "PrecisionLevel", "get_level"]
@@ -34,11 +34,12 @@ class PrecisionLevel:
         weight_grad: column Weight gradient, as stored between backward and step.
         optimizer_states: column Optimizer states, (first moment, second moment) of Adam.
         rest: format of the parameters that are not weights of converted layers.
+        vectors: format of parameters of fewer than two dimensions (norms, biases) in every column; None: as ``rest``.
         autocast: half format of the forward pass outside the low-precision GEMMs.
         scaling: how low-precision GEMM operands are scaled; None without low-precision GEMMs.
         fp8_params: whether weights may be stored in FP8 on request (NeMo's ``fp8_params``).
         summary: one line for the start-up table and ``--help``.
-        landed: False for a row that is declared but cannot be asked for yet.
+        half: whether the half format may be chosen (``half="fp16"``).
     """
 
     name: str
@@ -53,7 +54,8 @@ class PrecisionLevel:
     summary: str
     scaling: Scaling | None = None
     fp8_params: bool = False
-    landed: bool = True
+    half: bool = False
+    vectors: Format | None = None
 
     @property
     def has_fp8(self) -> bool:
@@ -67,8 +69,23 @@ class PrecisionLevel:
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether parameters are half copies of FP32 masters held by the optimizer."""
+        """Whether parameters are stored below FP32: as half copies of FP32 masters, or without (``is_low_bit``)."""
         return self.rest != "fp32"
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether weights take their updates in 16 bits, with FP8 gradients and an optimizer of this package."""
+        return self.weight_grad == "fp8"
+
+    def with_half(self, half: str) -> PrecisionLevel:
+        """The row with another half format outside the low-precision GEMMs.
+
+        Raises:
+            ValueError: ``half`` is neither bf16 nor fp16.
+        """
+        if half not in ("bf16", "fp16"):
+            raise ValueError(f"half={half!r} must be 'bf16' or 'fp16'.")
+        return replace(self, autocast=half)  # type: ignore[arg-type]
 
     def columns(self, fp8_params: bool | None = None) -> dict[str, str]:
         """The row as the chart prints it: column title to cell; for one choice of ``fp8_params`` where it is given."""
@@ -92,6 +109,12 @@ def _mixed_bf16(name: str, compute: Format, scaling: Scaling | None, summary: st
     )
 
 
+def _msamp(name: str, weight: Format, master: Format | None, states: tuple[Format, Format], summary: str):
+    return PrecisionLevel(
+        name, "fp8", "fp8", weight, master, "fp8", states, "fp16", "bf16", summary, "delayed", half=True, vectors="fp32"
+    )
+
+
 _ROWS = (
     PrecisionLevel(
         "fp16_amp", "fp16", "fp32", "fp32", None, "fp32", ("fp32", "fp32"), "fp32", "fp16",
@@ -101,18 +124,9 @@ _ROWS = (
         "te_fp8", "fp8", "fp32", "fp32", None, "fp32", ("fp32", "fp32"), "fp32", "bf16",
         "Transformer Engine: FP32 weights, FP8 GEMMs with delayed scaling", "delayed",
     ),
-    PrecisionLevel(
-        "msamp_o1", "fp8", "fp8", "fp16", None, "fp8", ("fp32", "fp32"), "bf16", "bf16",
-        "MS-AMP O1: FP16 weights, FP8 gradients and communication", "delayed", landed=False,
-    ),
-    PrecisionLevel(
-        "msamp_o2", "fp8", "fp8", "fp16", None, "fp8", ("fp8", "fp16"), "bf16", "bf16",
-        "MS-AMP O2: O1 with FP8 and FP16 optimizer states", "delayed", landed=False,
-    ),
-    PrecisionLevel(
-        "msamp_o3", "fp8", "fp8", "fp8", "fp16", "fp8", ("fp8", "fp16"), "bf16", "bf16",
-        "MS-AMP O3: O2 with FP8 weights and FP16 masters", "delayed", landed=False,
-    ),
+    _msamp("msamp_o1", "fp16", None, ("fp32", "fp32"), "MS-AMP O1: FP16 weights, FP8 gradients and communication"),
+    _msamp("msamp_o2", "fp16", None, ("fp8", "fp16"), "MS-AMP O2: O1 with FP8 and FP16 optimizer states"),
+    _msamp("msamp_o3", "fp8", "fp16", ("fp8", "fp16"), "MS-AMP O3: O2 with FP8 weights and FP16 masters"),
     PrecisionLevel(
         "fp16_mixed", "fp16", "fp16", "fp16", "fp32", "fp16", ("fp32", "fp32"), "fp16", "fp16",
         "NeMo FP16 mixed: FP16 weights and gradients, FP32 masters, loss scaling",
@@ -146,19 +160,8 @@ def get_level(name: str) -> PrecisionLevel:
     """Return a row that can be trained with.
 
     Raises:
-        ValueError: the name is no row of the chart, or the row has not landed yet.
+        ValueError: the name is no row of the chart.
     """
     if not isinstance(name, str) or name not in CHART:
-        raise ValueError(f"Unknown precision level {name!r}. Choose one of: {', '.join(landed_levels())}.")
-    level = CHART[name]
-    if not level.landed:
-        raise ValueError(
-            f"Precision level {name!r} is declared in the chart but not available yet. "
-            f"Choose one of: {', '.join(landed_levels())}."
-        )
-    return level
-
-
-def landed_levels() -> list[str]:
-    """Names of the levels that can be asked for, in the chart's order."""
-    return [row.name for row in _ROWS if row.landed]
+        raise ValueError(f"Unknown precision level {name!r}. Choose one of: {', '.join(CHART)}.")
+    return CHART[name]

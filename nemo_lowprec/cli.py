@@ -81,7 +81,7 @@ def _levels(arguments: Sequence[str]) -> None:
 
     table = Table(*COLUMNS, title="Precision levels", caption="dim: declared, not available yet")
     for level in CHART.values():
-        table.add_row(*level.columns().values(), style=None if level.landed else "dim")
+        table.add_row(*level.columns().values())
     # A table cut off at 80 columns in a pipe would lose cells.
     Console(width=None if sys.stdout.isatty() else 180).print(table)
 

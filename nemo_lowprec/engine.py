@@ -30,8 +30,9 @@ from nemo_lowprec.compute import (
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
-from nemo_lowprec.grads import LossScale, LossScaleConfig, unscale_
-from nemo_lowprec.weights import MasterWeights
+from nemo_lowprec.grads import LossScale, LossScaleConfig, StoredGradients, unscale_
+from nemo_lowprec.optim import LowBitOptions, StateFormats, adopt, check_adoptable, release
+from nemo_lowprec.weights import MasterWeights, StoredWeights
 
 __all__ = ["DTYPES", "Engine", "needs_closure"]
 
@@ -58,6 +59,8 @@ class Engine:
         loss_scale: its loss scaling; None for a level without.
         layers: which layers are converted.
         backend: ``auto``, ``te``, ``torch`` or ``reference``.
+        low_bit: how weights are updated, at a level with low-bit states.
+        reads_as: dtype that weights stored in FP16 read as; None for the level's half dtype.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class Engine:
         loss_scale: LossScaleConfig | None = None,
         layers: LayerFilter | None = None,
         backend: str = "auto",
+        low_bit: LowBitOptions | None = None,
+        reads_as: torch.dtype | None = None,
     ) -> None:
         self.level = level
         self.recipe = recipe
@@ -76,7 +81,11 @@ class Engine:
         self.backend: Backend | None = None
         self.loss_scale = LossScale(loss_scale) if loss_scale is not None else None
         self.histories: DelayedScaling | None = None
+        self.low_bit = low_bit or LowBitOptions()
+        self.reads_as = reads_as or self.half
         self.masters: MasterWeights | None = None
+        self.stored: StoredWeights | None = None
+        self.gradients: StoredGradients | None = None
         self.conversion = Conversion()
         self.model: nn.Module | None = None
         self.device = torch.device("cpu")
@@ -90,7 +99,8 @@ class Engine:
     def __reduce__(self) -> Any:
         # For launchers that hand a plugin to other processes: what belongs to a model stays behind.
         loss_scale = self.loss_scale.config if self.loss_scale is not None else None
-        return Engine, (self.level, self.recipe, loss_scale, self.layers, self.backend_name)
+        options = (self.low_bit, self.reads_as)
+        return Engine, (self.level, self.recipe, loss_scale, self.layers, self.backend_name, *options)
 
     # The model
 
@@ -100,7 +110,7 @@ class Engine:
         A model that another engine converted is given back its own layers and FP32 parameters first.
 
         Raises:
-            ValueError: the level, or the forced backend, cannot run on ``device``.
+            ValueError: the level, or the forced backend, cannot run on ``device``, or cannot store a parameter.
         """
         other: Engine | None = model.__dict__.get(_ENGINE)
         if other is not None and other.model is not model:  # a deep copy: its parameters are its own
@@ -128,7 +138,13 @@ class Engine:
             self.layers,
             self.histories,
         )
-        if self.level.has_half_weights:
+        if self.level.is_low_bit:
+            fp8 = self.conversion.low if self.level.weight == "fp8" else []
+            margin = self.recipe.fp8_margin if self.recipe is not None else 0
+            self.stored = StoredWeights(self.reads_as, fp8, margin)
+            self.stored.install(model)
+            self.gradients = StoredGradients(self._step_at_once if self.low_bit.gradient_release else None)
+        elif self.level.has_half_weights:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
@@ -149,6 +165,8 @@ class Engine:
             )
 
     def _check_weights(self, model: nn.Module) -> None:
+        if self.level.is_low_bit:
+            StoredWeights(self.reads_as).check(model)
         if self.loss_scale is None or self.level.has_half_weights:
             return
         for name, param in model.named_parameters():
@@ -159,9 +177,21 @@ class Engine:
                 )
 
     def revert(self) -> None:
-        """Give the model its own layers and FP32 parameters back; histories and loss scale stay for the next time."""
+        """Give the model its own layers and FP32 parameters back, and adopted optimizers their class.
+
+        Histories and loss scale stay for the next time.
+        """
         if self.model is None or self.model.__dict__.pop(_ENGINE, None) is not self:
             return
+        if self.gradients is not None:
+            self.gradients.remove()
+            self.gradients = None
+        if self.stored is not None:
+            self.stored.remove()
+            self.stored = None
+            for optimizer in list(self._optimizers):
+                release(optimizer)
+                self._optimizers.discard(optimizer)
         if self.masters is not None:
             self.masters.remove()
             self.masters = None
@@ -173,14 +203,24 @@ class Engine:
             self.histories.to(self.device)
         if self.masters is not None:
             self.masters.settle()
+        if self.stored is not None:
+            self.stored.settle()
+            self._cover_gradients()
+
+    def _cover_gradients(self) -> None:
+        """Store the gradients of the matrices that take one by now (with gradient release: of all parameters)."""
+        if self.gradients is None or self.stored is None or self.model is None:
+            return
+        self.gradients.cover(self.stored.matrices() if self.gradients.release is None else self.model.parameters())
 
     # The optimizer
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Give ``optimizer`` its masters.
+        """Give ``optimizer`` its masters, or its low-bit states.
 
         Raises:
-            ValueError: it evaluates the loss itself, and the level scales the loss.
+            ValueError: it evaluates the loss itself, and the level scales the loss; or it has no low-bit form, and
+                the level needs one.
         """
         if self.loss_scale is not None and needs_closure(optimizer):
             raise ValueError(
@@ -189,9 +229,31 @@ class Engine:
             )
         if optimizer in self._optimizers:
             return
+        if self.level.is_low_bit:
+            first, second = self.level.optimizer_states
+            options = self.low_bit
+            formats = StateFormats(
+                first,  # type: ignore[arg-type]
+                second,  # type: ignore[arg-type]
+                stochastic_rounding=options.stochastic_rounding,
+                seed=options.rounding_seed,
+            )
+            adopt(optimizer, formats)
         self._optimizers.add(optimizer)
         if self.masters is not None:
             self.masters.attach(optimizer)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise what ``attach`` would, and change nothing."""
+        if self.level.is_low_bit and optimizer not in self._optimizers:
+            check_adoptable(optimizer)
+
+    def _step_at_once(self, param: Tensor) -> None:
+        """Gradient release: step one parameter and drop its gradient."""
+        for optimizer in self._optimizers:
+            if any(param is p for group in optimizer.param_groups for p in group["params"]):
+                optimizer.step_param(param)  # type: ignore[attr-defined]
+                param.grad = None
 
     # A step
 
@@ -208,6 +270,7 @@ class Engine:
         """The loss to run backward from."""
         if self.masters is not None:
             self.masters.before_backward()
+        self._cover_gradients()
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def unscale(self, optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.recipe import Operand, Recipe
-from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
 __all__ = ["GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear"]
 
@@ -102,7 +102,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype, transposed, grad):
         backend = plan.backend
         if transposed:
-            weight = weight.transposed() if isinstance(weight, ScaledTensor) else weight.t()
+            weight = weight.transposed() if isinstance(weight, ScaledTensor | CastTensor) else weight.t()
         fprop8, dgrad8, wgrad8 = plan.fp8
         need_dgrad = grad and ctx.needs_input_grad[0]
         need_wgrad = grad and ctx.needs_input_grad[1]
@@ -201,12 +201,14 @@ def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
 
 
 def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
-    return weight.dequantize(plan.half) if isinstance(weight, ScaledTensor) else weight.to(plan.half)
+    return weight.dequantize(plan.half) if isinstance(weight, StoredTensor) else weight.to(plan.half)
 
 
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
     if isinstance(weight, ScaledTensor):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
+    if isinstance(weight, CastTensor):
+        weight = weight.data_fp16
     return plan.backend.quantize(weight, plan.operand("weight"), rowwise=rowwise, columnwise=columnwise, record=record)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class BlockTensor(StoredTensor):
         fmt: the storage format.
     """
 
-    PARTS = ("data_blocks", "exponent")
+    PARTS: ClassVar[tuple[str, ...]] = ("data_blocks", "exponent")
     SETTINGS = ("fmt",)
     data_blocks: Tensor
     exponent: Tensor

@@ -144,11 +144,11 @@ def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: 
     tl.store(partial_ptr + tile, tl.sum(tl.sum(x * x, axis=1) * scale * scale, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_tile"])
 def _sum_kernel(partial_ptr, grid_ptr, last_tile, factor_ptr, out_ptr, WIDTH: tl.constexpr):
     tensor = tl.program_id(0)
     first = tl.load(grid_ptr + tensor * 4)
-    last = last_tile
+    last = last_tile.to(tl.int64)
     if tensor + 1 < tl.num_programs(0):
         last = tl.load(grid_ptr + (tensor + 1) * 4)
     total = tl.zeros((WIDTH,), tl.float32)

@@ -1,6 +1,7 @@
-"""Column Weight gradient: loss scaling and unscaling."""
+"""Column Weight gradient: FP8 storage, loss scaling and unscaling."""
 
 from nemo_lowprec.grads.loss_scale import LossScale, LossScaleConfig
+from nemo_lowprec.grads.stored import StoredGradients
 from nemo_lowprec.grads.unscale import unscale_
 
-__all__ = ["LossScale", "LossScaleConfig", "unscale_"]
+__all__ = ["LossScale", "LossScaleConfig", "StoredGradients", "unscale_"]

@@ -2,6 +2,7 @@
 
 from nemo_lowprec.optim.adam import Adam, AdamW
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.options import LowBitOptions
 from nemo_lowprec.optim.storage import StateFormats
 
-__all__ = ["Adam", "AdamW", "StateFormats", "adopt", "check_adoptable", "release"]
+__all__ = ["Adam", "AdamW", "LowBitOptions", "StateFormats", "adopt", "check_adoptable", "release"]

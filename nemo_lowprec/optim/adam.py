@@ -47,9 +47,7 @@ class LowBitStates(Optimizer):
             if group["amsgrad"]:
                 raise ValueError("amsgrad=True keeps a third state, which has no low-bit form here. Use amsgrad=False.")
             if group["differentiable"]:
-                raise ValueError(
-                    "differentiable=True needs states that autograd can follow. Use torch's optimizer."
-                )
+                raise ValueError("differentiable=True needs states that autograd can follow. Use torch's optimizer.")
             _check_params(group)
 
     # Steps

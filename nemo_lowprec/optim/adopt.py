@@ -70,7 +70,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
     """
     check_adoptable(optimizer)
     optimizer.__dict__[_ORIGINAL] = type(optimizer)
-    optimizer.__class__ = _class_for(type(optimizer))
+    optimizer.__class__ = _class_for(type(optimizer))  # type: ignore[arg-type]
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
     assert isinstance(optimizer, LowBitStates)

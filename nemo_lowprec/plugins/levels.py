@@ -10,16 +10,18 @@ from typing import Any
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.compute import LayerFilter, Recipe
 from nemo_lowprec.grads import LossScaleConfig
+from nemo_lowprec.optim import LowBitOptions
 from nemo_lowprec.plugins.options import option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
-__all__ = ["FACTORIES", "LEVELS"]
+__all__ = ["LEVELS"]
 
 
 def _annotations() -> dict[str, Any]:
     hints: dict[str, Any] = {"backend": typing.Literal["auto", "te", "torch", "reference"]}
-    for cls in (Recipe, LossScaleConfig, LayerFilter):
+    for cls in (Recipe, LossScaleConfig, LayerFilter, LowBitOptions):
         hints.update(typing.get_type_hints(cls))
+    hints["half"] = typing.Literal["bf16", "fp16"]
     hints["fp8"] = typing.Literal["hybrid", "e4m3"]
     hints["fp8_amax_compute_algo"] = typing.Literal["max", "most_recent"]
     return hints
@@ -40,6 +42,10 @@ _DOCS = {
     "skip": "names or globs of layers to leave in half precision.",
     "num_layers_at_start_in_half": "blocks at the start of the stack to leave in half precision.",
     "num_layers_at_end_in_half": "blocks at the end of the stack to leave in half precision.",
+    "half": "'bf16', or 'fp16' with loss scaling: what does not run in FP8.",
+    "stochastic_rounding": "round updated 16-bit weights at random, up or down by the fraction cut off.",
+    "rounding_seed": "of stochastic_rounding.",
+    "gradient_release": "step each parameter as soon as its gradient is there, and drop the gradient.",
     "loss_scale": "a static loss scale; None for dynamic scaling.",
     "initial_loss_scale": "first scale of dynamic scaling.",
     "loss_scale_window": "good steps after which the scale doubles.",
@@ -68,5 +74,4 @@ def _factory(level: PrecisionLevel) -> Callable[..., LowPrecision]:
     return build
 
 
-FACTORIES: dict[str, Callable[..., LowPrecision]] = {name: _factory(level) for name, level in CHART.items()}
-LEVELS = {name: factory for name, factory in FACTORIES.items() if CHART[name].landed}
+LEVELS: dict[str, Callable[..., LowPrecision]] = {name: _factory(level) for name, level in CHART.items()}

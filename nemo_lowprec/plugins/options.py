@@ -8,6 +8,7 @@ from typing import Any
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.compute import BACKENDS, LayerFilter, Recipe
 from nemo_lowprec.grads import LossScaleConfig
+from nemo_lowprec.optim import LowBitOptions
 
 __all__ = ["Options", "option_defaults", "parse_options"]
 
@@ -16,10 +17,12 @@ __all__ = ["Options", "option_defaults", "parse_options"]
 class Options:
     """A level's arguments, checked and sorted by the column they belong to."""
 
+    level: PrecisionLevel
     recipe: Recipe | None
     loss_scale: LossScaleConfig | None
     layers: LayerFilter
     backend: str
+    low_bit: LowBitOptions
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -27,7 +30,11 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if level.has_fp8:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
-    if level.has_loss_scale:
+    if level.half:
+        defaults |= {"half": CHART[level.name].autocast}
+    if level.is_low_bit:
+        defaults |= LowBitOptions.arguments()
+    if level.has_loss_scale or level.half:
         defaults |= LossScaleConfig.arguments()
     return defaults
 
@@ -45,6 +52,14 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise TypeError(_unknown(level, name, defaults))
     values = defaults | given
 
+    if level.half:
+        level = level.with_half(values["half"])
+        if not level.has_loss_scale:
+            for name in LossScaleConfig.arguments():
+                if values[name] != defaults[name]:
+                    raise ValueError(f"{name}={values[name]!r} has no effect in bf16, which needs no loss scaling. "
+                                     f"Leave it out, or pass half='fp16' to {level.name}.")  # fmt: skip
+
     def pick(arguments: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in arguments}
 
@@ -57,16 +72,24 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         recipe = Recipe(level.scaling, **arguments, **pick(Recipe.arguments(level)))
         if values["backend"] != "auto" and values["backend"] not in BACKENDS:
             raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKENDS)}.")
+    low_bit = LowBitOptions(**pick(LowBitOptions.arguments())) if level.is_low_bit else LowBitOptions()
+    if low_bit.gradient_release and level.has_loss_scale:
+        raise ValueError(
+            "gradient_release=True steps before all gradients are there, so that an overflow could not skip the step. "
+            "Use half='bf16', which needs no loss scaling."
+        )
     return Options(
+        level,
         recipe,
         LossScaleConfig(**pick(LossScaleConfig.arguments())) if level.has_loss_scale else None,
         LayerFilter(**pick(LayerFilter.arguments())) if level.has_fp8 else LayerFilter(),
         values.get("backend", "auto"),
+        low_bit,
     )
 
 
 def _unknown(level: PrecisionLevel, name: str, defaults: dict[str, Any]) -> str:
-    takers = [row.name for row in CHART.values() if row.landed and name in option_defaults(row)]
+    takers = [row.name for row in CHART.values() if name in option_defaults(row)]
     if takers:
         return f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}."
     known = ", ".join(defaults) or "no arguments"

@@ -38,12 +38,11 @@ class LowPrecision(Precision):
     """
 
     def __init__(self, level: str, **options: Any) -> None:
-        row = get_level(level)
-        parsed = parse_options(row, options)
-        self.level = row
+        parsed = parse_options(get_level(level), options)
+        row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
-        self.engine = Engine(row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend)
+        self.engine = Engine(row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend, parsed.low_bit)
         self._resume = ResumeState()
         self._module: pl.LightningModule | None = None
 
@@ -76,6 +75,8 @@ class LowPrecision(Precision):
                         f"{type(callback).__name__} averages the model's parameters, which at {self.level.name} are "
                         "half copies of the weights. Use te_fp8 or fp16_amp, or leave the callback out."
                     )
+        if trainer is not None and self.engine.low_bit.gradient_release:
+            _check_release(trainer)
         self.engine.convert(module, device)
         return module
 
@@ -158,6 +159,20 @@ class LowPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self._resume.load_state_dict(state_dict, self._module)
+
+
+def _check_release(trainer: pl.Trainer) -> None:
+    """What needs the gradients of all parameters at once cannot be had together with gradient release."""
+    obstacles = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches > 1,
+        "gradient_clip_val": trainer.gradient_clip_val is not None,
+    }
+    for name, there in obstacles.items():
+        if there:
+            raise ValueError(
+                f"gradient_release=True steps each parameter as soon as its gradient is there, which cannot go with "
+                f"{name}={getattr(trainer, name)!r}. Leave one of them out."
+            )
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.formats import BlockTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.gemms import watch_gemms
 from nemo_lowprec.weights import master_of
@@ -43,7 +43,8 @@ class Finding:
 
     Attributes:
         column: title as in the chart.
-        part: ``converted`` weights (all linear weights at a level that converts none) or the ``rest``.
+        part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and
+            ``vectors`` (fewer than two dimensions) at a level that keeps these apart.
         declared, observed: formats, ``+`` between several, ``–`` for none.
         bytes_per_param: bytes found over the parameters of this part; None where nothing is stored.
     """
@@ -139,6 +140,7 @@ class Audit(pl.Callback):
                     report.findings.append(Finding("Computation (GEMM)", part, _declared_gemm(plugin), "–", None))
                 continue
             half_weight = level.weight if level.has_half_weights else "fp32"
+            vectors = level.vectors if part == "vectors" else None
             count = sum(p.numel() for p in params)
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found.
@@ -147,15 +149,15 @@ class Audit(pl.Callback):
             columns: list[tuple[str, str | None, _Bytes]] = [
                 (
                     "Weight",
-                    ("fp8" if stored_fp8 else half_weight) if converted else level.rest,
+                    ("fp8" if stored_fp8 else half_weight) if converted else vectors or level.rest,
                     _Bytes(params),
                 ),
                 (
                     "Master weight",
-                    level.master_weight,
+                    level.master_weight if converted or not level.is_low_bit else None,
                     _Bytes(master_of(p) for p in params),
                 ),
-                ("Weight gradient", level.weight_grad, self._gradients[part]),
+                ("Weight gradient", vectors or level.weight_grad, self._gradients[part]),
             ]
             for column, declared, found in columns:
                 report.findings.append(Finding(column, part, declared or "–", found.formats, found.per_param(count)))
@@ -163,7 +165,7 @@ class Audit(pl.Callback):
             for index, key in enumerate(("exp_avg", "exp_avg_sq")):
                 found = _Bytes(_states(trainer, params, key))
                 if found.total:
-                    declared = level.optimizer_states[index]
+                    declared = vectors or level.optimizer_states[index]
                     size = found.per_param(count)
                     report.findings.append(Finding("Optimizer states", part, declared, found.formats, size))
                     totals["Optimizer states"] += found.total
@@ -180,9 +182,10 @@ class _Bytes:
         for tensor in tensors:
             if tensor is None:
                 continue
-            if isinstance(tensor, ScaledTensor):
-                names.add("fp8")
-                self.total += tensor.data_fp8.nbytes + tensor.scale_inv.nbytes
+            if isinstance(tensor, StoredTensor):
+                dtype = tensor.fmt.dtype if isinstance(tensor, ScaledTensor | BlockTensor) else torch.float16
+                names.add(_NAMES.get(dtype, "fp8"))
+                self.total += tensor.stored_bytes()
             else:
                 names.add(_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
                 self.total += tensor.nbytes
@@ -201,7 +204,12 @@ def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[n
         layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     converted = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
     yield "converted", list(converted.values())  # type: ignore[arg-type]
-    yield "rest", [p for p in module.parameters() if p.requires_grad and id(p) not in converted]
+    rest = [p for p in module.parameters() if p.requires_grad and id(p) not in converted]
+    if plugin.level.vectors is None:
+        yield "rest", rest
+        return
+    yield "rest", [p for p in rest if p.dim() > 1]
+    yield "vectors", [p for p in rest if p.dim() < 2]
 
 
 def _states(trainer: pl.Trainer, params: list[nn.Parameter], key: str) -> Iterator[Tensor | None]:

@@ -1,5 +1,7 @@
-"""Columns Weight and Master weight: half and FP8 copies of the parameters, and their FP32 masters."""
+"""Columns Weight and Master weight."""
 
-from nemo_lowprec.weights.masters import MasterWeights, master_of
+from nemo_lowprec.weights.masters import MasterWeights
+from nemo_lowprec.weights.saved_form import master_of
+from nemo_lowprec.weights.stored import StoredWeights
 
-__all__ = ["MasterWeights", "master_of"]
+__all__ = ["MasterWeights", "StoredWeights", "master_of"]

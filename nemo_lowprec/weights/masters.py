@@ -4,8 +4,6 @@ The model's parameters keep their identity; their data become half copies, and e
 attribute ``master_weight``. Everyone sees the model's own parameters and their gradients: the optimizer's groups,
 clipping, callbacks, ``zero_grad``. Only inside ``optimizer.step()`` do the masters take their places in the groups,
 so any torch optimizer computes in FP32; afterwards the copies are refreshed.
-
-Checkpoints hold masters under the parameters' names, and loading writes both.
 """
 
 from __future__ import annotations
@@ -18,16 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.swap import swap, swap_or_replace
 
-__all__ = ["MasterWeights", "master_of"]
+__all__ = ["MasterWeights"]
 
-_MASTER = "master_weight"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def master_of(param: Tensor) -> Tensor | None:
-    """The FP32 master of a half or FP8 parameter, None for a parameter that is its own master."""
-    return getattr(param, _MASTER, None)
 
 
 class MasterWeights:
@@ -57,18 +51,14 @@ class MasterWeights:
             if not _needs_fp32(module):
                 for param in own:
                     self._split(param)
-            self._handles += [
-                module.register_state_dict_post_hook(_emit_masters),
-                module.register_load_state_dict_pre_hook(_load_masters),
-                module.register_load_state_dict_post_hook(_refresh_after_load),
-            ]
+            self._handles += install_hooks(module)
 
     def _split(self, param: nn.Parameter) -> None:
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
             return
         if master_of(param) is None:
             master = nn.Parameter(param.detach().to(torch.float32, copy=True), requires_grad=param.requires_grad)
-            setattr(param, _MASTER, master)
+            setattr(param, MASTER, master)
             param.grad = None
             param.data = param.data.to(self.half)
         self._set_grad_dtype(param)
@@ -136,13 +126,10 @@ class MasterWeights:
                 device = param.device
                 param.grad = None
                 param.grad_dtype = param.dtype
-                delattr(param, _MASTER)
+                delattr(param, MASTER)
                 if isinstance(param, ScaledTensor):
                     plain = nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
-                    try:
-                        _swap(param, plain)
-                    except RuntimeError:  # in the graph of a step that was broken off, and cannot be swapped
-                        _replace(self._model, param, plain)
+                    swap_or_replace(self._model, param, plain)
                 else:
                     param.data = master.data.to(device)
                     param.grad_dtype = param.dtype
@@ -218,72 +205,4 @@ def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
         ScaledTensor.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
     )
     param.grad = None
-    _swap(param, stored)
-
-
-def _swap(param: nn.Parameter, other: nn.Parameter) -> None:
-    """Give ``param`` the storage and class of ``other``; its identity, attributes and hooks stay."""
-    inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param"}
-    attributes = {n: v for n, v in param.__dict__.items() if n not in inner}
-    hooks, post_hooks = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
-    torch.utils.swap_tensors(param, other)
-    param.__dict__.update(attributes)
-    param._backward_hooks = hooks  # assigning makes autograd call them for the new storage
-    param._post_accumulate_grad_hooks = post_hooks  # type: ignore[assignment]
-
-
-def _replace(model: nn.Module | None, old: nn.Parameter, new: nn.Parameter) -> None:
-    assert model is not None
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is old:
-                module._parameters[name] = new
-
-
-# Hooks are plain functions that ask the parameter itself, so that a deep copy of the model (whose parameters have no
-# masters) saves and loads its own values.
-
-
-def _emit_masters(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, param in module._parameters.items():
-        if param is not None and prefix + name in state_dict:
-            master = master_of(param)
-            if master is not None:
-                state_dict[prefix + name] = master.detach()
-            elif isinstance(param, ScaledTensor):
-                state_dict[prefix + name] = param.detach().dequantize()
-
-
-def _load_masters(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    for name, param in module._parameters.items():
-        value = state_dict.get(prefix + name)
-        if param is None or value is None:
-            continue
-        master = master_of(param)
-        if master is None:
-            continue
-        if local_metadata.get("assign_to_params_buffers"):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) would part {prefix + name} from its master: use assign=False."
-            )
-        if value.shape == master.shape:
-            with torch.no_grad():
-                master.copy_(value)
-
-
-def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
-    # load_state_dict wrote the copy already, rounded from the file's value; this rounds from the master's.
-    with torch.no_grad():
-        for param in module._parameters.values():
-            master = master_of(param) if param is not None else None
-            if param is not None and master is not None:
-                param.copy_(master)
+    swap(param, stored)

@@ -1,0 +1,47 @@
+"""Gradients stored in FP8 as soon as they are complete; the high-precision one is freed at once.
+
+``p.grad`` becomes a ``GradientTensor``, which reads as FP32; later micro-batches accumulate into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from nemo_lowprec.formats import GradientTensor
+
+__all__ = ["StoredGradients"]
+
+
+class StoredGradients:
+    """Hooks that store the gradients of some parameters.
+
+    Args:
+        release: called with each parameter once its gradient is stored; the gradient is dropped afterwards.
+    """
+
+    def __init__(self, release: Callable[[Tensor], None] | None = None) -> None:
+        self.release = release
+        self._handles: dict[int, Any] = {}
+
+    def cover(self, params: Iterable[Tensor]) -> None:
+        """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""
+        for param in params:
+            if param.requires_grad and id(param) not in self._handles:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._store)
+
+    def _store(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
+            param.grad = GradientTensor.from_float(grad)
+        if self.release is not None:
+            self.release(param)
+            param.grad = None
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()

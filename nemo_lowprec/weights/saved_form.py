@@ -1,0 +1,82 @@
+"""What a model's checkpoint holds: values under the parameters' own names, whatever the parameters are stored as.
+
+Hooks are plain functions that ask the parameter itself, so that a deep copy of the model (whose parameters have no
+masters) saves and loads its own values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.formats import BlockTensor, CastTensor, StoredTensor
+
+__all__ = ["MASTER", "install_hooks", "master_of"]
+
+MASTER = "master_weight"
+
+
+def master_of(param: Tensor) -> Tensor | None:
+    """The master of a half or FP8 parameter, None for a parameter that is its own master."""
+    return getattr(param, MASTER, None)
+
+
+def install_hooks(module: nn.Module) -> list[Any]:
+    """Let ``module`` save the exact values of its own parameters, and load into masters. Returns the handles."""
+    return [
+        module.register_state_dict_post_hook(_emit_values),
+        module.register_load_state_dict_pre_hook(_load_masters),
+        module.register_load_state_dict_post_hook(_refresh_after_load),
+    ]
+
+
+def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state_dict:
+            master = master_of(param)
+            if isinstance(master, BlockTensor):
+                # Its values take FP32: on the CPU, so that a checkpoint takes no GPU memory.
+                state_dict[prefix + name] = master.to("cpu").dequantize()
+            elif master is not None:
+                state_dict[prefix + name] = master.detach()
+            elif isinstance(param, CastTensor):
+                state_dict[prefix + name] = param.data_fp16
+            elif isinstance(param, StoredTensor):
+                state_dict[prefix + name] = param.detach().dequantize()
+
+
+def _load_masters(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if param is None or value is None:
+            continue
+        master = master_of(param)
+        if master is None and not isinstance(param, StoredTensor):
+            continue
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"load_state_dict(assign=True) would part {prefix + name} from its storage: use assign=False."
+            )
+        if master is not None and value.shape == master.shape:
+            with torch.no_grad():
+                master.copy_(value)
+
+
+def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
+    # load_state_dict wrote the copy already, rounded from the file's value; this rounds from the master's.
+    with torch.no_grad():
+        for param in module._parameters.values():
+            master = master_of(param) if param is not None else None
+            if param is not None and master is not None:
+                param.copy_(master)

@@ -1,0 +1,158 @@
+"""Weights without FP32 masters: the MS-AMP levels.
+
+Matrices (parameters of two dimensions and more) are stored in FP16, the only copy, and read as the level's half
+dtype. At O3 the weights of converted layers are E4M3 with one scale, written from FP16 masters in blocks of 128
+elements. Vectors (norms, biases) stay FP32: they are a thousandth of a model, and FP16 would swallow updates below
+0.0005 of a norm's weight of 1.
+
+Parameters keep their identity: optimizer groups, tying and hooks stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
+from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.swap import swap, swap_or_replace
+
+__all__ = ["StoredWeights"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class StoredWeights:
+    """The parameters of one model at an MS-AMP level.
+
+    Args:
+        reads_as: dtype that FP16 matrices read as.
+        fp8: names of the modules whose weights are stored in FP8 with FP16 masters (O3).
+        margin: FP8 scales are divided by 2**margin.
+    """
+
+    def __init__(self, reads_as: torch.dtype, fp8: Iterable[str] = (), margin: int = 0) -> None:
+        self.reads_as = reads_as
+        self._fp8 = list(fp8)
+        self._margin = margin
+        self._handles: list[Any] = []
+        self._model: nn.Module | None = None
+
+    @torch.no_grad()
+    def check(self, model: nn.Module) -> None:
+        """Whether ``model`` can be stored; changes nothing.
+
+        Raises:
+            ValueError: a complex parameter, or one with values beyond FP16's range.
+        """
+        for name, param in model.named_parameters():
+            if param.is_complex():
+                raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
+            if _is_matrix(param) and param.numel() and float(compute_amax(param.detach())) > FP16.max:
+                raise ValueError(
+                    f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
+                    "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
+                )
+
+    @torch.no_grad()
+    def install(self, model: nn.Module) -> None:
+        """Store the parameters; those that become FP8 wait for ``settle``."""
+        self._model = model
+        later = {id(p) for p in self._fp8_params()}
+        for module in model.modules():
+            own = [p for p in module._parameters.values() if p is not None]
+            for param in own:
+                if id(param) not in later:
+                    self._store(param, module)
+            if own:
+                self._handles += install_hooks(module)
+
+    def _fp8_params(self) -> list[nn.Parameter]:
+        assert self._model is not None
+        return [self._model.get_parameter(f"{name}.weight") for name in self._fp8]
+
+    def _store(self, param: nn.Parameter, module: nn.Module) -> None:
+        if param.dtype not in _FLOATS or isinstance(param, (nn.parameter.UninitializedParameter, StoredTensor)):
+            return
+        if not _is_matrix(param) or _needs_plain_fp32(module):
+            if param.dtype != torch.float32:
+                param.grad = None
+                param.data = param.data.float()
+            return
+        param.grad = None
+        if self.reads_as == torch.float16 or _is_transformer_engine(module):
+            param.data = param.data.to(torch.float16)
+        else:
+            stored = CastTensor.from_float(param.data, self.reads_as)
+            swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Follow the model to its device, before the first step: store FP8 weights, free the gradients' dtype."""
+        for param in self._fp8_params():
+            if not isinstance(param, ScaledTensor):
+                self._to_fp8(param)
+        for param in self.matrices():
+            master = master_of(param)
+            if master is not None and master.device != param.device:
+                setattr(param, MASTER, master.to(param.device))
+            if param.is_leaf and param.grad is None and param.grad_dtype is not None:
+                param.grad_dtype = None
+
+    def _to_fp8(self, param: nn.Parameter) -> None:
+        master = BlockTensor.from_float(param.data, FP16)
+        param.grad = None
+        reads_as = self.reads_as
+        stored = ScaledTensor.from_float(master.dequantize(), E4M3, reads_as, self._margin)
+        swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
+        setattr(param, MASTER, master)
+
+    def matrices(self) -> Iterator[nn.Parameter]:
+        """The model's parameters in low-bit storage, each once."""
+        assert self._model is not None
+        return (p for p in self._model.parameters() if isinstance(p, StoredTensor) or _is_fp16_matrix(p))
+
+    def remove(self) -> None:
+        """Give the parameters their values back as plain FP32."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        with torch.no_grad():
+            for param in list(self.matrices()):
+                master = master_of(param)
+                values = _values(param if master is None else master).to(param.device)
+                param.grad = None
+                if isinstance(param, StoredTensor):
+                    if master is not None:
+                        delattr(param, MASTER)
+                    plain = nn.Parameter(values, requires_grad=param.requires_grad)
+                    swap_or_replace(self._model, param, plain)
+                else:
+                    param.data = values
+                    param.grad_dtype = torch.float32
+        self._model = None
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.detach().float()
+
+
+def _is_matrix(param: Tensor) -> bool:
+    return param.dim() > 1 and param.dtype in _FLOATS
+
+
+def _is_fp16_matrix(param: Tensor) -> bool:
+    return param.dim() > 1 and param.dtype == torch.float16
+
+
+def _needs_plain_fp32(module: nn.Module) -> bool:
+    """RNNs hand the addresses of their weights to cuDNN."""
+    return isinstance(module, nn.RNNBase)
+
+
+def _is_transformer_engine(module: nn.Module) -> bool:
+    """Transformer Engine's own layers read the storage of their weights, which must be a plain tensor's."""
+    return type(module).__module__.startswith("transformer_engine.")
