@@ -85,7 +85,7 @@ class PrecisionLevel:
         """
         if half not in ("bf16", "fp16"):
             raise ValueError(f"half={half!r} must be 'bf16' or 'fp16'.")
-        return replace(self, autocast=half)  # type: ignore[arg-type]
+        return self if half == self.autocast else replace(self, autocast=half)  # type: ignore[arg-type]
 
     def columns(self, fp8_params: bool | None = None) -> dict[str, str]:
         """The row as the chart prints it: column title to cell; for one choice of ``fp8_params`` where it is given."""

@@ -12,7 +12,7 @@ from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
 import nemo_lowprec
 from nemo_lowprec import LowPrecision, recipes
-from nemo_lowprec.chart import landed_levels
+from nemo_lowprec.chart import CHART
 from nemo_lowprec.recipes import tiny
 
 
@@ -22,10 +22,10 @@ def override(*arguments: str) -> run.Config:
 
 
 def test_there_is_a_factory_for_each_landed_level() -> None:
-    assert list(recipes.FACTORIES) == landed_levels()
+    assert list(recipes.FACTORIES) == list(CHART)
 
 
-@pytest.mark.parametrize("name", landed_levels())
+@pytest.mark.parametrize("name", list(CHART))
 def test_factory_makes_the_level(name: str) -> None:
     factory = getattr(recipes, name)
     config = factory()
@@ -36,7 +36,7 @@ def test_factory_makes_the_level(name: str) -> None:
     assert inspect.signature(factory).parameters == level
 
 
-@pytest.mark.parametrize("name", landed_levels())
+@pytest.mark.parametrize("name", list(CHART))
 def test_config_survives_both_serializers(name: str) -> None:
     config = getattr(recipes, name)()
     if "fp8_margin" in inspect.signature(getattr(recipes, name)).parameters:
@@ -48,7 +48,7 @@ def test_config_survives_both_serializers(name: str) -> None:
     assert text.deserialize(text.serialize(config)) == config
 
 
-@pytest.mark.parametrize("name", landed_levels())
+@pytest.mark.parametrize("name", list(CHART))
 def test_level_is_found_on_the_command_line(name: str) -> None:
     assert override(f"trainer.plugins={name}") == getattr(recipes, name)()
 
