@@ -19,7 +19,7 @@ import torch
 
 __all__ = ["Record", "arguments", "lines", "read"]
 
-_PACKAGES = ("torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core")
+_PACKAGES = ("torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm")
 
 
 def _version(name: str) -> str | None:

@@ -80,6 +80,93 @@ def backends() -> str:
     return f"{_origin(origins)}\n\n{table}"
 
 
+def optimizer_step() -> str:
+    """The optimizer's step alone, from optimizer_step_h200.jsonl."""
+    origins, figures = read(RESULTS / "optimizer_step_h200.jsonl")
+    by_benchmark = {f["benchmark"]: f for f in figures}
+    shapes, copy = by_benchmark["optimizer_step_shapes"], by_benchmark["optimizer_step_copy"]
+    table = rst_table(
+        (
+            "Optimizer", "ms: median (min – max)", "bytes moved/param", "GB/s", "of copy bandwidth, %",
+            "state bytes/param", "temporaries bytes/param",
+        ),
+        [
+            (
+                f["name"],
+                _range(f, 2),
+                f"{f['bytes_per_param']:.2f}",
+                f"{f['gb_per_s']:,}",
+                f"{100 * f['of_copy']:.1f}",
+                f"{f['state_bytes_per_param']:.2f}",
+                f"{f['temporaries_bytes_per_param']:.2f}",
+            )
+            for f in figures
+            if "of_copy" in f
+        ],
+    )  # fmt: skip
+    about = f"{shapes['parameters']:,} parameters in {shapes['tensors']} tensors; copy: {copy['gb_per_s']:,} GB/s."
+    return f"{_origin(origins, 'torchao')}\n\n{about}\n\n{table}"
+
+
+def memory() -> str:
+    """Peak memory of two vision models, from memory_h200.jsonl."""
+    origins, figures = read(RESULTS / "memory_h200.jsonl")
+    columns = ("weights", "masters", "gradients", "states", "rest")
+    table = rst_table(
+        ("Model, batch", "Level", "peak MB", "saved, %", *columns, "reserved MB", "ms a step"),
+        [
+            (
+                f"{f['model']}, {f['batch']}",
+                f"``{f['level']}``",
+                f"{f['peak_allocated_mb']:,}",
+                "–" if f["saved_percent"] is None else f"{f['saved_percent']:.1f}",
+                *(f"{f['mb_at_peak'][c]:,.0f}" for c in columns),
+                f"{f['peak_reserved_mb']:,}",
+                f"{f['ms']:.1f}",
+            )
+            for f in figures
+            if "ms" in f
+        ],
+    )
+    return f"{_origin(origins, 'timm')}\n\n{table}"
+
+
+def llama_8b() -> str:
+    """Llama-3-8B on one GPU, from llama_8b_h200.jsonl."""
+    origins, figures = read(RESULTS / "llama_8b_h200.jsonl")
+    rows = []
+    for f in figures:
+        if "error" in f:
+            reason = "out of memory" if "OutOfMemory" in f["error"] else f["error"].split(":")[0]
+            rows.append((f"``{f['level']}``", reason, "–", "–", "–"))
+        else:
+            sizes = (f"{f[key]:.1f}" for key in ("peak_gib", "peak_reserved_gib", "setup_peak_gib"))
+            rows.append((f"``{f['level']}``", f"{f['tokens_per_s']:,}", *sizes))
+    table = rst_table(("Level", "tokens/s", "peak GiB", "reserved GiB", "GiB while setting up"), rows)
+    return f"{_origin(origins)}\n\n{table}"
+
+
+def image_parity() -> str:
+    """Accuracy on images, from image_parity_h200.jsonl."""
+    origins, figures = read(RESULTS / "image_parity_h200.jsonl")
+    runs = [f for f in figures if f["benchmark"] == "image_parity" and "accuracy" in f]
+    rows = []
+    for f in (f for f in figures if f["benchmark"] == "image_parity_summary"):
+        by_seed = ", ".join(f"{100 * r['accuracy']:.2f}" for r in runs if r["level"] == f["level"])
+        rows.append(
+            (
+                f"``{f['level']}``",
+                str(f["seeds"]),
+                f"{100 * f['accuracy_mean']:.2f} ({by_seed})",
+                f"{100 * f['accuracy_spread']:.2f}",
+                f"{f['loss_mean']:.4f}",
+                f"{f['loss_spread']:.4f}",
+            )
+        )
+    header = ("Level", "seeds", "test accuracy, %: mean (by seed)", "spread", "test loss", "its spread")
+    return f"{_origin(origins, 'timm')}\n\n{rst_table(header, rows)}"
+
+
 def throughput_picture(path: Path) -> None:
     """Tokens/s by contestant: ours, and the others."""
     import matplotlib
@@ -104,10 +191,15 @@ def throughput_picture(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _origin(origins: list[dict]) -> str:
+def _range(figure: dict, digits: int) -> str:
+    median, least, most = (f"{figure[key]:.{digits}f}" for key in ("ms", "ms_min", "ms_max"))
+    return f"{median} ({least} – {most})"
+
+
+def _origin(origins: list[dict], *also: str) -> str:
     def one(origin: dict) -> str:
-        versions = origin["versions"]
-        named = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformer-engine", "lightning") if versions.get(n))
+        versions, names = origin["versions"], ("torch", "transformer-engine", "lightning", *also)
+        named = ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
         gpu = f"{origin['gpus']} × {origin['gpu']}" if origin["gpus"] > 1 else origin["gpu"]
         return f"``{origin['command']}`` on {gpu}, {origin['date']}, {named}"
 
@@ -119,6 +211,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "parity": parity,
     "backends": backends,
+    "optimizer_step": optimizer_step,
+    "memory": memory,
+    "llama_8b": llama_8b,
+    "image_parity": image_parity,
 }
 
 
@@ -138,7 +234,10 @@ def main() -> None:
         throughput_picture(RESULTS / "train_step_h200.png")
         return
     for make in TABLES.values():
-        print(make(), end="\n\n")
+        try:
+            print(make(), end="\n\n")
+        except FileNotFoundError as missing:
+            print(f"No {Path(missing.filename).name} yet.", end="\n\n")
 
 
 if __name__ == "__main__":

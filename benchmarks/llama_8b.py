@@ -1,0 +1,93 @@
+"""Llama-3-8B at full size, all parameters trained with AdamW, sequence 8192, on one GPU under the Lightning Trainer.
+
+    python -m benchmarks.llama_8b
+
+Layers are recomputed in backward. The peak counts from the second step on, when everything that training keeps is
+there; those of setting up and of the first step stand beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from benchmarks.measure import Watch, release, reset_peak
+from benchmarks.record import Record, arguments
+from nemo_lowprec.models import CausalLM
+from nemo_lowprec.plugins import LEVELS
+
+VOCAB, GIB = 128_256, 2**30
+WARMUP = 2
+
+
+class _Random(IterableDataset):
+    """Endless batches of one sequence of random tokens."""
+
+    def __init__(self, sequence: int) -> None:
+        self.sequence = sequence
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            tokens = torch.randint(VOCAB, (1, self.sequence + 1), generator=generator)
+            yield {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch) -> int:
+    """Train; returns the number of parameters."""
+    module = CausalLM(
+        preset=preset, config=config, vocab_size=VOCAB, lr=1e-5, min_lr=1e-6, warmup_steps=0,
+        activation_checkpointing=True,
+    )  # fmt: skip
+    # configure_model makes the weights on the GPU, where conversion turns them into the level's one by one.
+    trainer = pl.Trainer(
+        accelerator="auto", devices=1, max_steps=watch.steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch], plugins=LEVELS[level](),
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(_Random(sequence), batch_size=None))
+    return sum(p.numel() for p in module.parameters())
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n")[0], "llama_8b_h200.jsonl")
+    parser.add_argument("--levels", nargs="*", default=["msamp_o2", "msamp_o3", "bf16_mixed"])
+    parser.add_argument("--steps", type=int, default=8, help=f"steps, of which {WARMUP} warm up and the last is traced")
+    parser.add_argument("--preset", default="llama3_8b")
+    parser.add_argument("--layers", type=int, help="the preset's without")
+    parser.add_argument("--sequence", type=int, default=8192)
+    args = parser.parse_args()
+    if args.steps < WARMUP + 2:
+        parser.error(f"--steps must be at least {WARMUP + 2}")
+    config = {} if args.layers is None else {"num_hidden_layers": args.layers}
+    record = Record(args.out)
+    for level in args.levels:
+        watch = Watch(args.steps - WARMUP - 1, every=1, warmup=WARMUP, settled=1)
+        release()
+        reset_peak()
+        about = {"benchmark": "llama_8b", "level": level, "sequence": args.sequence}
+        try:
+            count = run(level, args.preset, config, args.sequence, watch)
+        except Exception as error:
+            traceback.print_exc()
+            record.add(**about, error=f"{type(error).__name__}: {error}"[:300])
+            continue
+        seconds = statistics.median(watch.rounds)
+        record.add(
+            **about, parameters=count, tokens_per_s=round(args.sequence / seconds), ms=round(seconds * 1e3, 1),
+            ms_min=round(min(watch.rounds) * 1e3, 1), ms_max=round(max(watch.rounds) * 1e3, 1),
+            rounds=len(watch.rounds), peak_gib=round(watch.peak / GIB, 2),
+            peak_reserved_gib=round(watch.peak_reserved / GIB, 2), setup_peak_gib=round(watch.setup_peak / GIB, 2),
+            first_step_peak_gib=round(watch.first_steps_peak / GIB, 2), skipped_steps=watch.skipped,
+            gib_at_peak={k: round(v / GIB, 2) for k, v in watch.columns.items()},
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
