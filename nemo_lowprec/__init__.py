@@ -12,7 +12,16 @@ from nemo_lowprec.chart import CHART, PrecisionLevel, get_level
 
 __version__ = "0.1.0"
 
-__all__ = ["CHART", "LowPrecision", "PrecisionLevel", "__version__", "get_level", *CHART]
+__all__ = [
+    "CHART",
+    "LowPrecision",
+    "PrecisionLevel",
+    "__version__",
+    "clip_grad_norm_",
+    "get_level",
+    "initialize",
+    *CHART,
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +34,16 @@ def __getattr__(name: str) -> Any:
         from nemo_lowprec.plugins.precision import LowPrecision
 
         return LowPrecision
+    if name == "initialize":
+        # The module has the function's name, and importing it puts the module in the package's namespace.
+        from nemo_lowprec.initialize import initialize
+
+        globals()[name] = initialize
+        return initialize
+    if name == "clip_grad_norm_":
+        from nemo_lowprec.grads import clip_grad_norm_
+
+        return clip_grad_norm_
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -6,7 +6,7 @@ stay what they were. Which of the three GEMMs run in FP8, on which backend and w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,11 @@ def _apply(
 ) -> Tensor:
     plan = layer.gemm_plan
     device = x.device.type
-    out_dtype = plan.half if torch.is_autocast_enabled(device) else x.dtype
+    out_dtype = x.dtype
+    if torch.is_autocast_enabled(device):
+        out_dtype = torch.get_autocast_dtype(device)
+        if out_dtype != plan.half:  # a loop of the user's own, which chooses the dtype
+            plan = replace(plan, half=out_dtype)
     # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
     record = layer.training
     with torch.autocast(device, enabled=False):

@@ -18,9 +18,10 @@ __all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "rms_norm_kind"]
 def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute from, dtype of the output)."""
     weight = module.weight
-    out = module.half_dtype if torch.is_autocast_enabled(x.device.type) else x.dtype  # type: ignore[attr-defined]
-    same = weight is None or weight.dtype == x.dtype
-    return (x.dtype if same else torch.float32), out  # type: ignore[return-value]
+    out = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    # Half input is read as it is, once, with weights rounded to its dtype: torch's kernels take one dtype.
+    same = weight is None or weight.dtype == x.dtype or x.dtype in (torch.float16, torch.bfloat16)
+    return (x.dtype if same else torch.float32), out
 
 
 def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -25,7 +25,7 @@ class BlockTensor(StoredTensor):
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("data_blocks", "exponent")
-    SETTINGS = ("fmt",)
+    SETTINGS: ClassVar[tuple[str, ...]] = ("fmt",)
     data_blocks: Tensor
     exponent: Tensor
     fmt: FloatFormat

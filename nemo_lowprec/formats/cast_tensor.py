@@ -15,6 +15,16 @@ from nemo_lowprec.formats.stored import StoredTensor, aten
 
 __all__ = ["CastTensor"]
 
+# In-place updates start from the stored value, not from the one that is read.
+_UPDATES = {
+    getattr(getattr(aten, name), overload)
+    for name, overloads in {
+        "add_": "Tensor Scalar", "sub_": "Tensor Scalar", "mul_": "Tensor Scalar", "div_": "Tensor Scalar",
+        "lerp_": "Scalar Tensor", "addcmul_": "default", "addcdiv_": "default",
+    }.items()
+    for overload in overloads.split()
+}  # fmt: skip
+
 
 class CastTensor(StoredTensor):
     """FP16 storage that reads as ``dtype``.
@@ -56,6 +66,8 @@ class CastTensor(StoredTensor):
             return NotImplemented
         if func is aten._to_copy.default and kwargs.get("dtype") not in (None, this.dtype):
             return this.data_fp16.to(device=kwargs.get("device"), dtype=kwargs["dtype"], copy=True)
+        if func in _UPDATES and not any(isinstance(a, StoredTensor) for a in args[1:]):
+            return this.quantize_(func(this.data_fp16.float(), *args[1:], **kwargs))
         if func is aten.embedding.default:  # the rows that are looked up, not the whole table
             return func(this.data_fp16, *args[1:], **kwargs).to(this.dtype)
         return NotImplemented

@@ -41,15 +41,18 @@ class GradientTensor(BlockTensor):
         data_blocks, exponent: as in ``BlockTensor``.
         factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
+        multiplied: whether the factor may be another than 1.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
+    SETTINGS = ("fmt", "multiplied")
     factor: Tensor
     nonfinite: Tensor
+    multiplied: bool
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
-        return cls._wrap((data_blocks, exponent, factor, nonfinite), {"fmt": E4M3}, torch.float32)
+        return cls._wrap((data_blocks, exponent, factor, nonfinite), {"fmt": E4M3, "multiplied": False}, torch.float32)
 
     @classmethod
     @torch.no_grad()
@@ -70,6 +73,7 @@ class GradientTensor(BlockTensor):
         fresh = self.from_float(values)
         for mine, its in zip(self.parts(), fresh.parts(), strict=True):
             mine.copy_(its)
+        self.multiplied = False
         return self
 
     @torch.no_grad()
@@ -79,6 +83,13 @@ class GradientTensor(BlockTensor):
         if kernels is None:
             return self.quantize_(self.dequantize() + alpha * values.float())
         kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha)
+        self.multiplied = False
+        return self
+
+    def fold_(self) -> GradientTensor:
+        """Make the factor 1: the values are rounded again where it was another."""
+        if self.multiplied:
+            self.quantize_(self.dequantize())
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -88,6 +99,7 @@ class GradientTensor(BlockTensor):
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
         change(self.factor, by.reshape(()) if isinstance(by, Tensor) else by)
+        self.multiplied = True
         return self
 
     @classmethod
@@ -102,6 +114,7 @@ class GradientTensor(BlockTensor):
             if func is aten.zero_.default:
                 for part, value in zip(this.parts(), (0, 127, 1, 0), strict=True):
                     part.zero_() if value == 0 else part.fill_(value)
+                this.multiplied = False
                 return this
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):
             return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
@@ -149,6 +162,8 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     plain = [t for t in tensors if not isinstance(t, GradientTensor)]
     factors = [g.factor for g in ours]
     torch._foreach_mul_(factors, inv_scale.reshape(()))
+    for gradient in ours:
+        gradient.multiplied = True
     bad = torch.cat([g.nonfinite for g in ours]).amax() + (~torch.cat(factors).isfinite()).any()
     found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))
     if plain:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from nemo_lowprec.formats.row_blocks import block_grid
 
-__all__ = ["PointerTable", "TileTable"]
+__all__ = ["TILES", "PointerTable", "TileTable"]
+
+TILES = 16  # that share an entry of the table of tensors: a program waits for it before it can read anything else
 
 
 class TileTable:
@@ -25,8 +27,8 @@ class TileTable:
         device: where the kernel runs.
 
     Attributes:
-        tiles: number of tiles.
-        tensor_of: int32 [tiles]: which tensor.
+        tiles: number of tiles, a multiple of ``TILES`` for each tensor; those beyond its end are empty.
+        tensor_of: int32 [tiles / TILES]: which tensor.
         grid: int64 [tensors, 4]: first tile, elements of a row, blocks of a row, blocks.
         aligned: every row is a whole number of blocks, so that a tensor's blocks lie one after the other.
     """
@@ -38,8 +40,8 @@ class TileTable:
             rows, cols, per_row = block_grid(shape)
             total = rows * per_row
             grid.append((first, cols, per_row, total))
-            counts.append(-(-total // blocks))
-            first += counts[-1]
+            counts.append(-(-total // (blocks * TILES)))
+            first += counts[-1] * TILES
             self.aligned &= cols % 128 == 0
         self.tiles = first
         self.grid = torch.tensor(grid, dtype=torch.int64).to(device)

@@ -33,24 +33,23 @@ def salt_of(seed: int, step: int, tensor: int) -> int:
     return salt
 
 
-def rounding_rule(dtype: torch.dtype) -> tuple[int, int]:
-    """(mantissa bits, exponent of the smallest normal number as FP32 stores it) of a 16-bit float dtype.
-
-    BF16's smallest exponents are left out, so that steps between its numbers are normal FP32 numbers.
-    """
-    return {torch.float16: (10, 113), torch.bfloat16: (7, 8)}[dtype]
+def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
+    """(mantissa bits that an FP32 number loses, smallest normal number where FP32's is another) of a 16-bit float."""
+    return {torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0)}[dtype]
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
-    """Round FP32 ``values`` up or down to FP16 or BF16, up with the probability of the fraction that is cut off."""
-    mantissa, lowest = rounding_rule(dtype)
-    bits = 23 - mantissa  # those that a normal number loses
-    index = torch.arange(values.numel(), device=values.device).view(values.shape)
-    random = mix(index ^ salt)
-    assert isinstance(random, Tensor)
-    fraction = (random >> (32 - bits)).float() * 2.0**-bits
-    exponent = ((values.view(torch.int32) >> 23) & 0xFF).clamp(min=lowest) - mantissa
-    step = (exponent << 23).view(torch.float32)
-    inverse = ((254 - exponent) << 23).view(torch.float32)
-    rounded = torch.floor(values * inverse + fraction) * step
-    return torch.where(values.isfinite(), rounded, values).to(dtype)
+    """Round FP32 ``values`` up or down to FP16 or BF16, up with the probability of the fraction that is cut off.
+
+    Two elements share 32 random bits. What is not finite becomes NaN.
+    """
+    bits, smallest = rounding_rule(dtype)
+    index = (torch.arange(values.numel(), device=values.device) & _MASK).view(values.shape)
+    pair = mix((index >> 1) ^ salt)
+    assert isinstance(pair, Tensor)
+    random = (pair >> ((index & 1) * (32 - bits))) & ((1 << bits) - 1)
+    # Numbers below the smallest normal one all have its step: added to it, they lose the same bits as the others.
+    shift = torch.where(values.abs() < smallest, smallest, 0.0).copysign(values)
+    raw = (values + shift).view(torch.int32) + random.int()
+    rounded = (raw & -(1 << bits)).view(torch.float32) - shift
+    return torch.where(values.isfinite(), rounded, torch.nan).to(dtype)

@@ -15,19 +15,27 @@ import triton.language as tl
 from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
+from nemo_lowprec.formats.multi_tensor import TILES, PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import block_grid, exponent_rule
 
-__all__ = ["accumulate", "block_exponents", "norms", "power_of_two", "quantize", "to_stored"]
+__all__ = ["GROUP", "accumulate", "block_exponents", "norms", "power_of_two", "quantize", "to_stored"]
 
-_BLOCKS, _WARPS = 32, 4
+_BLOCKS, _WARPS = 8, 1
+_NORM_BLOCKS, _NORM_WARPS = 32, 4
+GROUP = tl.constexpr(TILES)
+
+
+@triton.jit
+def finite(x):
+    """``x`` with NaN for what is not finite: an infinity times zero is NaN, and all else stays as it is."""
+    return tl.fma(x, 0.0, x)
 
 
 @triton.jit
 def block_exponents(x, TOP: tl.constexpr, MANTISSA: tl.constexpr):
     """Stored exponents (int32) [blocks] of a tile [blocks, 128]; TOP and MANTISSA are ``exponent_rule``."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=1)
+    largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
+    amax = tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
     exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 27), 254)
     return tl.where(amax > 0, exponent, 127)
@@ -42,9 +50,7 @@ def power_of_two(exponent):
 @triton.jit
 def to_stored(x, exponent, dtype: tl.constexpr):
     """A tile in its blocks' scales, rounded to ``dtype``; non-finite elements become NaN."""
-    y = x * power_of_two(254 - exponent)[:, None]
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.where(bits < 0x7F800000, y, float("nan")).to(dtype)
+    return (finite(x) * power_of_two(254 - exponent)[:, None]).to(dtype)
 
 
 @triton.jit
@@ -122,7 +128,7 @@ def accumulate(data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor
 @triton.jit
 def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
     tile = tl.program_id(0)
-    tensor = tl.load(tensor_of_ptr + tile)
+    tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
     data = tl.load(address_ptr + tensor * 2).to(tl.pointer_type(tl.float8e4nv))
@@ -173,12 +179,12 @@ def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     found = torch.zeros(len(gradients), device=device)
     if full:
         chosen = [gradients[i] for i in full]
-        table = TileTable([data.shape for data, _, _ in chosen], _BLOCKS, device)
+        table = TileTable([data.shape for data, _, _ in chosen], _NORM_BLOCKS, device)
         addresses = PointerTable().get([g[:2] for g in chosen], device)
         factors = PointerTable().get([g[2:] for g in chosen], device)
         partial = torch.empty(table.tiles, device=device)
         out = found if len(full) == len(gradients) else torch.empty(len(full), device=device)
-        constants: dict[str, Any] = {"BLOCKS": _BLOCKS, "num_warps": _WARPS}
+        constants: dict[str, Any] = {"BLOCKS": _NORM_BLOCKS, "num_warps": _NORM_WARPS}
         with torch.cuda.device(device):
             _squares_kernel[(table.tiles,)](
                 table.tensor_of, table.grid, addresses, partial, ALIGNED=table.aligned, **constants

@@ -1,7 +1,8 @@
-"""Column Weight gradient: FP8 storage, loss scaling and unscaling."""
+"""Column Weight gradient: FP8 storage, clipping, loss scaling and unscaling."""
 
+from nemo_lowprec.grads.clip import clip_grad_norm_
 from nemo_lowprec.grads.loss_scale import LossScale, LossScaleConfig
 from nemo_lowprec.grads.stored import StoredGradients
 from nemo_lowprec.grads.unscale import unscale_
 
-__all__ = ["LossScale", "LossScaleConfig", "StoredGradients", "unscale_"]
+__all__ = ["LossScale", "LossScaleConfig", "StoredGradients", "clip_grad_norm_", "unscale_"]

@@ -19,11 +19,15 @@ class StoredGradients:
     """Hooks that store the gradients of some parameters.
 
     Args:
-        release: called with each parameter once its gradient is stored; the gradient is dropped afterwards.
+        release: steps a parameter and drops its gradient, called as soon as that is stored.
+
+    Attributes:
+        after: called with each parameter whose gradient is there.
     """
 
     def __init__(self, release: Callable[[Tensor], None] | None = None) -> None:
         self.release = release
+        self.after: Callable[[Tensor], None] | None = None
         self._handles: dict[int, Any] = {}
 
     def cover(self, params: Iterable[Tensor]) -> None:
@@ -38,7 +42,8 @@ class StoredGradients:
             param.grad = GradientTensor.from_float(grad)
         if self.release is not None:
             self.release(param)
-            param.grad = None
+        if self.after is not None:
+            self.after(param)
 
     def remove(self) -> None:
         """Take the hooks away."""

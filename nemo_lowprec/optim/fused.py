@@ -18,7 +18,7 @@ from nemo_lowprec.optim.reference import Update, adam_step, weight_storage
 
 __all__ = ["FusedStep"]
 
-_BLOCKS, _WARPS = 16, 4
+_BLOCKS, _WARPS = 8, 2
 
 
 @dataclass
@@ -92,7 +92,7 @@ class FusedStep:
         types = {name.upper(): _triton_type(dtype) for name, dtype in storage.items()}
         rounded = storage["master"] if one.master is not None else storage["weight"]
         stochastic = seed is not None and rounded in (torch.float16, torch.bfloat16)
-        mantissa, lowest = rounding_rule(rounded) if stochastic else (0, 0)
+        bits, smallest = rounding_rule(rounded) if stochastic else (0, 0.0)
         lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
         weight_decay = float(group["weight_decay"])
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
@@ -119,7 +119,7 @@ class FusedStep:
                 HAS_MASTER=one.master is not None, DECOUPLED=bool(group["decoupled_weight_decay"]),
                 DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
                 HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
-                STOCHASTIC=stochastic, ROUND_MANTISSA=mantissa, ROUND_LOWEST=lowest,
+                STOCHASTIC=stochastic, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
                 **_RULES, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             if to_fp8:

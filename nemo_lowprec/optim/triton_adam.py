@@ -1,7 +1,8 @@
 """The fused Adam step: one pass over all parameters of a group, in a handful of launches.
 
-Results are bit for bit those of ``reference`` (the compiler may not fuse multiplications and additions). The module
-needs Triton; importing it without raises ImportError.
+Results are bit for bit those of ``reference``, since the compiler may not fuse multiplications and additions: the
+states' always; the weights' but for one unit in the last place where ``_quotient`` is off and for what ``_square_root``
+does not cover. The module needs Triton; importing it without raises ImportError.
 
 A row of the table of addresses is a parameter: see ``COLUMNS``.
 """
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from nemo_lowprec.formats.triton_blocks import block_exponents, power_of_two, to_stored
+from nemo_lowprec.formats.triton_blocks import GROUP, block_exponents, power_of_two, to_stored
 
 __all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "weights_kernel"]
 
@@ -24,8 +25,39 @@ _WIDTH = tl.constexpr(len(COLUMNS))
 
 
 @triton.jit
-def _address(row, COLUMN: tl.constexpr, dtype: tl.constexpr):
-    return tl.load(row + COLUMN).to(tl.pointer_type(dtype))
+def _address(row, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
+    # The hint sits here: on the result of a call it would be lost when the call is inlined.
+    return tl.multiple_of(tl.load(row + COLUMN).to(tl.pointer_type(dtype)), ALIGNMENT)
+
+
+@triton.jit
+def _place(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr, first, base):
+    """Where a tile's elements begin, and where its exponents do."""
+    size: tl.constexpr = dtype.primitive_bitwidth // 8
+    elements = _address(row, COLUMN, dtype, 16 if ALIGNED else size) + base
+    if BLOCKED:
+        return elements, _address(row, COLUMN + 1, tl.uint8, 1) + first
+    else:
+        return elements, elements
+
+
+@triton.jit
+def _square_root(x):
+    """Rounded to nearest for zero and from 2**-100 on, without branches; NaN for infinity."""
+    # The smallest normal number keeps the inverse of zero finite.
+    inverse = tl.inline_asm_elementwise(
+        "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x + 1.1754943508222875e-38], tl.float32, is_pure=True, pack=1
+    )
+    root = x * inverse
+    return tl.fma(tl.fma(root * -1.0, root, x), inverse * 0.5, root)
+
+
+@triton.jit
+def _quotient(x, y):
+    """x / y without branches, for y from 2**-126 to 2**126: off by one unit in the last place once in a million."""
+    inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, is_pure=True, pack=1)
+    quotient = x * inverse
+    return tl.fma(tl.fma(y * -1.0, quotient, x), inverse, quotient)
 
 
 @triton.jit
@@ -38,13 +70,15 @@ def _mix(x):
 
 
 @triton.jit
-def _round(x, random, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
+def _round(x, index, salt, BITS: tl.constexpr, SMALLEST: tl.constexpr):
     """``round_stochastic`` of formats/: FP32 values of the 16-bit format."""
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) & 0xFF, LOWEST) - MANTISSA
-    fraction = (random >> (9 + MANTISSA)).to(tl.float32) * (1.0 / (1 << (23 - MANTISSA)))
-    rounded = tl.floor(x * power_of_two(254 - exponent) + fraction) * power_of_two(exponent)
-    return tl.where((bits & 0x7FFFFFFF) < 0x7F800000, rounded, x)
+    random = (_mix((index >> 1) ^ salt) >> ((index & 1) * (32 - BITS))) & ((1 << BITS) - 1)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    shift = tl.where(tl.abs(x) < SMALLEST, SMALLEST, 0.0).to(tl.int32, bitcast=True) | sign
+    shift = shift.to(tl.float32, bitcast=True)
+    raw = (x + shift).to(tl.int32, bitcast=True) + random.to(tl.int32, bitcast=True)
+    rounded = (raw & -(1 << BITS)).to(tl.float32, bitcast=True) - shift  # a NaN's bits may have run over
+    return tl.fma(x, 0.0, rounded)
 
 
 @triton.jit(do_not_specialize=["seed"])
@@ -54,7 +88,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """Count the step of one parameter and compute what depends on it, in FP64."""
     tensor = tl.program_id(0)
-    step_ptr = _address(address_ptr + tensor * _WIDTH, 11, tl.float32)
+    step_ptr = _address(address_ptr + tensor * _WIDTH, 11, tl.float32, 4)
     step = tl.load(step_ptr)
     live = 1.0
     if HAS_FOUND:
@@ -81,48 +115,44 @@ def prepare_kernel(
 def _tile(tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
     """Which tensor this program works on; its blocks there, the offsets of their elements, and what is inside."""
     tile = tl.program_id(0)
-    tensor = tl.load(tensor_of_ptr + tile)
+    tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
     first = (tile - tl.load(grid)) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
+    block = tl.arange(0, BLOCKS)
     lane = tl.arange(0, 128)
-    live = block < total
+    live = block < tl.minimum(total - first, BLOCKS).to(tl.int32)
     inside = live[:, None] & (lane >= 0)[None, :]
     if ALIGNED:
-        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+        base = first * 128
+        offset = block[:, None] * 128 + lane[None, :]
     else:
-        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        base = tl.zeros((), tl.int64)
+        col = ((first + block) % per_row)[:, None] * 128 + lane[None, :]
         inside = inside & (col < cols)
-        offset = (block // per_row)[:, None] * cols + col
-    return tensor, block, live, offset, inside
+        offset = ((first + block) // per_row)[:, None] * cols + col
+    return tensor, first, block, live, base, offset, inside
 
 
 @triton.jit
-def _read(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr,
-          block, live, offset, inside):  # fmt: skip
-    pointer = _address(row, COLUMN, dtype)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    x = tl.load(pointer + offset, mask=inside, other=0.0).to(tl.float32)
+def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
+    """FP32 values of a tile; those in blocks times ``factor``."""
+    x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
     if BLOCKED:
-        exponent = tl.load(_address(row, COLUMN + 1, tl.uint8) + block, mask=live, other=127).to(tl.int32)
-        x = x * power_of_two(exponent)[:, None]
+        exponent = tl.load(place[1] + block, mask=live, other=127).to(tl.int32)
+        x = x * (power_of_two(exponent) * factor)[:, None]  # as x * 2**e * factor, since 2**e rounds nothing
     return x
 
 
 @triton.jit
-def _write(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr,
-           TOP: tl.constexpr, MANTISSA: tl.constexpr, x, block, live, offset, inside):  # fmt: skip
-    pointer = _address(row, COLUMN, dtype)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+def _write(place, BLOCKED: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, x, block, live, offset, inside):
+    dtype: tl.constexpr = place[0].dtype.element_ty
     if BLOCKED:
         exponent = block_exponents(x, TOP, MANTISSA)
-        tl.store(_address(row, COLUMN + 1, tl.uint8) + block, exponent.to(tl.uint8), mask=live)
-        tl.store(pointer + offset, to_stored(x, exponent, dtype), mask=inside)
+        tl.store(place[1] + block, exponent.to(tl.uint8), mask=live)
+        tl.store(place[0] + offset, to_stored(x, exponent, dtype), mask=inside)
     else:
-        tl.store(pointer + offset, x.to(dtype), mask=inside)
+        tl.store(place[0] + offset, x.to(dtype), mask=inside)
 
 
 @triton.jit
@@ -133,27 +163,33 @@ def adam_kernel(
     GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr, EXP_AVG_SQ_BLOCKED: tl.constexpr,
     MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_MANTISSA: tl.constexpr, ROUND_LOWEST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_BITS: tl.constexpr, ROUND_SMALLEST: tl.constexpr,
     E4M3_TOP: tl.constexpr, E4M3_MANTISSA: tl.constexpr, FP16_TOP: tl.constexpr, FP16_MANTISSA: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Unscale, decay, update and store a tile of one parameter and its states."""
-    tensor, block, live, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
+    tensor, first, block, live, base, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
     row = address_ptr + tensor * _WIDTH
     if HAS_FOUND:
         goes = tl.load(found_inf_ptr) == 0.0
         live, inside = live & goes, inside & goes
 
-    grad = _read(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, block, live, offset, inside)
-    exp_avg = _read(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, block, live, offset, inside)
-    exp_avg_sq = _read(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, block, live, offset, inside)
-    if HAS_MASTER:
-        value = _read(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, block, live, offset, inside)
-    else:
-        value = _read(row, 0, WEIGHT, False, ALIGNED, block, live, offset, inside)
-
+    grad_at = _place(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, first, base)
+    exp_avg_at = _place(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, first, base)
+    exp_avg_sq_at = _place(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, first, base)
+    weight_at = _place(row, 0, WEIGHT, False, ALIGNED, first, base)
+    factor = 1.0
     if GRAD_BLOCKED:
-        grad = grad * tl.load(_address(row, 4, tl.float32))
+        factor = tl.load(_address(row, 4, tl.float32, 4))
+    grad = _read(grad_at, GRAD_BLOCKED, factor, block, live, offset, inside)
+    exp_avg = _read(exp_avg_at, EXP_AVG_BLOCKED, 1.0, block, live, offset, inside)
+    exp_avg_sq = _read(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, 1.0, block, live, offset, inside)
+    if HAS_MASTER:
+        master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
+        value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
+    else:
+        value = _read(weight_at, False, 1.0, block, live, offset, inside)
+
     if HAS_SCALE:
         grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
     if MAXIMIZE:
@@ -168,37 +204,34 @@ def adam_kernel(
     exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
     exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
     step_size = tl.load(coefficient_ptr + tensor * 2)
-    denominator = tl.sqrt_rn(exp_avg_sq) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
-    value = value - tl.div_rn(exp_avg, denominator) * step_size
+    denominator = _square_root(exp_avg_sq) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
+    value = value - _quotient(exp_avg, denominator) * step_size
 
     if tl.float8e4nv == EXP_AVG:
-        _write(row, 5, EXP_AVG, True, ALIGNED, E4M3_TOP, E4M3_MANTISSA, exp_avg, block, live, offset, inside)
+        _write(exp_avg_at, True, E4M3_TOP, E4M3_MANTISSA, exp_avg, block, live, offset, inside)
     else:
-        _write(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, FP16_TOP, FP16_MANTISSA, exp_avg, block, live, offset, inside)
+        _write(exp_avg_at, EXP_AVG_BLOCKED, FP16_TOP, FP16_MANTISSA, exp_avg, block, live, offset, inside)
     if tl.float8e4nv == EXP_AVG_SQ:
-        _write(row, 7, EXP_AVG_SQ, True, ALIGNED, E4M3_TOP, E4M3_MANTISSA, exp_avg_sq, block, live, offset, inside)
+        _write(exp_avg_sq_at, True, E4M3_TOP, E4M3_MANTISSA, exp_avg_sq, block, live, offset, inside)
     else:
-        _write(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, FP16_TOP, FP16_MANTISSA,
-               exp_avg_sq, block, live, offset, inside)  # fmt: skip
+        _write(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, FP16_TOP, FP16_MANTISSA, exp_avg_sq, block, live, offset, inside)
 
     if STOCHASTIC:
-        random = _mix(offset.to(tl.uint32) ^ tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True))
+        index = base.to(tl.uint32) + offset.to(tl.uint32)
+        salt = tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True)
     if HAS_MASTER:
         if MASTER_BLOCKED:
             exponent = block_exponents(value, FP16_TOP, FP16_MANTISSA)
             if STOCHASTIC:
                 scaled = to_stored(value, exponent, tl.float32)
-                stored = _round(scaled, random, ROUND_MANTISSA, ROUND_LOWEST).to(MASTER)
+                stored = _round(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST).to(MASTER)
             else:
                 stored = to_stored(value, exponent, MASTER)
-            pointer = _address(row, 9, MASTER)
-            if ALIGNED:
-                pointer = tl.multiple_of(pointer, 16)
-            tl.store(pointer + offset, stored, mask=inside)
-            tl.store(_address(row, 10, tl.uint8) + block, exponent.to(tl.uint8), mask=live)
+            tl.store(master_at[0] + offset, stored, mask=inside)
+            tl.store(master_at[1] + block, exponent.to(tl.uint8), mask=live)
             value = stored.to(tl.float32) * power_of_two(exponent)[:, None]
         else:
-            _write(row, 9, MASTER, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+            _write(master_at, False, 0, 0, value, block, live, offset, inside)
         if tl.float8e4nv == WEIGHT:
             # Its scale needs the whole tensor's amax: weights_kernel stores it.
             bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -206,11 +239,11 @@ def adam_kernel(
             if largest > tl.load(amax_ptr + tensor):
                 tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
         else:
-            _write(row, 0, WEIGHT, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+            _write(weight_at, False, 0, 0, value, block, live, offset, inside)
     else:
         if STOCHASTIC:
-            value = _round(value, random, ROUND_MANTISSA, ROUND_LOWEST)
-        _write(row, 0, WEIGHT, False, ALIGNED, 0, 0, value, block, live, offset, inside)
+            value = _round(value, index, salt, ROUND_BITS, ROUND_SMALLEST)
+        _write(weight_at, False, 0, 0, value, block, live, offset, inside)
 
 
 @triton.jit
@@ -220,22 +253,21 @@ def weights_kernel(
     ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Write FP8 weights from their masters, scaled by the amax that adam_kernel left (``compute_scale``)."""
-    tensor, block, live, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
+    tensor, first, block, live, base, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
     row = address_ptr + tensor * _WIDTH
-    first = tl.program_id(0) == tl.load(grid_ptr + tensor * 4)
+    writes_scale = first == 0
     if HAS_FOUND:
         goes = tl.load(found_inf_ptr) == 0.0
-        live, inside, first = live & goes, inside & goes, first & goes
-    value = _read(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, block, live, offset, inside)
+        live, inside, writes_scale = live & goes, inside & goes, writes_scale & goes
+    master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
+    value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
     largest = tl.load(amax_ptr + tensor).to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.full((), FP8_MAX, tl.float32), largest) * margin_factor
     scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
     scale = tl.where((largest > 0.0) & (largest <= 3.4028234663852886e38), scale, 1.0)
-    tl.store(_address(row, 1, tl.float32), tl.div_rn(tl.full((), 1.0, tl.float32), scale), mask=first)
+    tl.store(_address(row, 1, tl.float32, 4), tl.div_rn(tl.full((), 1.0, tl.float32), scale), mask=writes_scale)
     y = value * scale
     y = tl.where(y > FP8_MAX, FP8_MAX, y)
     y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
-    pointer = _address(row, 0, tl.float8e4nv)
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + offset, y.to(tl.float8e4nv), mask=inside)
+    weight_at = _place(row, 0, tl.float8e4nv, False, ALIGNED, first, base)
+    tl.store(weight_at[0] + offset, y.to(tl.float8e4nv), mask=inside)

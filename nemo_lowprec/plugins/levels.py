@@ -11,7 +11,7 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.compute import LayerFilter, Recipe
 from nemo_lowprec.grads import LossScaleConfig
 from nemo_lowprec.optim import LowBitOptions
-from nemo_lowprec.plugins.options import option_defaults
+from nemo_lowprec.options import option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["LEVELS"]

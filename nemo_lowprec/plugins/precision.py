@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
-from nemo_lowprec.plugins.options import option_defaults, parse_options
+from nemo_lowprec.grads import clip_grad_norm_
+from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
@@ -148,6 +149,13 @@ class LowPrecision(Precision):
         if not overflow:
             self.engine.step(optimizer, **kwargs)
         return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        if self.engine.stored is None:
+            super().clip_grad_by_norm(optimizer, clip_val)
+        else:
+            clip_grad_norm_(self.main_params(optimizer), clip_val)
 
     # State
 

@@ -14,7 +14,7 @@ COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
     {"chart", "formats"},
     COLUMNS,
-    {"engine", "checkpoint"},
+    {"engine", "checkpoint", "options"},
     {"plugins", "initialize"},
     {"strategies"},
     {"models", "data", "report"},

@@ -1,0 +1,47 @@
+"""Clipping by norm, with MS-AMP's rule for "norm only"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` that also takes ``max_norm <= 0``: the norm only, nothing is clipped.
+
+    FP8 gradients are neither decoded nor rounded again: their norms are taken by one kernel over the stored bytes, and
+    the coefficient becomes part of their scale. (torch's own function works too, and decodes one after the other.)
+
+    Raises:
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+
+    Returns:
+        The total norm before clipping, an FP32 scalar.
+    """
+    grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        by_device[grad.device].append(grad)
+    device = grads[0].device
+    norms = [n.float().to(device) for group in by_device.values() for n in torch._foreach_norm(group, norm_type)]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"The total norm of order {norm_type} is {float(total)}, so the gradients were not clipped.")
+    if max_norm > 0:
+        coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for place, group in by_device.items():
+            torch._foreach_mul_(group, coefficient.to(place))
+    return total
