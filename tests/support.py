@@ -15,26 +15,30 @@ from torch.utils.data import DataLoader, Dataset
 
 from nemo_lowprec import CHART, LowPrecision
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.weights import master_of
 
 FP16_LEVELS = [name for name in LEVELS if CHART[name].has_loss_scale]
 HALF_LEVELS = [name for name in LEVELS if CHART[name].has_half_weights]
+MSAMP_LEVELS = [name for name in LEVELS if CHART[name].is_low_bit]
+MASTER_LEVELS = [name for name in HALF_LEVELS if name not in MSAMP_LEVELS]
 FP8_LEVELS = [name for name in LEVELS if CHART[name].has_fp8]
 
-# Every landed level, and each that can store its weights in FP8 once more so.
+# Every level, and each that can store its weights in FP8 once more so.
 CASES = [*LEVELS, *(f"{name}+fp8_params" for name in LEVELS if CHART[name].fp8_params)]
+# Levels whose half format may be chosen, with the other one.
+FP16_HALF = [f"{name}+fp16" for name in LEVELS if CHART[name].half]
 
 
 def plugin(case: str, **options: Any) -> LowPrecision:
     """A plugin that runs on a CPU, at a case of ``CASES``."""
-    name, _, stored = case.partition("+")
-    level = CHART[name]
+    name, _, variant = case.partition("+")
+    level = level_of(case)
     if level.has_fp8:
         options.setdefault("backend", "reference")
-    if stored:
-        options["fp8_params"] = True
+    if variant:
+        options |= {"half": "fp16"} if variant == "fp16" else {"fp8_params": True}
     if level.has_loss_scale:
         options.setdefault("loss_scale", 1024.0)
     return LEVELS[name](**options)
@@ -42,7 +46,45 @@ def plugin(case: str, **options: Any) -> LowPrecision:
 
 def level_of(case: str) -> Any:
     """The case's row of the chart."""
-    return CHART[case.partition("+")[0]]
+    name, _, variant = case.partition("+")
+    return CHART[name].with_half("fp16") if variant == "fp16" else CHART[name]
+
+
+def is_low_bit(case: str) -> bool:
+    """Whether the case takes its updates in 16 bits: no FP32 masters, FP8 gradients, Adam only."""
+    return case.partition("+")[0] in MSAMP_LEVELS
+
+
+def kept(case: str, name: str, value: Tensor) -> Tensor:
+    """The value that a parameter's FP32 ``value`` becomes at ``case``, as its checkpoints hold it.
+
+    The same but for matrices at the MS-AMP levels: FP16, or FP32 values of FP16 in blocks where O3 has a master (all
+    linear layers but the head, and an embedding tied to it).
+    """
+    if not is_low_bit(case) or value.dim() < 2 or not value.is_floating_point():
+        return value
+    if CHART[case.partition("+")[0]].master_weight and not name.startswith(("head.", "embed.")):
+        return BlockTensor.from_float(value.float(), FP16).dequantize()
+    return value.half()
+
+
+def kept_state(case: str, key: str, value: Tensor) -> Tensor:
+    """The same for the optimizer's state ``key``: states of matrices are rounded at O2 and O3, in blocks."""
+    if not is_low_bit(case) or value.dim() < 2 or CHART[case.partition("+")[0]].optimizer_states == ("fp32", "fp32"):
+        return value
+    if key == "exp_avg":
+        return BlockTensor.from_float(value.float(), E4M3).dequantize(torch.bfloat16)
+    return BlockTensor.from_float(value.float(), FP16).dequantize()
+
+
+def linear_optimizer(case: str, lr: float) -> Any:
+    """Makes an optimizer whose update is ``lr`` times the gradient: SGD, or at MS-AMP levels an AdamW that is nearly.
+
+    Without memory and with a large eps, AdamW's update is lr * eps * g / (|g| + eps).
+    """
+    if not is_low_bit(case):
+        return lambda params: torch.optim.SGD(params, lr=lr)
+    return lambda params: torch.optim.AdamW(params, lr=lr * 1e3, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0)
 
 
 class Samples(Dataset):
@@ -150,7 +192,7 @@ def snapshot(trainer: pl.Trainer, model: nn.Module) -> dict[str, Any]:
     return {
         "weights": {n: p.detach().clone() for n, p in model.state_dict().items()},
         "copies": {n: stored(p).clone() for n, p in params.items()},
-        "masters": {n: m.detach().clone() for n, m in masters.items() if m is not None},
+        "masters": {n: values_of(m).clone() for n, m in masters.items() if m is not None},
         "optimizers": [clone(o.state_dict()) for o in trainer.optimizers],
         "schedulers": [dict(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs],
         "plugin": trainer.precision_plugin.state_dict(),
@@ -160,7 +202,14 @@ def snapshot(trainer: pl.Trainer, model: nn.Module) -> dict[str, Any]:
 
 def stored(param: Tensor) -> Tensor:
     """The bits that a parameter is stored in."""
+    if isinstance(param, CastTensor):
+        return param.data_fp16
     return param.data_fp8.view(torch.uint8) if isinstance(param, ScaledTensor) else param.detach()
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """The values of a tensor that may be stored in a format of ours."""
+    return tensor.dequantize() if isinstance(tensor, StoredTensor) else tensor.detach()
 
 
 def clone(tree: Any) -> Any:

@@ -8,6 +8,7 @@ import nemo_lowprec
 from nemo_lowprec.chart import CHART, COLUMNS, get_level
 from nemo_lowprec.compute import LayerFilter, Recipe
 from nemo_lowprec.grads import LossScaleConfig
+from nemo_lowprec.optim import LowBitOptions
 
 TABLE = """
 | fp16_amp | FP16 | FP32 | FP32 | – | FP32 | FP32+FP32 |
@@ -64,21 +65,24 @@ def test_chart_has_the_designs_rows_and_no_others():
 def test_the_rest_of_the_row(name):
     level = CHART[name]
     half = "fp16" if name.startswith("fp16") else "bf16"
+    msamp = name.startswith("msamp")
     assert level.name == name and level.autocast == half and level.summary
-    assert level.rest == ("fp32" if name in ("fp16_amp", "te_fp8") else half)
+    assert level.rest == ("fp32" if name in ("fp16_amp", "te_fp8") else "fp16" if msamp else half)
+    assert level.vectors == ("fp32" if msamp else None)
     assert level.scaling == SCALING.get(name) and level.has_fp8 == (name in SCALING)
     assert level.has_loss_scale == (half == "fp16")
     assert level.has_half_weights == (level.rest != "fp32")
-    assert level.landed == (not name.startswith("msamp"))
+    assert level.is_low_bit == level.half == msamp
 
 
 @pytest.mark.parametrize("name", ["msamp_o1", "msamp_o2", "msamp_o3"])
-def test_a_declared_row_that_has_not_landed_says_so(name):
-    with pytest.raises(ValueError, match=f"'{name}' is declared in the chart but not available yet.*bf16_mixed"):
-        get_level(name)
-    assert name not in list(CHART)
-    with pytest.raises(ValueError, match="not available yet"):
-        getattr(nemo_lowprec, name)()
+def test_the_half_format_of_an_msamp_level_is_chosen(name):
+    level, other = CHART[name], getattr(nemo_lowprec, name)(half="fp16").level
+    assert other.autocast == "fp16" and other.has_loss_scale and other.columns() == level.columns()
+    assert getattr(nemo_lowprec, name)(half="bf16").level is level
+    for half in ("fp32", "float16", None, True):
+        with pytest.raises(ValueError, match=f"half={half!r} must be 'bf16' or 'fp16'"):
+            getattr(nemo_lowprec, name)(half=half)
 
 
 @pytest.mark.parametrize("name", ["bf16", "BF16_MIXED", "", None, 16])
@@ -94,13 +98,15 @@ def expected_arguments(level):
         if level.fp8_params:
             arguments["fp8_params"] = False
         arguments |= {"backend": "auto"} | LayerFilter.arguments()
-    if level.has_loss_scale:
+    if level.name.startswith("msamp"):
+        arguments |= {"half": "bf16"} | LowBitOptions.arguments() | LossScaleConfig.arguments()
+    elif level.has_loss_scale:
         arguments |= LossScaleConfig.arguments()
     return arguments
 
 
 @pytest.mark.parametrize("name", list(CHART))
-def test_every_landed_level_is_a_function_of_the_package_with_its_rows_arguments(name):
+def test_every_level_is_a_function_of_the_package_with_its_rows_arguments(name):
     build = getattr(nemo_lowprec, name)
     parameters = signature(build).parameters
     assert {n: p.default for n, p in parameters.items()} == expected_arguments(CHART[name])

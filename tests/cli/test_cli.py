@@ -75,7 +75,9 @@ def test_script_is_the_command(tiny: list[str], tmp_path: Path) -> None:
     [
         (["precision=fp17"], "Unknown precision level 'fp17'. Choose one of: fp16_amp, te_fp8,"),
         (["-m", "precision=bf16_mixed,fp17"], "Unknown precision level 'fp17'"),
-        (["precision=msamp_o2"], "'msamp_o2' is declared in the chart but not available yet"),
+        (["precision=msamp_o4"], "Unknown precision level 'msamp_o4'. Choose one of: fp16_amp, te_fp8, msamp_o1,"),
+        (["precision=msamp_o2", "precision.half=fp32"], "half='fp32' must be 'bf16' or 'fp16'"),
+        (["precision=msamp_o2", "precision.loss_scale=8.0"], "loss_scale=8.0 has no effect in bf16"),
         (["precision=fp16_mixed", "precision.fp8_margin=1"], "fp16_mixed takes no 'fp8_margin'. Levels that do:"),
         (["precision.fp8_margn=1"], "bf16_with_fp8_mixed has no argument 'fp8_margn'. It takes: fp8, fp8_margin,"),
         (["precision=bf16_mixed", "+precision.margin=1"], "bf16_mixed has no argument 'margin'"),

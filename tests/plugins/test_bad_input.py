@@ -16,10 +16,15 @@ from nemo_lowprec.plugins import LEVELS
     [
         ("bf16_mxied", {}, ValueError, "Unknown precision level 'bf16_mxied'. Choose one of: fp16_amp, te_fp8"),
         (None, {}, ValueError, "Unknown precision level None"),
-        ("msamp_o2", {}, ValueError, "'msamp_o2' is declared in the chart but not available yet. Choose one of"),
+        (
+            "msamp_o4",
+            {},
+            ValueError,
+            "Unknown precision level 'msamp_o4'. Choose one of: .*msamp_o1, msamp_o2, msamp_o3",
+        ),
         ("bf16_mixed", {"fp8_margn": 1}, TypeError, "bf16_mixed has no argument 'fp8_margn'. It takes: no arguments."),
         ("te_fp8", {"fp8_margn": 1}, TypeError, "te_fp8 has no argument 'fp8_margn'. It takes: fp8, fp8_margin"),
-        ("bf16_mixed", {"fp8_margin": 1}, TypeError, "bf16_mixed takes no 'fp8_margin'. Levels that do: te_fp8, bf16"),
+        ("bf16_mixed", {"fp8_margin": 1}, TypeError, "bf16_mixed takes no 'fp8_margin'. Levels that do: te_fp8, ms"),
         ("fp16_mixed", {"backend": "torch"}, TypeError, "fp16_mixed takes no 'backend'. Levels that do: te_fp8"),
         ("te_fp8", {"fp8_params": True}, TypeError, "te_fp8 takes no 'fp8_params'. Levels that do: bf16_with_fp8"),
         ("bf16_mixed", {"loss_scale": 8.0}, TypeError, "bf16_mixed takes no 'loss_scale'. Levels that do: fp16_amp"),
@@ -36,6 +41,33 @@ from nemo_lowprec.plugins import LEVELS
         ("fp16_mixed", {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0 must be a positive number"),
         ("fp16_mixed", {"hysteresis": 0}, ValueError, "hysteresis=0 must be an integer of at least 1"),
         ("fp16_amp", {"initial_loss_scale": 0.5}, ValueError, "initial_loss_scale=0.5 lies below min_loss_scale=1.0"),
+        ("bf16_mixed", {"half": "fp16"}, TypeError, "bf16_mixed takes no 'half'. Levels that do: msamp_o1, msamp_o2"),
+        (
+            "te_fp8",
+            {"stochastic_rounding": True},
+            TypeError,
+            "takes no 'stochastic_rounding'. Levels that do: msamp_o1",
+        ),
+        ("msamp_o1", {"fp8_params": True}, TypeError, "msamp_o1 takes no 'fp8_params'. Levels that do: bf16_with_fp8"),
+        ("msamp_o2", {"stochastic_rounding": 1}, ValueError, "stochastic_rounding=1 must be True or False"),
+        ("msamp_o3", {"rounding_seed": -1}, ValueError, r"rounding_seed=-1 must be an integer from 0 to 2\*\*32 - 1"),
+        ("msamp_o3", {"gradient_release": "yes"}, ValueError, "gradient_release='yes' must be True or False"),
+        (
+            "msamp_o2",
+            {"gradient_release": True, "half": "fp16"},
+            ValueError,
+            "gradient_release=True steps before all gradients are there.* Use half='bf16'",
+        ),
+        *(
+            ("msamp_o1", {name: value}, ValueError, f"{name}={value!r} has no effect in bf16.* pass half='fp16' to msa")
+            for name, value in {
+                "loss_scale": 8.0,
+                "initial_loss_scale": 8.0,
+                "loss_scale_window": 8,
+                "hysteresis": 8,
+                "min_loss_scale": 8.0,
+            }.items()
+        ),
     ],
 )
 def test_a_bad_argument_is_named(level, options, error, message):

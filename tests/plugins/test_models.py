@@ -3,8 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning
-from support import CASES, HALF_LEVELS, Net, assert_same, level_of, loader, plugin, save_at, stateful_loader, train
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback
+from support import (
+    CASES,
+    MASTER_LEVELS,
+    MSAMP_LEVELS,
+    Net,
+    assert_same,
+    is_low_bit,
+    kept,
+    level_of,
+    loader,
+    plugin,
+    save_at,
+    stateful_loader,
+    train,
+)
 from torch import nn
 
 from nemo_lowprec.formats import ScaledTensor
@@ -46,7 +60,7 @@ def test_tied_weights_stay_tied(case, tmp_path):
     assert model.head.weight is model.embed.weight and model.twin.weight is model.mid.weight
     weights = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["state_dict"]
     assert torch.equal(weights["head.weight"], weights["embed.weight"])
-    assert not torch.equal(weights["head.weight"], Tied().head.weight)
+    assert not torch.equal(weights["head.weight"], kept(case, "head.weight", Tied().head.weight.detach()))
     resumed = train(again, case, ckpt=tmp_path / "step=2.ckpt", max_steps=3)
     assert again.head.weight is again.embed.weight and len(again.losses) == 1
     assert len(resumed.state["optimizers"][0]["state"]) == len(observed.state["optimizers"][0]["state"]) == 7
@@ -88,20 +102,25 @@ def test_frozen_parameters_stay_put(case):
 
     state = train(Frozen(), case, max_steps=2).state
     start = Net().state_dict()
-    same = {name.split(".")[0] for name, value in state["weights"].items() if torch.equal(value, start[name])}
+    weights = state["weights"].items()
+    same = {name.split(".")[0] for name, value in weights if torch.equal(value, kept(case, name, start[name]))}
     assert same == {"mid", "norm"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_parameters_of_odd_dtypes(case):
-    """Parameters that came in bf16 train; complex and integer ones keep their dtype and value."""
+    """Parameters that came in bf16 train; complex and integer ones keep their dtype and value.
+
+    MS-AMP levels refuse the complex one by name.
+    """
 
     class Odd(Watching):
-        def __init__(self):
+        def __init__(self, real=False):
             super().__init__()
             self.inp.to(torch.bfloat16)
             self.gain = nn.Parameter(torch.ones(32, dtype=torch.bfloat16))
-            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=False)
+            dtype = torch.float32 if real else torch.complex64
+            self.phase = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
             self.ids = nn.Parameter(torch.arange(4), requires_grad=False)
 
         def forward(self, x):
@@ -110,13 +129,18 @@ def test_parameters_of_odd_dtypes(case):
         def look(self):
             self.dtypes = self.phase.dtype, self.ids.dtype
 
-    model = Odd()
+    if is_low_bit(case):
+        refused = Odd()
+        with pytest.raises(ValueError, match=r"phase is complex, which has no low-bit form"):
+            train(refused, case)
+        assert not refused.losses and refused.inp.weight.dtype == torch.bfloat16
+    model, start = Odd(is_low_bit(case)), Odd(is_low_bit(case)).state_dict()
     state = train(model, case, max_steps=2).state["weights"]
-    start = Odd().state_dict()
-    assert model.dtypes == (torch.complex64, torch.int64)
+    assert model.dtypes == (start["phase"].dtype, torch.int64)
     assert torch.equal(state["phase"], start["phase"]) and torch.equal(state["ids"], start["ids"])
     for name in ("gain", "inp.weight", "mid.weight"):
-        assert torch.isfinite(state[name]).all() and not torch.equal(state[name], start[name]), name
+        assert torch.isfinite(state[name]).all(), name
+        assert not torch.equal(state[name], kept(case, name, start[name])), name
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -182,6 +206,7 @@ def test_base_finetuning_unfreezes_in_mid_training_and_resumes(case, tmp_path):
     model = Finetuned()
     whole = train(model, case, Unfreeze(), data=stateful_loader(8), max_epochs=2)
     first, second = model.per_epoch
+    start = {name: kept(case, name, value) for name, value in start.items()}
     assert torch.equal(first["mid.weight"], start["mid.weight"])
     assert not torch.equal(second["mid.weight"], start["mid.weight"])
     assert torch.equal(second["extra.0.weight"], start["extra.0.weight"])
@@ -196,7 +221,7 @@ def test_base_finetuning_unfreezes_in_mid_training_and_resumes(case, tmp_path):
     assert_same(resumed.state, whole.state)
 
 
-@pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed+fp8_params", "fp16_amp"])
+@pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed+fp8_params", "fp16_amp", *MSAMP_LEVELS])
 def test_targets_and_inputs_are_not_cast(case):
     class Regression(Net):
         def loss(self, batch):
@@ -211,7 +236,7 @@ def test_targets_and_inputs_are_not_cast(case):
     assert model.losses[-1] < model.losses[0]
 
 
-@pytest.mark.parametrize("case", [*HALF_LEVELS, *(c for c in CASES if "+" in c)])
+@pytest.mark.parametrize("case", [*MASTER_LEVELS, *(c for c in CASES if "+" in c)])
 def test_memory_of_copies_and_masters(case):
     class Measured(Watching):
         def look(self):
@@ -234,7 +259,43 @@ def test_memory_of_copies_and_masters(case):
     assert model.counts == ((128 * 32 + 128 * 128, total - 128 * 32 - 128 * 128) if "+" in case else (0, total))
 
 
-@pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed"])
+@pytest.mark.parametrize("case", MSAMP_LEVELS)
+def test_memory_without_fp32_masters(case):
+    """Bytes of matrices; blocks of 128 elements take a byte more each, and vectors stay FP32."""
+
+    class Measured(Watching):
+        def on_after_backward(self):
+            self.gradients = [p.grad.stored_bytes() for p in self.matrices()]
+
+        def matrices(self):
+            return [self.inp.weight, self.mid.weight, self.head.weight]
+
+        def look(self):
+            weights = [p.stored_bytes() for p in self.matrices()]
+            masters = [master_of(p) for p in self.matrices()]
+            self.bytes = weights, [0 if m is None else m.stored_bytes() for m in masters]
+            vectors = [self.inp.bias, self.norm.weight, self.norm.bias, self.head.bias]
+            assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in vectors)
+            self.states = self.trainer.optimizers[0].state
+
+    model = Measured()
+
+    def end(trainer, module):
+        states = [[model.states[p][k] for k in ("exp_avg", "exp_avg_sq")] for p in model.matrices()]
+        model.state_bytes = [sum(getattr(s, "stored_bytes", lambda s=s: s.nbytes)() for s in pair) for pair in states]
+
+    train(model, case, LambdaCallback(on_train_batch_end=lambda t, m, *a: end(t, m)), max_steps=1)
+    sizes, blocks = [128 * 32, 128 * 128, 32 * 128], [128, 128, 32]
+    fp8 = [case == "msamp_o3"] * 2 + [False]
+    weights, masters = model.bytes
+    assert weights == [n + 4 if low else 2 * n for n, low in zip(sizes, fp8, strict=True)]
+    assert masters == [2 * n + b if low else 0 for n, b, low in zip(sizes, blocks, fp8, strict=True)]
+    assert model.gradients == [n + b + 8 for n, b in zip(sizes, blocks, strict=True)]
+    wide = case == "msamp_o1"
+    assert model.state_bytes == [8 * n if wide else 3 * n + 2 * b for n, b in zip(sizes, blocks, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed", *MSAMP_LEVELS])
 def test_a_compiled_model_trains_as_the_plain_one(case):
     compiled = torch.compile(Net(), backend="aot_eager")
     observed = train(compiled, case, max_steps=2)

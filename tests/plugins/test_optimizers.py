@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import CASES, FP16_LEVELS, HALF_LEVELS, Net, loader, plugin, train
+from support import CASES, FP16_LEVELS, HALF_LEVELS, MSAMP_LEVELS, Net, kept_state, loader, plugin, train
 from torch import optim
 
 from nemo_lowprec.weights import master_of
@@ -50,9 +50,31 @@ def test_masters_equal_a_loop_in_fp32_bit_for_bit(case, name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_optimizer_states_are_fp32(case):
+    """At O2 and O3 those of matrices are values of E4M3 and FP16 in blocks, which BF16 and FP32 hold exactly."""
     state = train(Net(), case, max_steps=1).state["optimizers"][0]["state"]
     assert len(state) == 7
-    assert {v.dtype for s in state.values() for k, v in s.items() if k != "step"} == {torch.float32}
+    for index, param in enumerate(Net().parameters()):
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = state[index][key]
+            assert torch.equal(value, kept_state(case, key, value)) and value.abs().max() > 0
+            low = case in ("msamp_o2", "msamp_o3") and param.dim() > 1
+            assert value.dtype == (torch.bfloat16 if low and key == "exp_avg" else torch.float32)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("adamw", "adamw_foreach", "adamw_fused")])
+@pytest.mark.parametrize("case", MSAMP_LEVELS)
+def test_an_optimizer_without_a_low_bit_form_is_refused_before_the_first_step(case, name):
+    model = Net(optimizer=OPTIMIZERS[name])
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    message = (
+        "AdamW with amsgrad=True has no low-bit form" if name == "adamw_amsgrad" else "has no low-bit form: the MS"
+    )
+    with pytest.raises(ValueError, match=message):
+        train(model, case)
+    assert not model.losses
+    for key, param in model.named_parameters():
+        assert type(param) is torch.nn.Parameter and param.dtype == torch.float32
+        torch.testing.assert_close(param.detach(), start[key], rtol=2**-11, atol=2**-25)
 
 
 class Closure(Net):

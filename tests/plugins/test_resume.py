@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support import CASES, Net, assert_same, loader, plugin, save_at, stateful_loader, train
+from support import CASES, FP16_HALF, Net, assert_same, level_of, loader, plugin, save_at, stateful_loader, train
 
 SAVED = "This checkpoint is saved in mid-epoch"
 RESUMED = "This checkpoint is resumed in mid-epoch"
@@ -13,8 +13,8 @@ RESUMED = "This checkpoint is resumed in mid-epoch"
 
 def dynamic(case):
     """With a loss scale that moves in a few steps: 2**12 doubles at every second one."""
-    options = {"loss_scale": None, "initial_loss_scale": 2.0**12, "loss_scale_window": 2} if "fp16" in case[:5] else {}
-    return plugin(case, **options)
+    options = {"loss_scale": None, "initial_loss_scale": 2.0**12, "loss_scale_window": 2}
+    return plugin(case, **(options if level_of(case).has_loss_scale else {}))
 
 
 def net():
@@ -33,12 +33,12 @@ def check(case, folder, make_data, step, **options):
     assert resumed.trainer.global_step == 5
     assert model.losses == whole_model.losses[-len(model.losses) :]
     assert_same(resumed.state, whole.state)
-    if "fp16" in case[:5]:
+    if level_of(case).has_loss_scale:
         assert precision.engine.loss_scale.scale == 2.0**14
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *FP16_HALF])
 def test_resume_in_mid_epoch_with_a_stateful_loader(case, tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", SAVED)

@@ -21,7 +21,7 @@ def override(*arguments: str) -> run.Config:
     return parse_cli_args(tiny.pretrain_recipe(), list(arguments)).trainer.plugins
 
 
-def test_there_is_a_factory_for_each_landed_level() -> None:
+def test_there_is_a_factory_for_each_level() -> None:
     assert list(recipes.FACTORIES) == list(CHART)
 
 
@@ -96,8 +96,21 @@ def test_unknown_argument_is_a_type_error() -> None:
         recipes.fp16_mixed().fp8_margin = 1
 
 
-def test_level_that_has_not_landed_has_no_factory() -> None:
-    assert not hasattr(recipes, "msamp_o2")
+def test_arguments_of_an_msamp_level_are_set_on_the_command_line() -> None:
+    plugin = fdl.build(
+        override(
+            "trainer.plugins=msamp_o3",
+            "trainer.plugins.half=fp16",
+            "trainer.plugins.stochastic_rounding=True",
+            "trainer.plugins.rounding_seed=7",
+            "trainer.plugins.loss_scale=128.0",
+        )
+    )
+    assert plugin.options == {"half": "fp16", "stochastic_rounding": True, "rounding_seed": 7, "loss_scale": 128.0}
+    assert plugin.level.has_loss_scale
+    assert fdl.build(override("trainer.plugins=msamp_o2", "trainer.plugins.gradient_release=True")).options == {
+        "gradient_release": True
+    }
 
 
 def test_config_in_a_trainer_is_named() -> None:

@@ -112,7 +112,7 @@ def test_command_line_runs_a_recipe(data_dir: Path, tmp_path: Path, capsys: pyte
     ("arguments", "message"),
     [
         (["trainer.plugins=fp17_mixed"], "Unknown precision level 'fp17_mixed'. Choose one of: fp16_amp,"),
-        (["trainer.plugins=msamp_o2"], "'msamp_o2' is declared in the chart but not available yet"),
+        (["trainer.plugins=msamp_o4"], "Unknown precision level 'msamp_o4'. Choose one of: fp16_amp,"),
         (["--factory", "llama9"], "No matching factory found for: llama9. The recipes are: tiny,"),
         (["trainer.plugins.fp8_margin=abc"], "Failed to parse 'abc' as <class 'int'>"),
         (["trainer.plugins.fp9=1"], "No parameter named 'fp9' exists."),

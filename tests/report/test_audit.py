@@ -12,6 +12,11 @@ from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.report import Audit
 
 CASES = [(name, {}) for name in LEVELS] + [(name, {"fp8_params": True}) for name in LEVELS if CHART[name].fp8_params]
+CASES += [(name, {"half": "fp16", "loss_scale": 256.0}) for name in LEVELS if CHART[name].half]
+
+
+def case_id(case):
+    return "+".join([case[0], *(k if v is True else v for k, v in case[1].items() if not isinstance(v, float))])
 
 
 class TinyLlama(pl.LightningModule):
@@ -53,23 +58,70 @@ def audit(name, module=None, **options):
     return callback.report
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[n + ("+fp8_params" if o else "") for n, o in CASES])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=map(case_id, CASES))
 def test_a_run_is_found_to_do_what_the_chart_declares(name, options):
     report = audit(name, **options)
     assert {f.column for f in report.findings} == {
         "Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states",
     }  # fmt: skip
-    assert {f.part for f in report.findings} == {"converted", "rest"}
+    row = CHART[name]
+    parts = {"converted", "rest"} | ({"vectors"} if row.vectors else set())
+    assert {f.part for f in report.findings} == parts
     differing = [f for f in report.findings if not f.agrees]
     assert not differing and report.agrees
     sizes = {(f.column, f.part): f.bytes_per_param for f in report.findings}
     width = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, None: None}
-    row = CHART[name]
+    if row.is_low_bit:  # test_bytes_a_parameter_of_the_msamp_levels has them
+        return
     weight = "fp8" if options else row.weight
     assert sizes["Weight", "converted"] == pytest.approx(width[weight], rel=0.01)
     assert sizes["Weight", "rest"] == width[row.rest]
     assert sizes["Master weight", "rest"] == width[row.master_weight]
     assert sizes["Weight gradient", "converted"] == width[row.weight_grad]
+
+
+class Wide(TinyLlama):
+    """All matrices have rows that are a multiple of 128 long, as large models have."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, use_cache=False, **sizes))
+
+
+@pytest.mark.parametrize("options", [{}, {"half": "fp16", "loss_scale": 256.0}], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [n for n in LEVELS if CHART[n].is_low_bit])
+def test_bytes_a_parameter_of_the_msamp_levels(name, options):
+    report = audit(name, Wide(), **options)
+    assert report.agrees
+    sizes = {(f.column, f.part): f.bytes_per_param for f in report.findings if f.column != "Optimizer states"}
+    o3 = name == "msamp_o3"
+    for part in ("converted", "rest"):
+        in_fp8 = o3 and part == "converted"
+        weight, master = sizes["Weight", part], sizes["Master weight", part]
+        assert weight == pytest.approx(1, abs=0.001) if in_fp8 else weight == 2
+        assert master == 2 + 1 / 128 if in_fp8 else master is None
+        assert 1 < sizes["Weight gradient", part] <= 1.05
+        states = [f.bytes_per_param for f in report.findings if (f.column, f.part) == ("Optimizer states", part)]
+        assert len(states) == 2
+        assert sum(states) == 8 if name == "msamp_o1" else 3 < sum(states) <= 3.1
+    for column in ("Weight", "Weight gradient"):
+        assert sizes[column, "vectors"] == 4
+    vectors = [f.bytes_per_param for f in report.findings if (f.column, f.part) == ("Optimizer states", "vectors")]
+    assert sizes["Master weight", "vectors"] is None and vectors == [4, 4]
+
+
+def test_an_fp32_gradient_at_an_msamp_level_is_found():
+    class Cheat(TinyLlama):
+        def on_train_start(self):  # a hook behind the plugin's own
+            self.model.lm_head.weight.register_post_accumulate_grad_hook(self.undo)
+
+        def undo(self, param):
+            param.grad = param.grad.dequantize()
+
+    report = audit("msamp_o2", Cheat())
+    (gradient,) = [f for f in report.findings if f.column == "Weight gradient" and f.part == "rest"]
+    assert gradient.observed == "fp32" and not report.agrees
 
 
 @pytest.mark.parametrize("options", [{}, {"fp8_params": True}], ids=["half", "fp8_params"])
