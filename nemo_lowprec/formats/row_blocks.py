@@ -85,4 +85,5 @@ def quantize_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
 def dequantize_rows(data: Tensor, exponent: Tensor) -> Tensor:
     """Return the values as FP32, exactly (but for results below FP32's normal range on devices that flush them)."""
     values = _blocks(decode(data)) * _power(exponent)[..., None]
-    return values.flatten(1)[:, : block_grid(data.shape)[1]].reshape(data.shape)
+    # Contiguous: torch.save would write the padding of short rows with them.
+    return values.flatten(1)[:, : block_grid(data.shape)[1]].reshape(data.shape).contiguous()

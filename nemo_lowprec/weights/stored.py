@@ -46,15 +46,23 @@ class StoredWeights:
         """Whether ``model`` can be stored; changes nothing.
 
         Raises:
-            ValueError: a complex parameter, or one with values beyond FP16's range.
+            ValueError: a complex parameter, one with values beyond FP16's range, or one in a graph that is alive.
         """
         for name, param in model.named_parameters():
+            if _is_lazy(param):
+                continue
             if param.is_complex():
                 raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
             if _is_matrix(param) and param.numel() and float(compute_amax(param.detach())) > FP16.max:
                 raise ValueError(
                     f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
                     "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
+                )
+            # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
+            if _is_matrix(param) and param._use_count() > 2:
+                raise ValueError(
+                    f"{name} is held by the graph of an earlier forward pass, and cannot change its storage. Delete "
+                    "that pass's outputs (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
                 )
 
     @torch.no_grad()
@@ -75,7 +83,7 @@ class StoredWeights:
         return [self._model.get_parameter(f"{name}.weight") for name in self._fp8]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
-        if param.dtype not in _FLOATS or isinstance(param, (nn.parameter.UninitializedParameter, StoredTensor)):
+        if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
             return
         if not _is_matrix(param) or _needs_plain_fp32(module):
             if param.dtype != torch.float32:
@@ -140,12 +148,17 @@ def _values(tensor: Tensor) -> Tensor:
     return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.detach().float()
 
 
+def _is_lazy(param: Tensor) -> bool:
+    """Whether the first batch will give the parameter its shape; it stays FP32."""
+    return isinstance(param, nn.parameter.UninitializedParameter)
+
+
 def _is_matrix(param: Tensor) -> bool:
     return param.dim() > 1 and param.dtype in _FLOATS
 
 
 def _is_fp16_matrix(param: Tensor) -> bool:
-    return param.dim() > 1 and param.dtype == torch.float16
+    return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
 def _needs_plain_fp32(module: nn.Module) -> bool:
