@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -171,15 +171,17 @@ class LowPrecision(Precision):
 
 def _check_release(trainer: pl.Trainer) -> None:
     """What needs the gradients of all parameters at once cannot be had together with gradient release."""
+    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
     obstacles = {
-        "accumulate_grad_batches": trainer.accumulate_grad_batches > 1,
-        "gradient_clip_val": trainer.gradient_clip_val is not None,
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches!r}": trainer.accumulate_grad_batches > 1,
+        f"gradient_clip_val={trainer.gradient_clip_val!r}": trainer.gradient_clip_val is not None,
+        "GradientAccumulationScheduler": any(c.going_to_accumulate_grad_batches() for c in schedules),
     }
     for name, there in obstacles.items():
         if there:
             raise ValueError(
                 f"gradient_release=True steps each parameter as soon as its gradient is there, which cannot go with "
-                f"{name}={getattr(trainer, name)!r}. Leave one of them out."
+                f"{name}. Leave one of them out."
             )
 
 
