@@ -61,8 +61,8 @@ class StoredWeights:
             # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
             if _is_matrix(param) and param._use_count() > 2:
                 raise ValueError(
-                    f"{name} is held by the graph of an earlier forward pass, and cannot change its storage. Delete "
-                    "that pass's outputs (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
+                    f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
+                    "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
                 )
 
     @torch.no_grad()

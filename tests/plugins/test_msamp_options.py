@@ -181,5 +181,5 @@ def test_accumulation_that_a_callback_schedules(release):
         train(model, plugin("msamp_o2"), schedule, max_epochs=1)
         assert len(model.losses) == 4 and model.trainer.global_step == 2
         return
-    with pytest.raises(ValueError, match="gradient_release=True .*cannot go with GradientAccumulationScheduler"):
+    with pytest.raises(ValueError, match=r"gradient_release=True .*cannot go with GradientAccumulationScheduler"):
         train(model, plugin("msamp_o2", gradient_release=True), schedule, max_epochs=1)
