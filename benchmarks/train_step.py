@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
 from benchmarks.record import Record, arguments
+from nemo_lowprec.compute import prefer_attention
 from nemo_lowprec.plugins import LEVELS
 
 WARMUP, ROUND = 6, 5
@@ -113,6 +114,10 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
 
     bf16, fp32 = torch.bfloat16, torch.float32
 
+    def te_with_cudnn(rounds: int) -> list[float]:
+        with prefer_attention("cudnn"):
+            return under_trainer(rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16))
+
     def ours(name: str, **options: Any) -> Callable[[int], list[float]]:
         return lambda rounds: under_trainer(rounds, fp32, plugins=LEVELS[name](**options))
 
@@ -123,6 +128,18 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "lightning TransformerEnginePrecision, bf16 weights, no masters": lambda rounds: under_trainer(
             rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16)
         ),
+        "nemo_lowprec msamp_o2": ours("msamp_o2"),
+        "nemo_lowprec msamp_o3": ours("msamp_o3"),
+        "nemo_lowprec msamp_o2, cuDNN attention": ours("msamp_o2", attention="cudnn"),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head": ours("msamp_o2", attention="cudnn", convert="*"),
+        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head": ours("msamp_o3", attention="cudnn", convert="*"),
+        "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head": ours(
+            "bf16_with_fp8_mixed", attention="cudnn", convert="*"
+        ),
+        "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": te_with_cudnn,
+        "nemo_lowprec msamp_o1": ours("msamp_o1"),
+        "nemo_lowprec msamp_o2, stochastic_rounding": ours("msamp_o2", stochastic_rounding=True),
+        "nemo_lowprec msamp_o2, gradient_release": ours("msamp_o2", gradient_release=True),
         "nemo_lowprec bf16_with_fp8_mixed, fp8_params": ours("bf16_with_fp8_mixed", fp8_params=True),
         "nemo_lowprec bf16_with_fp8_mixed, torch backend": ours("bf16_with_fp8_mixed", backend="torch"),
         "nemo_lowprec bf16_with_fp8_current_scaling_mixed": ours("bf16_with_fp8_current_scaling_mixed"),

@@ -24,8 +24,10 @@ from nemo_lowprec.compute import (
     LayerFilter,
     Recipe,
     ReferenceBackend,
+    check_attention,
     choose_backend,
     convert_layers,
+    prefer_attention,
     revert_layers,
     te_layers,
 )
@@ -61,6 +63,7 @@ class Engine:
         backend: ``auto``, ``te``, ``torch`` or ``reference``.
         low_bit: how weights are updated, at a level with low-bit states.
         reads_as: dtype that weights stored in FP16 read as; None for the level's half dtype.
+        attention: ``auto``, or ``cudnn`` for cuDNN's kernels in ``scaled_dot_product_attention`` where they can.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Engine:
         backend: str = "auto",
         low_bit: LowBitOptions | None = None,
         reads_as: torch.dtype | None = None,
+        attention: str = "auto",
     ) -> None:
         self.level = level
         self.recipe = recipe
@@ -83,6 +87,8 @@ class Engine:
         self.histories: DelayedScaling | None = None
         self.low_bit = low_bit or LowBitOptions()
         self.reads_as = reads_as or self.half
+        self.attention = attention
+        self._attention_kernels = ExitStack()
         self.masters: MasterWeights | None = None
         self.stored: StoredWeights | None = None
         self.gradients: StoredGradients | None = None
@@ -99,7 +105,7 @@ class Engine:
     def __reduce__(self) -> Any:
         # For launchers that hand a plugin to other processes: what belongs to a model stays behind.
         loss_scale = self.loss_scale.config if self.loss_scale is not None else None
-        options = (self.low_bit, self.reads_as)
+        options = (self.low_bit, self.reads_as, self.attention)
         return Engine, (self.level, self.recipe, loss_scale, self.layers, self.backend_name, *options)
 
     # The model
@@ -119,6 +125,7 @@ class Engine:
         if other is self and device == self.device:
             return
         self._check_device(device)
+        check_attention(self.attention, device)
         backend = choose_backend(self.backend_name, self.recipe, device)
         if other is not None:
             other.revert()
@@ -155,6 +162,9 @@ class Engine:
                 te_layers.te_recipe(self.recipe)  # refuses here what those layers cannot do
             te_layers.empty_extra_state(model)
         model.__dict__[_ENGINE] = self
+        # For as long as the model is converted, and not around each forward: activation checkpointing runs the
+        # forward again during backward, and must find the same kernels.
+        self._attention_kernels.enter_context(prefer_attention(self.attention))
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -183,6 +193,7 @@ class Engine:
         """
         if self.model is None or self.model.__dict__.pop(_ENGINE, None) is not self:
             return
+        self._attention_kernels.close()
         if self.gradients is not None:
             self.gradients.remove()
             self.gradients = None

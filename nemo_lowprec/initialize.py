@@ -93,7 +93,14 @@ def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: 
         options = {**options, "backend": "te" if use_te else without}
     parsed = parse_options(get_level(OPT_LEVELS[opt_level]), options)
     return Engine(
-        parsed.level, parsed.recipe, None, parsed.layers, parsed.backend, parsed.low_bit, reads_as=torch.float32
+        parsed.level,
+        parsed.recipe,
+        None,
+        parsed.layers,
+        parsed.backend,
+        parsed.low_bit,
+        torch.float32,
+        parsed.attention,
     )
 
 

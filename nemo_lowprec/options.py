@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
-from nemo_lowprec.compute import BACKENDS, LayerFilter, Recipe
+from nemo_lowprec.compute import ATTENTION, BACKENDS, LayerFilter, Recipe
 from nemo_lowprec.grads import LossScaleConfig
 from nemo_lowprec.optim import LowBitOptions
 
@@ -23,6 +23,7 @@ class Options:
     layers: LayerFilter
     backend: str
     low_bit: LowBitOptions
+    attention: str
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if level.has_fp8:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
+        defaults |= {"attention": "auto"}
     if level.half:
         defaults |= {"half": CHART[level.name].autocast}
     if level.is_low_bit:
@@ -72,6 +74,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         recipe = Recipe(level.scaling, **arguments, **pick(Recipe.arguments(level)))
         if values["backend"] != "auto" and values["backend"] not in BACKENDS:
             raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKENDS)}.")
+        if values["attention"] not in ATTENTION:
+            raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
     low_bit = LowBitOptions(**pick(LowBitOptions.arguments())) if level.is_low_bit else LowBitOptions()
     if low_bit.gradient_release and level.has_loss_scale:
         raise ValueError(
@@ -85,6 +89,7 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         LayerFilter(**pick(LayerFilter.arguments())) if level.has_fp8 else LayerFilter(),
         values.get("backend", "auto"),
         low_bit,
+        values.get("attention", "auto"),
     )
 
 

@@ -1,6 +1,7 @@
 """Column Computation (GEMM): which layers are converted, the FP8 recipe, and the backends that run it."""
 
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.attention import ATTENTION, check_attention, prefer_attention
 from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.convert import Conversion, convert_layers, is_converted, revert_layers
@@ -10,6 +11,7 @@ from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNor
 from nemo_lowprec.compute.recipe import OPERANDS, Operand, Recipe
 
 __all__ = [
+    "ATTENTION",
     "BACKENDS",
     "OPERANDS",
     "Backend",
@@ -23,9 +25,11 @@ __all__ = [
     "Operand",
     "Recipe",
     "ReferenceBackend",
+    "check_attention",
     "choose_backend",
     "convert_layers",
     "is_converted",
+    "prefer_attention",
     "revert_layers",
     "te_layers",
 ]

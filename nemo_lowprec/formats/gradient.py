@@ -7,6 +7,7 @@ rounds nothing; norms and the search for overflows read the stored bytes, withou
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from nemo_lowprec.formats.block_tensor import BlockTensor
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
+from nemo_lowprec.formats.row_blocks import UNIT, dequantize_rows, quantize_rows
 from nemo_lowprec.formats.stored import StoredTensor, aten
 
 __all__ = ["GradientTensor"]
@@ -41,7 +42,7 @@ class GradientTensor(BlockTensor):
         data_blocks, exponent: as in ``BlockTensor``.
         factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
-        multiplied: whether the factor may be another than 1.
+        multiplied: whether the factor is this tensor's own, and may be another than 1.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -65,16 +66,15 @@ class GradientTensor(BlockTensor):
         else:
             data, exponent = quantize_rows(values, E4M3)
             nonfinite = _any_nonfinite(values)
-        return cls(data, exponent, torch.ones(1, device=values.device), nonfinite)
+        return cls(data, exponent, _one(values.device), nonfinite)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> GradientTensor:
         """Store ``values`` anew."""
         fresh = self.from_float(values)
-        for mine, its in zip(self.parts(), fresh.parts(), strict=True):
-            mine.copy_(its)
-        self.multiplied = False
-        return self
+        for name in ("data_blocks", "exponent", "nonfinite"):
+            getattr(self, name).copy_(getattr(fresh, name))
+        return self._reset_factor()
 
     @torch.no_grad()
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
@@ -83,13 +83,13 @@ class GradientTensor(BlockTensor):
         if kernels is None:
             return self.quantize_(self.dequantize() + alpha * values.float())
         kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha)
-        self.multiplied = False
-        return self
+        return self._reset_factor()
 
     def fold_(self) -> GradientTensor:
         """Make the factor 1: the values are rounded again where it was another."""
         if self.multiplied:
             self.quantize_(self.dequantize())
+            self.multiplied = False
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,8 +98,18 @@ class GradientTensor(BlockTensor):
         return values.view(self.shape).to(dtype or self.dtype)
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
-        change(self.factor, by.reshape(()) if isinstance(by, Tensor) else by)
-        self.multiplied = True
+        change(self.own_factor(), by.reshape(()) if isinstance(by, Tensor) else by)
+        return self
+
+    def own_factor(self) -> Tensor:
+        """The factor, to be changed in place: until then all gradients share one."""
+        if not self.multiplied:
+            self.factor, self.multiplied = torch.ones(1, device=self.device), True
+        return self.factor
+
+    def _reset_factor(self) -> GradientTensor:
+        if self.multiplied:
+            self.factor.fill_(1.0)
         return self
 
     @classmethod
@@ -112,10 +122,12 @@ class GradientTensor(BlockTensor):
                 other = args[1].dequantize() if isinstance(args[1], StoredTensor) else args[1]
                 return this.accumulate_(other, kwargs.get("alpha", 1))
             if func is aten.zero_.default:
-                for part, value in zip(this.parts(), (0, 127, 1, 0), strict=True):
-                    part.zero_() if value == 0 else part.fill_(value)
-                this.multiplied = False
-                return this
+                this.data_blocks.zero_()
+                this.exponent.fill_(UNIT)
+                this.nonfinite.zero_()
+                return this._reset_factor()
+            if func in (aten.detach.default, aten.alias.default):
+                this.own_factor()  # which the alias shares: multiplying one multiplies the other
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):
             return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
         if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
@@ -123,6 +135,11 @@ class GradientTensor(BlockTensor):
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
         return NotImplemented
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
 
 
 def _is_number(value: Any) -> bool:
@@ -160,10 +177,8 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     """torch's unscaling for GradScaler: multiply by ``inv_scale``, raise ``found_inf`` where one is not finite."""
     ours = [t for t in tensors if isinstance(t, GradientTensor)]
     plain = [t for t in tensors if not isinstance(t, GradientTensor)]
-    factors = [g.factor for g in ours]
+    factors = [g.own_factor() for g in ours]
     torch._foreach_mul_(factors, inv_scale.reshape(()))
-    for gradient in ours:
-        gradient.multiplied = True
     bad = torch.cat([g.nonfinite for g in ours]).amax() + (~torch.cat(factors).isfinite()).any()
     found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))
     if plain:

@@ -117,12 +117,11 @@ def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def accumulate(data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float) -> None:
-    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass; its factor becomes 1."""
+    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on."""
     from nemo_lowprec.formats.floats import E4M3
 
     nonfinite.zero_()
     _launch(values, data, exponent, factor, nonfinite, E4M3, True, float(alpha))
-    factor.fill_(1.0)
 
 
 @triton.jit

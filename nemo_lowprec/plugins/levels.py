@@ -21,6 +21,7 @@ def _annotations() -> dict[str, Any]:
     hints: dict[str, Any] = {"backend": typing.Literal["auto", "te", "torch", "reference"]}
     for cls in (Recipe, LossScaleConfig, LayerFilter, LowBitOptions):
         hints.update(typing.get_type_hints(cls))
+    hints["attention"] = typing.Literal["auto", "cudnn"]
     hints["half"] = typing.Literal["bf16", "fp16"]
     hints["fp8"] = typing.Literal["hybrid", "e4m3"]
     hints["fp8_amax_compute_algo"] = typing.Literal["max", "most_recent"]
@@ -42,6 +43,7 @@ _DOCS = {
     "skip": "names or globs of layers to leave in half precision.",
     "num_layers_at_start_in_half": "blocks at the start of the stack to leave in half precision.",
     "num_layers_at_end_in_half": "blocks at the end of the stack to leave in half precision.",
+    "attention": "'auto' (torch's choice) or 'cudnn' (its kernels first; each new shape takes a while).",
     "half": "'bf16', or 'fp16' with loss scaling: what does not run in FP8.",
     "stochastic_rounding": "round updated 16-bit weights at random, up or down by the fraction cut off.",
     "rounding_seed": "of stochastic_rounding.",
