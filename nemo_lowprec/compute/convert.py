@@ -19,6 +19,7 @@ from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
 from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
+from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.formats import DelayedScaling
 
 __all__ = ["Conversion", "convert_layers", "is_converted", "revert_layers"]
@@ -113,9 +114,10 @@ def _convert_low(
         keys = {f"{n}.{k}": recipe.operand(k).fmt for n in chosen for k in OPERANDS}
         histories.add_all(keys)
         slots = {key: histories.slots[key] for key in keys}
+    inputs = SharedInput(histories)
     for name, module in chosen.items():
         operands = {kind: recipe.operand(kind, slots.get(f"{name}.{kind}")) for kind in OPERANDS}
-        plan = GemmPlan(backend, half, recipe, operands)
+        plan = GemmPlan(backend, half, recipe, operands, inputs)
         if _is_conv1d(module):
             _swap_conv1d(module, plan)
         else:
@@ -127,10 +129,10 @@ def _convert_low(
         if reason:
             result.kept[name] = reason
         elif type(module) is nn.LayerNorm:
-            _swap(module, LowPrecisionLayerNorm, half_dtype=half)
+            _swap(module, LowPrecisionLayerNorm)
             result.norms.append(name)
         elif type(module) is nn.RMSNorm:
-            _swap(module, LowPrecisionRMSNorm, half_dtype=half, zero_centered=False)
+            _swap(module, LowPrecisionRMSNorm, norm_backend=backend, zero_centered=False)
             result.norms.append(name)
         else:
             kind = rms_norm_kind(module)
@@ -140,7 +142,7 @@ def _convert_low(
             eps, zero_centered = kind
             shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
             _swap(
-                module, LowPrecisionRMSNorm, half_dtype=half, zero_centered=zero_centered,
+                module, LowPrecisionRMSNorm, norm_backend=backend, zero_centered=zero_centered,
                 eps=eps, normalized_shape=shape, elementwise_affine=True,
             )  # fmt: skip
             result.norms.append(name)

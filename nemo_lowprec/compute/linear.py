@@ -6,7 +6,7 @@ stay what they were. Which of the three GEMMs run in FP8, on which backend and w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
 __all__ = ["GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear"]
@@ -29,12 +30,14 @@ class GemmPlan:
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
+        inputs: the model's quantized input of the moment, where there is a recipe.
     """
 
     backend: Backend
     half: torch.dtype
     recipe: Recipe | None = None
     operands: dict[str, Operand] | None = None
+    inputs: SharedInput = field(default_factory=SharedInput)
 
     @property
     def fp8(self) -> tuple[bool, bool, bool]:
@@ -92,7 +95,8 @@ def _apply(
         flat = x.reshape(-1, x.shape[-1])
         # needs_input_grad does not know of no_grad.
         grad = torch.is_grad_enabled()
-        out = _LinearFunction.apply(flat, weight, bias, plan, out_dtype, record, wgrad_dtype(weight), transposed, grad)
+        call = _Call(plan, x, out_dtype, record, wgrad_dtype(weight), transposed, grad)
+        out = _LinearFunction.apply(flat, weight, bias, call)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -101,9 +105,23 @@ def wgrad_dtype(weight: Tensor) -> torch.dtype:
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
+@dataclass
+class _Call:
+    """What a forward is told beside its tensors; ``source`` is the input as the layer got it."""
+
+    plan: GemmPlan
+    source: Tensor
+    out_dtype: torch.dtype
+    record: bool
+    grad_dtype: torch.dtype
+    transposed: bool
+    grad: bool
+
+
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, plan: GemmPlan, out_dtype, record: bool, grad_dtype, transposed, grad):
+    def forward(ctx: Any, x, weight, bias, call: _Call):
+        plan, out_dtype, record, transposed, grad = call.plan, call.out_dtype, call.record, call.transposed, call.grad
         backend = plan.backend
         if transposed:
             weight = weight.transposed() if isinstance(weight, ScaledTensor | CastTensor) else weight.t()
@@ -117,8 +135,8 @@ class _LinearFunction(torch.autograd.Function):
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
         if fprop8 or x_columnwise:
-            x8 = backend.quantize(
-                _compute_dtype(xp, plan), plan.operand("input"),
+            x8 = plan.inputs.quantize(
+                backend, call.source, _compute_dtype(xp, plan), plan.operand("input"),
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
         stored = isinstance(weight, ScaledTensor)
@@ -148,7 +166,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.saved_split = len(x_tensors)
         ctx.metas = (x_meta, w_meta)
         ctx.plan, ctx.record, ctx.rows, ctx.pad, ctx.transposed = plan, record, rows, pad, transposed
-        ctx.x_dtype, ctx.grad_dtype = x.dtype, grad_dtype
+        ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return out
 
@@ -196,7 +214,7 @@ class _LinearFunction(torch.autograd.Function):
             dw = dw.t() if ctx.transposed else dw
         if ctx.bias_dtype is not None and need_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

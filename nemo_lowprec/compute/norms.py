@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.backends.base import Backend
+
 __all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "rms_norm_kind"]
 
 
@@ -31,8 +33,6 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class LowPrecisionLayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` with FP32 statistics and half output; made by ``convert``."""
 
-    half_dtype: torch.dtype
-
     def forward(self, input: Tensor) -> Tensor:
         dtype, out = _dtypes(self, input)
         with torch.autocast(input.device.type, enabled=False):
@@ -46,17 +46,17 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
     With ``zero_centered`` the factor is 1 + weight (Gemma).
     """
 
-    half_dtype: torch.dtype
+    norm_backend: Backend
     zero_centered: bool
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dtype, out = _dtypes(self, x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         with torch.autocast(x.device.type, enabled=False):
-            weight: Tensor | None = self.weight
-            if weight is not None and self.zero_centered:
-                dtype, weight = torch.float32, weight.float() + 1.0
-            return F.rms_norm(x.to(dtype), self.normalized_shape, _to(weight, dtype), eps).to(out)
+            weight = _to(self.weight, dtype)
+            if len(self.normalized_shape) == 1:
+                return self.norm_backend.rms_norm(x.to(dtype), weight, eps, self.zero_centered).to(out)
+            return F.rms_norm(x.to(dtype), self.normalized_shape, weight, eps).to(out)
 
 
 def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:

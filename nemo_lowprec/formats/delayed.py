@@ -73,6 +73,8 @@ class DelayedScaling:
         self.interval = interval
         self.updates = 0
         self.slots: dict[str, Slot] = {}
+        self._shared: dict[int, tuple[Slot, Slot]] = {}
+        self._shared_index: tuple[Tensor, Tensor] | None = None
         self._allocate(torch.device("cpu"))
 
     def add(self, name: str, fmt: FloatFormat) -> Slot:
@@ -92,6 +94,23 @@ class DelayedScaling:
         self._allocate(self.scale.device)
         self.load_state_dict(state)
 
+    def share(self, follower: Slot, leader: Slot) -> None:
+        """From now on whatever ``leader`` records counts for ``follower`` too: they are given the same tensor."""
+        if id(follower) not in self._shared and follower is not leader:
+            self._shared[id(follower)] = (follower, leader)
+            self._shared_index = None
+
+    def _fold_shared(self) -> None:
+        if not self._shared:
+            return
+        if self._shared_index is None:
+            position = {id(slot): i for i, slot in enumerate(self.slots.values())}
+            pairs = [(position[id(f)], position[id(slot)]) for f, slot in self._shared.values()]
+            followers, leaders = torch.tensor(pairs, device=self.amax.device).unbind(1)
+            self._shared_index = followers, leaders
+        followers, leaders = self._shared_index
+        self.amax[followers] = torch.maximum(self.amax[followers], self.amax[leaders])
+
     def to(self, device: torch.device) -> None:
         """Move the table; slots follow."""
         if device != self.scale.device:
@@ -101,6 +120,7 @@ class DelayedScaling:
 
     def _allocate(self, device: torch.device) -> None:
         n = len(self.slots)
+        self._shared_index = None
         self.scale = torch.ones(n, device=device)
         self.amax = torch.zeros(n, device=device)
         self.history = torch.zeros(self.history_len, n, device=device)
@@ -114,6 +134,7 @@ class DelayedScaling:
         """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales."""
         if not self.slots:
             return
+        self._fold_shared()
         amax = torch.where(torch.isfinite(self.amax), self.amax, torch.zeros_like(self.amax))
         self.history[self.updates % self.history_len] = amax
         self.updates += 1

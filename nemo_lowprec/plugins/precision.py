@@ -43,7 +43,10 @@ class LowPrecision(Precision):
         row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
-        self.engine = Engine(row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend, parsed.low_bit)
+        self.engine = Engine(
+            row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend, parsed.low_bit,
+            attention=parsed.attention,
+        )  # fmt: skip
         self._resume = ResumeState()
         self._module: pl.LightningModule | None = None
 
@@ -171,7 +174,8 @@ class LowPrecision(Precision):
 
 def _check_release(trainer: pl.Trainer) -> None:
     """What needs the gradients of all parameters at once cannot be had together with gradient release."""
-    schedules = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
     obstacles = {
         f"accumulate_grad_batches={trainer.accumulate_grad_batches!r}": trainer.accumulate_grad_batches > 1,
         f"gradient_clip_val={trainer.gradient_clip_val!r}": trainer.gradient_clip_val is not None,

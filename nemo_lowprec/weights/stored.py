@@ -59,7 +59,7 @@ class StoredWeights:
                     "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
                 )
             # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-            if _is_matrix(param) and param._use_count() > 2:
+            if _is_matrix(param) and param._use_count() > 2:  # type: ignore[attr-defined]
                 raise ValueError(
                     f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
                     "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.compute.recipe import Operand, Recipe
@@ -94,6 +95,16 @@ class Backend(ABC):
     def columnwise_only(self, operand: Any) -> Any:
         """The operand without its rowwise orientation, which backward does not need."""
         return Quantized(None, operand.columnwise)
+
+    def copy_operand(self, operand: Any) -> Any:
+        """The same data for another layer to take apart."""
+        return operand
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+        """RMSNorm over the last dimension, statistics in FP32; ``x`` and ``weight`` of one dtype."""
+        if weight is not None and zero_centered:
+            return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def describe(self, operand: Any) -> str:
         """The chart's name of an operand's format, read off its data."""

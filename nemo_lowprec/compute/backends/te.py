@@ -160,14 +160,48 @@ class TEBackend(Backend):
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
         return ([], operand) if isinstance(operand, _Empty) else operand.prepare_for_saving()
 
+    def copy_operand(self, operand: Any) -> Any:
+        if isinstance(operand, _Empty):
+            return operand
+        # Saving and columnwise_only take a storage's tensors away.
+        storage = object.__new__(type(operand))
+        storage.__dict__.update(operand.__dict__)
+        return storage
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+        if weight is None or x.numel() == 0 or x.shape[-1] % 16:
+            return super().rms_norm(x, weight, eps, zero_centered)
+        out: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, zero_centered)
+        return out.view(x.shape)
+
     def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
         if isinstance(meta, _Empty):
             return meta
         # Into a copy: with retain_graph the same description is restored again, and must not hold on to the tensors.
-        storage = object.__new__(type(meta))
-        storage.__dict__.update(meta.__dict__)
+        storage = self.copy_operand(meta)
         storage.restore_from_saved(list(tensors))
         return storage
+
+
+class _RMSNorm(torch.autograd.Function):
+    """TE's RMSNorm kernels: one pass each way where torch's backward takes two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
+        found = _load()
+        x = x.contiguous()
+        out, _, rstdev = found.tex.rmsnorm_fwd(x, weight, eps, None, None, found.dtype[x.dtype], 0, zero_centered)
+        ctx.save_for_backward(x, weight, rstdev)
+        ctx.zero_centered = zero_centered
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        x, weight, rstdev = ctx.saved_tensors
+        grad = grad_output.to(x.dtype).contiguous()
+        dx, dweight = _load().tex.rmsnorm_bwd(grad, x, rstdev, weight, 0, ctx.zero_centered)
+        return dx, dweight, None, None
 
 
 @lru_cache(maxsize=1)
