@@ -147,12 +147,12 @@ class LowBitStates(Optimizer):
         for param, values in state.get("state", {}).items():
             if not any(isinstance(v, _Kept) for v in values.values()):
                 continue
+            if not self._keeps_master(param):
+                values.pop(_MASTER, None)  # the parameter is its own, or has one that the checkpoint of weights holds
             for name, kept in list(values.items()):
                 if isinstance(kept, _Kept):
                     values[name] = self._take(name, kept.value, param)
-            if not self._keeps_master(param):
-                values.pop(_MASTER, None)  # the parameter is its own, or has one that the checkpoint of weights holds
-            elif _MASTER not in values and "step" in values:
+            if self._keeps_master(param) and _MASTER not in values and "step" in values:
                 values[_MASTER] = store(read(param.detach()), self._master_format(param))
         super().__setstate__(state)
 

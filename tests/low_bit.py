@@ -1,0 +1,70 @@
+"""Parameters, gradients and steps for the tests of the low-bit optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.formats import GradientTensor, StoredTensor
+from nemo_lowprec.optim import Adam, AdamW
+
+FORMATS = ("fp32", "bf16", "fp16", "fp8")
+OURS = {"Adam": (Adam, torch.optim.Adam), "AdamW": (AdamW, torch.optim.AdamW)}
+FP32 = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
+# A ragged matrix, whole blocks, a convolution, and what has fewer than two dimensions or no elements.
+SHAPES = [(8, 300), (4, 128), (3, 2, 5, 5), (130,), (), (0, 4), (0,)]
+
+
+def randn(shape: Any, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_params(dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[nn.Parameter]:
+    """Parameters of the same values, in ``dtype``, that take a gradient of any dtype."""
+    params = [nn.Parameter((randn(shape, 50 + i) * 0.1).to(dtype)) for i, shape in enumerate(shapes)]
+    for param in params:
+        param.grad_dtype = None
+    return params
+
+
+def set_grads(params: Any, step: int, kind: Any = torch.float32, size: float = 1e-2) -> None:
+    """Gradients that are a function of the step; ``kind`` is a dtype, or ``fp8`` for stored ones."""
+    for i, param in enumerate(params):
+        if not param.requires_grad:
+            continue
+        grad = randn(param.shape, 1000 * step + i) * size
+        param.grad = GradientTensor.from_float(grad) if kind == "fp8" else grad.to(kind)
+
+
+def run(optimizer: Any, params: Any, steps: int = 4, first: int = 0, **grads: Any) -> None:
+    for step in range(first, first + steps):
+        set_grads(params, step, **grads)
+        optimizer.step()
+
+
+def values(tensor: Tensor) -> Tensor:
+    """FP32 values of a stored or plain tensor, a copy."""
+    tensor = tensor.detach()
+    return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.float().clone()
+
+
+def bits(tensor: Tensor) -> list[Tensor]:
+    """The stored tensors, a copy."""
+    parts = tensor.parts() if isinstance(tensor, StoredTensor) else (tensor.detach(),)
+    return [p.view(torch.uint8).clone() if p.element_size() == 1 else p.clone() for p in parts]
+
+
+def all_bits(optimizer: Any) -> Any:
+    """Everything that an optimizer holds, bit by bit: weights, then states."""
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    states = [{k: bits(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else {} for p in params]
+    return [bits(p) for p in params], states
+
+
+def all_values(optimizer: Any) -> Any:
+    """The same by value: a block whose largest element was rounded down may be stored anew with half the scale."""
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    states = [{k: values(v) for k, v in optimizer.state[p].items()} if p in optimizer.state else {} for p in params]
+    return [bits(p) for p in params], states
