@@ -97,6 +97,7 @@ class Engine:
         self.device = torch.device("cpu")
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._released: set[int] = set()
         self._has_te_layers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -110,10 +111,11 @@ class Engine:
 
     # The model
 
-    def convert(self, model: nn.Module, device: torch.device) -> None:
-        """Convert ``model`` in place for training on ``device``; nothing where this engine did already.
+    def convert(self, model: nn.Module, device: torch.device, training: bool = True) -> None:
+        """Convert ``model`` in place for ``device``; nothing where this engine did already.
 
-        A model that another engine converted is given back its own layers and FP32 parameters first.
+        A model that another engine converted is given back its own layers and FP32 parameters first. One that is not
+        for ``training`` gets its very values back at ``revert``.
 
         Raises:
             ValueError: the level, or the forced backend, cannot run on ``device``, or cannot store a parameter.
@@ -148,7 +150,7 @@ class Engine:
         if self.level.is_low_bit:
             fp8 = self.conversion.low if self.level.weight == "fp8" else []
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
-            self.stored = StoredWeights(self.reads_as, fp8, margin)
+            self.stored = StoredWeights(self.reads_as, fp8, margin, keep=not training)
             self.stored.install(model)
             self.gradients = StoredGradients(self._step_at_once if self.low_bit.gradient_release else None)
         elif self.level.has_half_weights:
@@ -250,6 +252,7 @@ class Engine:
                 seed=options.rounding_seed,
             )
             adopt(optimizer, formats)
+            optimizer.register_step_post_hook(lambda *_: self._released.clear())
         self._optimizers.add(optimizer)
         if self.masters is not None:
             self.masters.attach(optimizer)
@@ -260,7 +263,18 @@ class Engine:
             check_adoptable(optimizer)
 
     def _step_at_once(self, param: Tensor) -> None:
-        """Gradient release: step one parameter and drop its gradient."""
+        """Gradient release: step one parameter and drop its gradient.
+
+        Raises:
+            RuntimeError: a second gradient before ``step``.
+        """
+        if id(param) in self._released:
+            raise RuntimeError(
+                "gradient_release=True has stepped this parameter already, and a second gradient came before the "
+                "optimizer's step: leave it out with several backward passes a step, or with reentrant checkpointing "
+                "of a layer that is used twice."
+            )
+        self._released.add(id(param))
         for optimizer in self._optimizers:
             if any(param is p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.step_param(param)  # type: ignore[attr-defined]

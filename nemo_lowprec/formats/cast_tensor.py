@@ -10,20 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from nemo_lowprec.formats.stored import StoredTensor, aten
 
 __all__ = ["CastTensor"]
-
-# In-place updates start from the stored value, not from the one that is read.
-_UPDATES = {
-    getattr(getattr(aten, name), overload)
-    for name, overloads in {
-        "add_": "Tensor Scalar", "sub_": "Tensor Scalar", "mul_": "Tensor Scalar", "div_": "Tensor Scalar",
-        "lerp_": "Scalar Tensor", "addcmul_": "default", "addcdiv_": "default",
-    }.items()
-    for overload in overloads.split()
-}  # fmt: skip
 
 
 class CastTensor(StoredTensor):
@@ -59,6 +50,12 @@ class CastTensor(StoredTensor):
         """The values as a plain tensor (of FP16, the storage itself)."""
         return self.data_fp16.to(dtype or self.dtype)
 
+    def _exactly(self, x: Any) -> Any:
+        """FP32 in place of the dtype that this tensor reads as."""
+        if isinstance(x, StoredTensor):
+            return x.dequantize(torch.float32)
+        return x.float() if isinstance(x, Tensor) and x.dtype == self.dtype else x
+
     @classmethod
     def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         this = args[0] if args else None
@@ -66,8 +63,10 @@ class CastTensor(StoredTensor):
             return NotImplemented
         if func is aten._to_copy.default and kwargs.get("dtype") not in (None, this.dtype):
             return this.data_fp16.to(device=kwargs.get("device"), dtype=kwargs["dtype"], copy=True)
-        if func in _UPDATES and not any(isinstance(a, StoredTensor) for a in args[1:]):
-            return this.quantize_(func(this.data_fp16.float(), *args[1:], **kwargs))
+        if func._schema.is_mutable and func._schema.name.endswith("_") and func is not aten.copy_.default:
+            # In-place updates start from the stored values, not from those that are read.
+            exact, *others = tree_map(this._exactly, args)
+            return this.quantize_(func(exact, *others, **tree_map(this._exactly, kwargs)))
         if func is aten.embedding.default:  # the rows that are looked up, not the whole table
             return func(this.data_fp16, *args[1:], **kwargs).to(this.dtype)
         return NotImplemented

@@ -81,13 +81,15 @@ class LowPrecision(Precision):
                     )
         if trainer is not None and self.engine.low_bit.gradient_release:
             _check_release(trainer)
-        self.engine.convert(module, device)
+        self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
         return module
 
     @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        for optimizer in optimizers:
+            self.engine.check_optimizer(optimizer)
         self.engine.settle()
         for optimizer in optimizers:
             self.engine.attach(optimizer)

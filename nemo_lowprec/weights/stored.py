@@ -32,12 +32,16 @@ class StoredWeights:
         reads_as: dtype that FP16 matrices read as.
         fp8: names of the modules whose weights are stored in FP8 with FP16 masters (O3).
         margin: FP8 scales are divided by 2**margin.
+        keep: hold on to the values as they were, for a model that is evaluated and not trained: ``remove`` gives them
+            back where nobody has loaded others.
     """
 
-    def __init__(self, reads_as: torch.dtype, fp8: Iterable[str] = (), margin: int = 0) -> None:
+    def __init__(self, reads_as: torch.dtype, fp8: Iterable[str] = (), margin: int = 0, keep: bool = False) -> None:
         self.reads_as = reads_as
         self._fp8 = list(fp8)
         self._margin = margin
+        self._keep = keep
+        self._originals: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
 
@@ -65,17 +69,11 @@ class StoredWeights:
                     "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
                 )
 
-    @torch.no_grad()
     def install(self, model: nn.Module) -> None:
-        """Store the parameters; those that become FP8 wait for ``settle``."""
+        """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""
         self._model = model
-        later = {id(p) for p in self._fp8_params()}
         for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None]
-            for param in own:
-                if id(param) not in later:
-                    self._store(param, module)
-            if own:
+            if any(p is not None for p in module._parameters.values()):
                 self._handles += install_hooks(module)
 
     def _fp8_params(self) -> list[nn.Parameter]:
@@ -90,7 +88,7 @@ class StoredWeights:
                 param.grad = None
                 param.data = param.data.float()
             return
-        param.grad = None
+        self._before_storing(param)
         if self.reads_as == torch.float16 or _is_transformer_engine(module):
             param.data = param.data.to(torch.float16)
         else:
@@ -99,7 +97,13 @@ class StoredWeights:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Follow the model to its device, before the first step: store FP8 weights, free the gradients' dtype."""
+        """Once the model is on its device, before the first step: store parameters, free their gradients' dtype."""
+        assert self._model is not None
+        to_fp8 = {id(p) for p in self._fp8_params()}
+        for module in self._model.modules():
+            for stored in module._parameters.values():
+                if stored is not None and id(stored) not in to_fp8:
+                    self._store(stored, module)
         for param in self._fp8_params():
             if not isinstance(param, ScaledTensor):
                 self._to_fp8(param)
@@ -110,9 +114,14 @@ class StoredWeights:
             if param.is_leaf and param.grad is None and param.grad_dtype is not None:
                 param.grad_dtype = None
 
-    def _to_fp8(self, param: nn.Parameter) -> None:
-        master = BlockTensor.from_float(param.data, FP16)
+    def _before_storing(self, param: nn.Parameter) -> None:
         param.grad = None
+        if self._keep and id(param) not in self._originals:
+            self._originals[id(param)] = param.data
+
+    def _to_fp8(self, param: nn.Parameter) -> None:
+        self._before_storing(param)
+        master = BlockTensor.from_float(param.data, FP16)
         reads_as = self.reads_as
         stored = ScaledTensor.from_float(master.dequantize(), E4M3, reads_as, self._margin)
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
@@ -132,6 +141,9 @@ class StoredWeights:
             for param in list(self.matrices()):
                 master = master_of(param)
                 values = _values(param if master is None else master).to(param.device)
+                original = self._originals.pop(id(param), None)
+                if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
+                    values = original.to(values)
                 param.grad = None
                 if isinstance(param, StoredTensor):
                     if master is not None:
@@ -146,6 +158,11 @@ class StoredWeights:
 
 def _values(tensor: Tensor) -> Tensor:
     return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.detach().float()
+
+
+def _stored(values: Tensor, as_master: bool) -> Tensor:
+    """What ``values`` are rounded to: as a weight, or as an O3 master."""
+    return BlockTensor.from_float(values, FP16).dequantize() if as_master else values.half().float()
 
 
 def _is_lazy(param: Tensor) -> bool:

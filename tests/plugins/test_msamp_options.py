@@ -184,3 +184,14 @@ def test_accumulation_that_a_callback_schedules(release):
         return
     with pytest.raises(ValueError, match=r"gradient_release=True .*cannot go with GradientAccumulationScheduler"):
         train(model, plugin("msamp_o2", gradient_release=True), schedule, max_epochs=1)
+
+
+@pytest.mark.parametrize("case", MSAMP_LEVELS)
+def test_gradient_release_refuses_a_second_gradient_before_the_step(case):
+    class Twice(Net):
+        def training_step(self, batch, batch_idx):
+            self.loss(batch).backward()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="gradient_release=True has stepped this parameter already"):
+        train(Twice(), plugin(case, gradient_release=True), max_steps=1)
