@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.multi_tensor import TILES, PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import block_grid, exponent_rule
 
@@ -101,6 +101,19 @@ def _launch(
         )  # fmt: skip
 
 
+_flags: dict[torch.device, list[Tensor]] = {}
+
+
+def _flag(device: torch.device) -> Tensor:
+    """A zero, FP32 [1]; made 256 at a time, since a launch for each costs as much as quantizing a small tensor."""
+    if torch.cuda.is_current_stream_capturing():  # a CUDA graph must zero its own whenever it is replayed
+        return torch.zeros(1, device=device)
+    there = _flags.setdefault(device, [])
+    if not there:
+        there.extend(torch.zeros(256, device=device).split(1))
+    return there.pop()
+
+
 def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a CUDA tensor of any shape and strides in one pass.
 
@@ -111,15 +124,13 @@ def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
     rows, _, per_row = block_grid(values.shape)
     data = torch.empty(values.shape, dtype=fmt.dtype, device=values.device)
     exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=values.device)
-    nonfinite = torch.zeros(1, device=values.device)
+    nonfinite = _flag(values.device)
     _launch(values, data, exponent, nonfinite, nonfinite, fmt, False, 1.0)
     return data, exponent, nonfinite
 
 
 def accumulate(data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float) -> None:
     """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on."""
-    from nemo_lowprec.formats.floats import E4M3
-
     nonfinite.zero_()
     _launch(values, data, exponent, factor, nonfinite, E4M3, True, float(alpha))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.recipe import Operand, Recipe
-from nemo_lowprec.formats import FloatFormat, ScaledTensor, compute_amax, compute_scale
+from nemo_lowprec.formats import FloatFormat, ScaledTensor, Slot, compute_amax, compute_scale
 
 __all__ = ["TEBackend"]
 
@@ -56,6 +56,8 @@ class TEBackend(Backend):
 
     def __init__(self) -> None:
         self._te = _load()
+        # By slot and use. The slot is kept beside its quantizer, so that no other takes its id.
+        self._quantizers: dict[tuple[Any, ...], tuple[Slot, Any]] = {}
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
@@ -94,15 +96,25 @@ class TEBackend(Backend):
         # TE's kernels take the maximum of the amax that is there and the tensor's own, which is what a slot wants.
         # They always write it: what is not to be recorded goes to a buffer that nobody reads.
         if slot is not None and not slot.cold:
-            scale, amax = slot.scale, slot.amax if record else _unread(values.device)
+            key = (id(slot), rowwise, columnwise, record)
+            held = self._quantizers.get(key)
+            if held is None or held[1].scale is not slot.scale:
+                amax = slot.amax if record else _unread(values.device)
+                held = slot, self._float8_quantizer(slot.scale, amax, operand, rowwise, columnwise)
+                self._quantizers[key] = held
+            return held[1]
+        own, amax = compute_amax(values), _unread(values.device)
+        if slot is None:  # TE's own current scaling knows no margin
+            scale = compute_scale(own.reshape(1), operand.fmt.max, operand.margin)
         else:
-            own, amax = compute_amax(values), _unread(values.device)
-            if slot is None:  # TE's own current scaling knows no margin
-                scale = compute_scale(own.reshape(1), operand.fmt.max, operand.margin)
-            else:
-                if record:
-                    slot.record(own)
-                scale = slot.current_scale(own)
+            if record:
+                slot.record(own)
+            scale = slot.current_scale(own)
+        return self._float8_quantizer(scale, amax, operand, rowwise, columnwise)
+
+    def _float8_quantizer(
+        self, scale: Tensor, amax: Tensor, operand: Operand, rowwise: bool, columnwise: bool
+    ) -> Any:  # fmt: skip
         dtype = self._te.dtype[operand.fmt.dtype]
         quantizer = self._te.te.Float8Quantizer(scale, amax, dtype, rowwise=rowwise, columnwise=columnwise)
         quantizer.internal = True
