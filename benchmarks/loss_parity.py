@@ -28,6 +28,8 @@ from benchmarks.record import Record, arguments, lines
 
 SEQUENCE, BATCH, EVERY = 1024, 16, 20
 BASELINE = "bf16_mixed"
+# A level may be followed by options: ``msamp_o2+stochastic_rounding``. These stand for more than "is True".
+VARIANTS = {"fp8_head": {"convert": "*"}}
 
 
 def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
@@ -48,8 +50,9 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
 
     pl.seed_everything(seed)
     curve = Curve()
-    name, _, flag = level.partition("+")
-    plugin = LEVELS[name](**({flag: True} if flag else {}))
+    name, *variants = level.split("+")
+    options = {k: v for variant in variants for k, v in VARIANTS.get(variant, {variant: True}).items()}
+    plugin = LEVELS[name](**options)
     trainer = pl.Trainer(
         accelerator="auto", devices=1, max_steps=steps, plugins=plugin, callbacks=[curve], logger=False,
         gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -133,7 +136,8 @@ def main() -> None:
 
     # Everything that does not need Blackwell.
     levels = [n for n, row in CHART.items() if row.scaling not in ("mxfp8", "nvfp4")]
-    levels.append("bf16_with_fp8_mixed+fp8_params")
+    levels += ["msamp_o2+stochastic_rounding", "msamp_o3+stochastic_rounding", "msamp_o2+fp8_head"]
+    levels += ["bf16_with_fp8_mixed+fp8_params"]
     parser = arguments(__doc__.split("\n")[0], "loss_parity_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=levels)
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
