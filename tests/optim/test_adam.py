@@ -26,7 +26,7 @@ def furthest(params, twins):
 
 
 @CLASSES
-@pytest.mark.parametrize("first,second", product(FORMATS, FORMATS))
+@pytest.mark.parametrize("first,second", list(product(FORMATS, FORMATS)))
 def test_every_pair_of_state_formats_follows_torch(name, first, second):
     options = {"lr": 1e-3, "weight_decay": 0.05}
     params, optimizer, twins, plain = pair(

@@ -1,0 +1,561 @@
+"""The fused Adam step against the reference on the same GPU: states bit for bit, weights within one unit in the last
+place, in one of 10,000 elements at most.
+
+The reference goes on from the kernel's result after every step, so that each is compared by itself.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import nemo_lowprec
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, GradientTensor, ScaledTensor, StoredTensor
+from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.optim import Adam, AdamW
+from nemo_lowprec.optim.reference import adam_step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DEVICE = "cuda"
+# Rows of whole blocks go another way through the kernel than ragged ones; 128 blocks make a group of tiles.
+SHAPES = [(257, 384), (300, 333), (37, 129), (5, 3), (3, 5, 7, 9), (1, 128), (1000,), (1,), (), (0, 4)]
+FORMATS = ("fp32", "bf16", "fp16", "fp8")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    if block_kernels() is None:
+        pytest.skip("needs Triton and compute capability 9.0")
+
+
+def randn(shape, seed, binades=0):
+    """Values over many binades, so that the formats' subnormals and zeros all occur."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    if binades:
+        values *= torch.exp2(torch.randint(-binades, 4, tuple(shape), generator=generator).float())
+    return values.to(DEVICE)
+
+
+def make_params(weight=torch.float16, shapes=SHAPES, margin=0):
+    """Parameters whose matrices are stored as ``weight`` says: a dtype, ``cast`` or ``fp8`` (with an FP16 master)."""
+    params = []
+    for i, shape in enumerate(shapes):
+        values = randn(shape, 100 + i) * 0.1
+        if weight == "cast" and len(shape) > 1:
+            param = nn.Parameter(CastTensor.from_float(values, torch.bfloat16))
+        elif weight == "fp8" and len(shape) > 1 and values.numel():
+            master = BlockTensor.from_float(values, FP16)
+            param = nn.Parameter(ScaledTensor.from_float(master.dequantize(), E4M3, torch.bfloat16, margin))
+            param.master_weight = master
+        else:
+            param = nn.Parameter(values.to(weight if isinstance(weight, torch.dtype) else torch.float32))
+        param.grad_dtype = None
+        params.append(param)
+    return params
+
+
+def set_grads(params, step, kind="fp8", bad=False, factor=1.0):
+    """Gradients that are a function of the step; ``kind`` is a dtype, or ``fp8`` for stored ones of matrices."""
+    for i, param in enumerate(params):
+        grad = randn(param.shape, 1000 * step + i, binades=30) * 1e-2
+        if grad.dim() > 1 and grad.numel():
+            grad[0] = 0.0
+            grad[1:2] *= 1e-12
+            if bad:
+                grad.view(-1)[::97], grad.view(-1)[5::131], grad.view(-1)[9::141] = NAN, INF, -INF
+        if kind == "fp8" and grad.dim() > 1:
+            param.grad = GradientTensor.from_float(grad)
+            if factor != 1:
+                param.grad.mul_(factor)
+        else:
+            param.grad = (grad * factor).to(torch.float32 if kind == "fp8" else kind)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def parts(tensor):
+    return tensor.parts() if isinstance(tensor, StoredTensor) else (tensor.detach(),)
+
+
+def tensors_of(optimizer):
+    """(whether it takes the updates, tensor) of everything that a step changes."""
+    for param in params_of(optimizer):
+        yield True, param
+        if hasattr(param, "master_weight"):
+            yield True, param.master_weight
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            yield key == "master_weight", value
+
+
+def snapshot(optimizer):
+    return [part.clone() for _, tensor in tensors_of(optimizer) for part in parts(tensor)]
+
+
+def ordered(tensor):
+    """Integers in the order of the numbers; all NaNs are one."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    bits = tensor.contiguous().view(kind).long()
+    if tensor.dtype == torch.uint8:
+        return bits
+    top = 2 ** (8 * tensor.element_size() - 1)
+    bits = bits & (2 * top - 1)
+    bits = torch.where(bits >= top, top - bits - 1, bits)
+    return torch.where(tensor.float().isnan(), 2**40, bits)
+
+
+def assert_part(actual, expected, exact):
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    distance = (ordered(actual) - ordered(expected)).abs()
+    count = int(distance.count_nonzero())
+    if exact:
+        assert count == 0, f"{count} of {distance.numel()} differ"
+    elif count:
+        assert distance.max() <= 1 and count <= max(1, 1e-4 * distance.numel()), f"{count}, by {distance.max()}"
+
+
+def assert_as_the_reference(ours, reference):
+    pairs = list(zip(tensors_of(ours), tensors_of(reference), strict=True))
+    assert len(pairs) > len(params_of(ours))
+    for (updated, a), (_, b) in pairs:
+        for x, y in zip(parts(a), parts(b), strict=True):
+            assert_part(x, y, exact=not updated)
+
+
+def assert_equal(ours, other):
+    for a, b in zip(snapshot(ours), snapshot(other), strict=True):
+        assert_part(a, b, exact=True)
+
+
+@torch.no_grad()
+def follow(target, source):
+    for (_, a), (_, b) in zip(tensors_of(target), tensors_of(source), strict=True):
+        for x, y in zip(parts(a), parts(b), strict=True):
+            x.copy_(y)
+
+
+@torch.no_grad()
+def reference_step(optimizer, inv_scale=None):
+    seed = optimizer.formats.seed if optimizer.formats.stochastic_rounding else None
+    for group, updates in optimizer._updates():
+        for update in updates:
+            adam_step(update, group, inv_scale, seed)
+
+
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 5}
+
+
+def compare(
+    cls=AdamW, weight=torch.float16, grad="fp8", steps=3, bad_at=None, factor=0.37, make=make_params, **options
+):
+    """Step both ways and compare after each step; returns the kernel's optimizer."""
+    ours, reference = (cls(make(weight), **{**OPTIONS, **options}) for _ in range(2))
+    for step in range(steps):
+        for optimizer in (ours, reference):
+            set_grads(params_of(optimizer), step, grad, step == bad_at, factor)
+        ours.step()
+        reference_step(reference)
+        assert_as_the_reference(ours, reference)
+        follow(reference, ours)
+    return ours
+
+
+@pytest.mark.parametrize("first,second", list(product(FORMATS, FORMATS)))
+def test_every_pair_of_state_formats(first, second):
+    ours = compare(exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    for param, start in zip(params_of(ours)[:5], make_params(), strict=False):
+        assert (param.detach().float() - start.detach().float()).abs().max() > 1e-4
+    assert all(s["step"] == 3 for p, s in ours.state.items() if p.numel())
+    assert all(s["step"].is_cuda == (DEVICE == "cuda") for s in ours.state.values())
+
+
+@pytest.mark.parametrize("first,second", [("fp32", "fp32"), ("fp8", "fp16"), ("bf16", "fp8"), ("fp16", "bf16")])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_with_and_without_l2(first, second, weight_decay):
+    compare(Adam, exp_avg_dtype=first, exp_avg_sq_dtype=second, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("master", [None, "fp16", "fp32"])
+@pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16])
+def test_masters(weight, master, stochastic):
+    compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic)
+
+
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("weight", [torch.float32, "cast", "fp8"])
+def test_weights_of_every_storage(weight, stochastic):
+    ours = compare(weight=weight, stochastic_rounding=stochastic)
+    if weight != "fp8":
+        return
+    for param in params_of(ours):
+        if isinstance(param, ScaledTensor):
+            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16)
+            assert_part(param.data_fp8, want.data_fp8, exact=True)
+            assert_part(param.scale_inv, want.scale_inv, exact=True)
+
+
+def test_fp8_weights_with_a_margin():
+    compare(weight="fp8", make=lambda weight: make_params(weight, margin=2))
+
+
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize("weight", [torch.float16, torch.float32, "fp8"])
+def test_gradients_of_every_dtype(weight, grad):
+    compare(weight=weight, grad=grad)
+
+
+@pytest.mark.parametrize("grad", ["fp8", torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("weight,master", [(torch.float16, None), (torch.bfloat16, "fp16"), ("fp8", None)])
+def test_gradients_that_are_not_finite(weight, master, stochastic, grad):
+    """And what is left of them in later steps."""
+    compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic, grad=grad, bad_at=1, steps=4)
+
+
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": True},
+        {"betas": (0.0, 0.5), "eps": 1e-3},
+        {"betas": (0.95, 0.9999), "eps": 1e-12, "weight_decay": 1.0},
+        {"lr": 0.0},
+        {"lr": 123.0, "weight_decay": 0},
+    ],
+    ids=str,
+)
+def test_settings(cls, options):
+    compare(cls, **options)
+
+
+@pytest.mark.parametrize("cls", [Adam, AdamW])
+def test_the_learning_rate_as_a_tensor(cls):
+    compare(cls, lr=torch.tensor(3e-3, device=DEVICE))
+    compare(cls, lr=torch.tensor(3e-3))
+    params, twins = make_params(), make_params()
+    rate = torch.tensor(1e-3, device=DEVICE)
+    one, other = AdamW(params, lr=rate, weight_decay=0.0), AdamW(twins, lr=1e-3, weight_decay=0.0)
+    for step in range(3):
+        for each in (params, twins):
+            set_grads(each, step)
+        one.step()
+        other.step()
+        for p, q in zip(params, twins, strict=True):  # an FP32 rate is not quite 1e-3
+            torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-6)
+        rate.mul_(0.5)
+        other.param_groups[0]["lr"] *= 0.5
+
+
+def test_late_steps():
+    """Bias corrections and random streams of high counts."""
+    ours, reference = (AdamW(make_params(), **OPTIONS, stochastic_rounding=True) for _ in range(2))
+    for count in (0, 9, 999, 123_456, 2**24 - 2):
+        for optimizer in (ours, reference):
+            set_grads(params_of(optimizer), count % 7)
+            for state in optimizer.state.values():
+                state["step"].fill_(count)
+        ours.step()
+        reference_step(reference)
+        assert_as_the_reference(ours, reference)
+        follow(reference, ours)
+        assert all(s["step"] == count + 1 for p, s in ours.state.items() if p.numel())
+
+
+def test_groups_and_parameters_that_come_and_go():
+    def make():
+        params = make_params()
+        groups = [
+            {"params": params[::2], "lr": 1e-2, "betas": (0.5, 0.6), "eps": 1e-4},
+            {"params": params[1::2], "weight_decay": 0.0, "maximize": True},
+        ]
+        return AdamW(groups, **OPTIONS, stochastic_rounding=True)
+
+    ours, reference = make(), make()
+    for step, missing in enumerate([(), (0, 3), (1,), (), tuple(range(9))]):
+        for optimizer in (ours, reference):
+            set_grads(params_of(optimizer), step)
+            for i in missing:
+                params_of(optimizer)[i].grad = None
+        ours.step()
+        reference_step(reference)
+        assert_as_the_reference(ours, reference)
+        follow(reference, ours)
+
+
+@pytest.mark.parametrize("weight", [torch.float16, torch.float32])
+@pytest.mark.parametrize("grad", ["fp8", torch.float32, torch.bfloat16])
+def test_views_that_begin_anywhere(weight, grad):
+    def make(weight):
+        params = []
+        for param in make_params(weight):
+            base = torch.empty(param.numel() + 1, dtype=param.dtype, device=DEVICE)
+            base[1:] = param.detach().reshape(-1)
+            params.append(nn.Parameter(base[1:].view(param.shape)))
+            params[-1].grad_dtype = None
+        return params
+
+    ours = compare(weight=weight, grad=grad, make=make)
+    assert params_of(ours)[0].data_ptr() % 16
+    # And gradients that do.
+    params, twins = make_params(weight), make_params(weight)
+    optimizers = [AdamW(p, **OPTIONS) for p in (params, twins)]
+    for step in range(2):
+        for each in (params, twins):
+            set_grads(each, step, torch.float32)
+        for param in params:
+            base = torch.cat([torch.zeros(1, device=DEVICE), param.grad.reshape(-1)])
+            param.grad = base[1:].view(param.shape)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_equal(*optimizers)
+
+
+@pytest.mark.parametrize("weight", [torch.float16, torch.float32, "cast"])
+@pytest.mark.parametrize("grad", ["fp8", torch.float32])
+def test_channels_last_weights_and_gradients_are_stepped_by_value(weight, grad):
+    shapes = [(16, 8, 3, 3), (4, 128, 1, 1), (64, 128)]
+
+    def make(last):
+        params = []
+        for i, shape in enumerate(shapes):
+            values = randn(shape, i) * 0.1
+            if last and len(shape) == 4:
+                values = values.to(memory_format=torch.channels_last)
+            stored = CastTensor.from_float(values, torch.bfloat16) if weight == "cast" else values.to(weight)
+            params.append(nn.Parameter(stored))
+            params[-1].grad_dtype = None
+        return params
+
+    for weights_last, grads_last in ((True, True), (True, False), (False, True)):
+        params, twins = make(weights_last), make(False)
+        ours, plain = (AdamW(p, **OPTIONS, stochastic_rounding=True) for p in (params, twins))
+        for step in range(3):
+            for p, q in zip(params, twins, strict=True):
+                values = randn(p.shape, 50 + step) * 1e-2
+                given = values.to(memory_format=torch.channels_last) if grads_last and p.dim() == 4 else values
+                p.grad = GradientTensor.from_float(given) if grad == "fp8" else given
+                q.grad = GradientTensor.from_float(values) if grad == "fp8" else values
+            ours.step()
+            reference_step(plain)
+            assert_as_the_reference(ours, plain)
+            follow(plain, ours)
+
+
+@pytest.mark.parametrize("scale", [1024.0, 1000.0])
+@pytest.mark.parametrize("weight", [torch.float16, "cast", "fp8"])
+def test_grad_scale_and_found_inf(weight, scale):
+    ours, reference = (AdamW(make_params(weight), **OPTIONS, stochastic_rounding=True) for _ in range(2))
+    scale_tensor = torch.tensor(scale, device=DEVICE)
+    for step in range(3):
+        for optimizer in (ours, reference):
+            set_grads(params_of(optimizer), step, factor=scale)
+        # A skipped step first: nothing may change, the count included.
+        ours.grad_scale = scale_tensor
+        ours.found_inf = torch.tensor(1.0, device=DEVICE)
+        if step:
+            before = snapshot(ours)
+            ours.step()
+            for a, b in zip(snapshot(ours), before, strict=True):
+                assert_part(a, b, exact=True)
+        else:
+            weights = [parts(p)[0].clone() for p in params_of(ours)]
+            ours.step()
+            for param, old in zip(params_of(ours), weights, strict=True):
+                assert_part(parts(param)[0], old, exact=True)
+            assert all(s["step"] == 0 for s in ours.state.values())
+        ours.found_inf = torch.tensor(0.0, device=DEVICE)
+        ours.step()
+        del ours.grad_scale, ours.found_inf
+        reference_step(reference, scale_tensor.reciprocal())
+        assert_as_the_reference(ours, reference)
+        follow(reference, ours)
+    assert all(s["step"] == 3 for p, s in ours.state.items() if p.numel())
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale):
+    params, twins = make_params(), make_params()
+    optimizer, plain = AdamW(params, **OPTIONS), AdamW(twins, **OPTIONS)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    for step in range(4):
+        bad = step == 2
+        scale = scaler.get_scale()
+        scaler.scale(torch.ones((), device=DEVICE))
+        set_grads(params, step, bad=bad, factor=scale)
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale / (2 if bad else 1)
+        if not bad:
+            set_grads(twins, step)
+            plain.step()
+        assert_equal(optimizer, plain)
+
+
+def without_waiting(action):
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return action()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "weight,master", [(torch.float16, None), (torch.bfloat16, "fp16"), ("cast", None), ("fp8", None)]
+)
+def test_a_step_does_not_wait_for_the_device(weight, master):
+    params = make_params(weight)
+    rate = torch.tensor(1e-3, device=DEVICE)
+    optimizer = AdamW(params, **{**OPTIONS, "lr": rate}, master_weight_dtype=master, stochastic_rounding=True)
+    for step in range(2):
+        set_grads(params, step)
+        optimizer.step()
+    without_waiting(optimizer.step)
+    set_grads(params, 2)  # other addresses than before
+    without_waiting(optimizer.step)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+    scaler.scale(torch.ones((), device=DEVICE))
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+    without_waiting(lambda: (scaler.step(optimizer), scaler.update()))
+    assert all(s["step"] == 7 for p, s in optimizer.state.items() if p.numel())
+
+
+@pytest.mark.parametrize("weight", [torch.float16, "cast", "fp8"])
+def test_a_step_needs_no_memory(weight):
+    params = make_params(weight, [(1024, 4096), (1000, 333), (4096,)])
+    optimizer = AdamW(params, **OPTIONS, stochastic_rounding=True)
+    set_grads(params, 0)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2**14 and torch.cuda.memory_allocated() == before
+    stored = sum(t.stored_bytes() for t in optimizer.state[params[0]].values() if isinstance(t, BlockTensor))
+    assert stored <= 3.1 * params[0].numel()
+
+
+@pytest.mark.parametrize("weight", [torch.float16, "cast", "fp8"])
+def test_a_captured_step_replays_as_eager_ones(weight):
+    params, twins = make_params(weight), make_params(weight)
+    rates = [torch.tensor(1e-3, device=DEVICE) for _ in range(2)]
+    captured, eager = (
+        AdamW(p, **{**OPTIONS, "lr": lr}, stochastic_rounding=True)
+        for p, lr in zip((params, twins), rates, strict=True)
+    )
+
+    def new_grads(each, step):
+        """In place, where the graph reads them."""
+        fresh = make_params(weight)
+        set_grads(fresh, step)
+        for param, source in zip(each, fresh, strict=True):
+            if param.grad is None:
+                param.grad = source.grad
+            else:
+                for a, b in zip(parts(param.grad), parts(source.grad), strict=True):
+                    a.copy_(b)
+
+    found = [torch.zeros((), device=DEVICE) for _ in range(2)]
+    for optimizer, each, flag in zip((captured, eager), (params, twins), found, strict=True):
+        optimizer.found_inf = flag
+        for step in range(2):
+            new_grads(each, step)
+            optimizer.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.step()
+    assert_equal(captured, eager)  # capturing runs nothing
+    for step in range(2, 6):
+        for each, rate, flag in zip((params, twins), rates, found, strict=True):
+            new_grads(each, step)
+            rate.mul_(0.5)
+            flag.fill_(float(step == 4))
+        graph.replay()
+        eager.step()
+        assert_equal(captured, eager)
+    assert all(s["step"] == 5 for p, s in captured.state.items() if p.numel())
+
+
+def test_stepping_each_parameter_by_itself_is_the_step_of_all():
+    whole, apart = (AdamW(make_params("cast"), **OPTIONS, stochastic_rounding=True) for _ in range(2))
+    for step in range(3):
+        for optimizer in (whole, apart):
+            set_grads(params_of(optimizer), step)
+        whole.step()
+        for param in reversed(params_of(apart)):
+            apart.step_param(param)
+        assert_equal(whole, apart)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradient_release_changes_no_bit(level):
+    runs = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 10))
+        model, optimizer = nemo_lowprec.initialize(
+            model.to(DEVICE), opt_level=level, backend="reference", stochastic_rounding=True, gradient_release=release
+        )
+        for step in range(4):
+            model(randn((32, 64), step)).square().mean().backward()
+            assert all((p.grad is None) == release for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(optimizer)
+    assert_equal(*runs)
+    assert all(s["step"] == 4 for s in runs[0].state.values())
+
+
+def test_the_cpu_does_the_same():
+    """From the same gradients and weights, within what a division is off."""
+    here, there = (
+        AdamW(make_params(), **OPTIONS),
+        AdamW([nn.Parameter(p.detach().cpu()) for p in make_params()], **OPTIONS),
+    )
+    for step in range(3):
+        set_grads(params_of(here), step)
+        for p, q in zip(params_of(here), params_of(there), strict=True):
+            q.grad_dtype = None
+            q.grad = p.grad.to("cpu")
+        here.step()
+        there.step()
+    for p, q in zip(params_of(here), params_of(there), strict=True):
+        torch.testing.assert_close(p.detach().cpu().float(), q.detach().float(), rtol=1e-3, atol=1e-6)
+        for key in ("exp_avg", "exp_avg_sq"):
+            a, b = here.state[p][key], there.state[q][key]
+            for x, y in zip(parts(a), parts(b), strict=True):
+                assert_part(x.cpu(), y, exact=True)
+
+
+def test_states_saved_here_load_on_the_cpu_and_back():
+    optimizer = AdamW(make_params(), **OPTIONS, master_weight_dtype="fp16")
+    set_grads(params_of(optimizer), 0)
+    optimizer.step()
+    on_cpu = AdamW(
+        [nn.Parameter(p.detach().cpu()) for p in params_of(optimizer)], **OPTIONS, master_weight_dtype="fp16"
+    )
+    on_cpu.load_state_dict(optimizer.state_dict())
+    assert all(not t.is_cuda for s in on_cpu.state.values() for t in s.values())
+    back = AdamW(make_params(), **OPTIONS, master_weight_dtype="fp16")
+    back.load_state_dict(on_cpu.state_dict())
+    assert all(t.device.type == DEVICE for s in back.state.values() for t in s.values())
+    follow(back, optimizer)
+    set_grads(params_of(optimizer), 1)
+    set_grads(params_of(back), 1)
+    optimizer.step()
+    back.step()
+    assert_equal(optimizer, back)
