@@ -43,6 +43,7 @@ def test_the_plain_loop(mnist, level, capsys):
     assert ("_lowprec_engine" in model.__dict__) == (level is not None)
 
 
+@pytest.mark.slow
 def test_the_loop_with_ddp_on_two_processes(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
