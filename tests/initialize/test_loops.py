@@ -70,8 +70,9 @@ def plain(digits):
     return {make: train(digits, "fp32", make=make) for make in (optim.AdamW, optim.Adam)}
 
 
-@pytest.mark.parametrize("loop,make", [*((loop, optim.AdamW) for loop in LOOPS), ("fp16", optim.Adam)])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level,loop,make", [*((level, loop, optim.AdamW) for level in LEVELS for loop in LOOPS), ("O2", "fp16", optim.Adam)]
+)
 def test_the_loss_falls_as_in_fp32(digits, plain, loop, level, make):
     losses, accuracy = train(digits, loop, level, make=make)
     want, best = plain[make]
@@ -80,7 +81,7 @@ def test_the_loss_falls_as_in_fp32(digits, plain, loop, level, make):
     assert accuracy > best - 0.04 > 0.75
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O3"])
 @pytest.mark.parametrize("clip", [nemo_lowprec.clip_grad_norm_, nn.utils.clip_grad_norm_])
 def test_clipping_of_ours_and_of_torch(digits, level, clip):
     losses, _ = train(digits, "fp16", level, steps=30, clip=clip)

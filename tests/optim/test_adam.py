@@ -153,7 +153,7 @@ def test_zero_gradients_keep_zero_states_and_their_scales(name, first, second, k
     params = make_params(torch.float16)
     before = [bits(p) for p in params]
     optimizer = OURS[name][0](params, lr=0.1, weight_decay=0, exp_avg_dtype=first, exp_avg_sq_dtype=second)
-    run(optimizer, params, 60, kind=kind, size=0.0)
+    run(optimizer, params, 25, kind=kind, size=0.0)
     for param, old in zip(params, before, strict=True):
         assert torch.equal(param.detach(), old[0])
         for key in ("exp_avg", "exp_avg_sq"):
@@ -166,11 +166,11 @@ def test_states_fade_and_do_not_overflow_once_gradients_stay_zero():
     params, optimizer, twins, plain = pair("AdamW", formats={}, lr=1e-3, weight_decay=0.0, betas=(0.5, 0.6))
     for each, over in ((optimizer, params), (plain, twins)):
         run(each, over, 2)
-        run(each, over, 300, first=2, size=0.0)
+        run(each, over, 100, first=2, size=0.0)
     assert furthest(params, twins) <= 3e-4
     for param in params:
         for key in ("exp_avg", "exp_avg_sq"):
-            assert not param.numel() or values(optimizer.state[param][key]).abs().max() < 1e-20
+            assert not param.numel() or values(optimizer.state[param][key]).abs().max() < 1e-15
 
 
 def test_a_row_of_zeros_beside_others_stays():

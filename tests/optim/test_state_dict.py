@@ -44,8 +44,11 @@ def saved(optimizer):
     return torch.load(file, weights_only=True)
 
 
-@PAIRS
-@pytest.mark.parametrize("master", [None, "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "first,second,master",
+    [(*pair, None) for pair in product(FORMATS, FORMATS)]
+    + [("fp32", "fp32", "fp16"), ("fp8", "fp16", "fp16"), ("bf16", "fp8", "fp32"), ("fp8", "fp16", "fp32")],
+)
 def test_a_state_dict_holds_plain_tensors_of_the_values_and_resumes_bit_for_bit(first, second, master):
     options = formats(first, second, master)
     params, optimizer = trained(dtype=torch.float16, **options, stochastic_rounding=True, seed=4)
@@ -68,8 +71,8 @@ def test_a_state_dict_holds_plain_tensors_of_the_values_and_resumes_bit_for_bit(
     assert_same(all_bits(resumed), all_bits(optimizer))
 
 
-@CLASSES
 @PAIRS
+@CLASSES
 def test_to_torch_and_back_changes_no_bit(name, first, second):
     ours, torchs = OURS[name]
     params, optimizer = trained(ours, **formats(first, second))
