@@ -139,7 +139,7 @@ def test_gradients_are_bf16_and_do_not_pass_through_the_range_of_fp16(magnitude)
     module, plain = linear(), nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         plain.weight.copy_(module.weight)
-    x = torch.randn(4, 16, dtype=torch.bfloat16)
+    x = torch.rand(4, 16).bfloat16() + 0.5  # of one sign: no gradient cancels out
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     for linear_, given in zip((module, plain), inputs, strict=True):
         linear_(given).backward(torch.full((4, 8), magnitude, dtype=torch.bfloat16))
