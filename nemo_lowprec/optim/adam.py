@@ -19,6 +19,7 @@ from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, stor
 
 __all__ = ["Adam", "AdamW", "LowBitStates"]
 
+ORIGINAL = "_lowprec_class"  # on an adopted optimizer: the class that it had
 _STATES = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_weight"
 
@@ -166,7 +167,8 @@ class LowBitStates(Optimizer):
         return value.to(param.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep()}
+        adopted = {ORIGINAL: self.__dict__[ORIGINAL]} if ORIGINAL in self.__dict__ else {}
+        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), **adopted}
 
 
 class _Kept:

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
+from nemo_lowprec.optim.adam import ORIGINAL, Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.reference import read
 from nemo_lowprec.optim.storage import StateFormats
 
 __all__ = ["adopt", "check_adoptable", "release"]
-
-_ORIGINAL = "_lowprec_class"
 
 
 def check_adoptable(optimizer: Optimizer) -> None:
@@ -59,7 +57,14 @@ def _class_for(cls: type[Optimizer]) -> type[Optimizer]:
         return AdamW
     if cls is torch.optim.Adam:
         return Adam
-    return type(cls.__name__, (LowBitStates, cls), {"__module__": cls.__module__})
+    reduce = lambda self, protocol: (_unpickle, (cls,), self.__getstate__())  # noqa: E731
+    return type(cls.__name__, (LowBitStates, cls), {"__module__": cls.__module__, "__reduce_ex__": reduce})
+
+
+def _unpickle(cls: type[Optimizer]) -> Optimizer:
+    """An adopted optimizer of the user's own class, which pickle would look for in the class's module."""
+    made = _class_for(cls)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
 def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
@@ -69,7 +74,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
         ValueError: see ``check_adoptable``.
     """
     check_adoptable(optimizer)
-    optimizer.__dict__[_ORIGINAL] = type(optimizer)
+    optimizer.__dict__[ORIGINAL] = type(optimizer)
     optimizer.__class__ = _class_for(type(optimizer))  # type: ignore[arg-type]
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
@@ -83,7 +88,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
 
 def release(optimizer: Optimizer) -> None:
     """Give an adopted optimizer its own class back, and FP32 states."""
-    original = optimizer.__dict__.pop(_ORIGINAL, None)
+    original = optimizer.__dict__.pop(ORIGINAL, None)
     if original is None:
         return
     optimizer.__class__ = original

@@ -88,4 +88,4 @@ def portable(state: Tensor) -> Tensor:
     if not isinstance(state, BlockTensor):
         return state.detach()
     on_cpu: BlockTensor = state.to("cpu")  # type: ignore[assignment]
-    return on_cpu.dequantize(torch.bfloat16 if state.fmt is E4M3 else torch.float32)
+    return on_cpu.dequantize(torch.bfloat16 if state.fmt == E4M3 else torch.float32)

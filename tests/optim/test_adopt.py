@@ -1,5 +1,6 @@
 """The user's own optimizer becomes the low-bit one in place, and is given back."""
 
+import copy
 import pickle
 
 import pytest
@@ -165,3 +166,21 @@ def test_an_adopted_state_dict_is_one_of_torchs():
     twin.load_state_dict(state)
     adopt(twin, LOW)
     assert_same(twin.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+@pytest.mark.parametrize("cls", [lambda params: optim.AdamW(params, lr=1e-2), OwnDefaults])
+def test_a_copy_of_an_adopted_optimizer_steps_and_is_given_back(cls, copied):
+    params = make_params()
+    optimizer = cls(params)
+    original = type(optimizer)
+    adopt(optimizer, LOW)
+    run(optimizer, params, 2)
+    twin = copied(optimizer)
+    assert type(twin) is type(optimizer)
+    assert_same(twin.state_dict(), optimizer.state_dict())
+    run(optimizer, params, 1)
+    run(twin, twin.param_groups[0]["params"], 1)
+    assert_same([values(p) for p in twin.param_groups[0]["params"]], [values(p) for p in params])
+    release(twin)
+    assert type(twin) is original and not isinstance(twin, LowBitStates)
