@@ -35,10 +35,8 @@ def __getattr__(name: str) -> Any:
 
         return LowPrecision
     if name == "initialize":
-        # The module has the function's name, and importing it puts the module in the package's namespace.
-        from nemo_lowprec.initialize import initialize
+        from nemo_lowprec.msamp import initialize
 
-        globals()[name] = initialize
         return initialize
     if name == "clip_grad_norm_":
         from nemo_lowprec.grads import clip_grad_norm_

@@ -15,7 +15,7 @@ FLOORS = [
     {"chart", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
-    {"plugins", "initialize"},
+    {"plugins", "msamp"},
     {"strategies"},
     {"models", "data", "report"},
     {"recipes", "cli", "conf", "train"},

@@ -301,6 +301,13 @@ def test_a_complex_parameter_of_the_model():
     assert type(optimizer) is optim.AdamW
 
 
+def test_the_call_under_msamp_s_own_name():
+    from nemo_lowprec import msamp
+
+    assert msamp.initialize is nemo_lowprec.initialize and callable(nemo_lowprec.initialize)
+    assert msamp.clip_grad_norm_ is nemo_lowprec.clip_grad_norm_
+
+
 @AT_LEVELS
 def test_a_model_is_initialized_once(level):
     model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)

@@ -1,5 +1,8 @@
 """MS-AMP's call for a training loop without Lightning: the same engine, driven by the loop's own lines.
 
+``from nemo_lowprec import msamp`` takes the place of ``import msamp``. (The module cannot have the function's name:
+importing it would hide ``nemo_lowprec.initialize``.)
+
 ``autocast``, ``GradScaler``, schedulers and ``DistributedDataParallel`` of torch work as they do on any model.
 """
 
@@ -16,9 +19,10 @@ from nemo_lowprec.chart import get_level
 from nemo_lowprec.comm import average_gradients, broadcast_weights
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import parse_options
 
-__all__ = ["OPT_LEVELS", "initialize"]
+__all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
 
 OPT_LEVELS = {"O1": "msamp_o1", "O2": "msamp_o2", "O3": "msamp_o3"}
 
