@@ -25,7 +25,7 @@ _BLOCKS, _WARPS = 8, 2
 class _Tables:
     """What the launch of one kind of parameters keeps from step to step."""
 
-    params: tuple[int, ...] = ()
+    made_for: Any = None
     pointers: PointerTable = field(default_factory=PointerTable)
     tiles: TileTable | None = None
     coefficients: Tensor | None = None
@@ -34,11 +34,11 @@ class _Tables:
     index: Tensor | None = None
 
     def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
-        """The tile table of these parameters, made anew where they are others than last time."""
-        params = tuple(id(u.param) for u in updates)
-        if self.tiles is None or params != self.params:
+        """The tile table of these parameters, made anew where others came last time."""
+        wanted = device, [(u.param.shape, u.index) for u in updates]
+        if self.tiles is None or wanted != self.made_for:
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
-            self.params, self.tiles = params, TileTable(shapes, _BLOCKS, device)
+            self.made_for, self.tiles = wanted, TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
             self.salts, self.amax = torch.zeros(2, len(updates), dtype=torch.int32, device=device)
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)

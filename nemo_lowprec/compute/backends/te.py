@@ -112,9 +112,7 @@ class TEBackend(Backend):
             scale = slot.current_scale(own)
         return self._float8_quantizer(scale, amax, operand, rowwise, columnwise)
 
-    def _float8_quantizer(
-        self, scale: Tensor, amax: Tensor, operand: Operand, rowwise: bool, columnwise: bool
-    ) -> Any:  # fmt: skip
+    def _float8_quantizer(self, scale: Tensor, amax: Tensor, operand: Operand, rowwise: bool, columnwise: bool) -> Any:
         dtype = self._te.dtype[operand.fmt.dtype]
         quantizer = self._te.te.Float8Quantizer(scale, amax, dtype, rowwise=rowwise, columnwise=columnwise)
         quantizer.internal = True
