@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
-import nemo_lowprec as msamp
+from nemo_lowprec import msamp
 
 
 class Net(nn.Module):

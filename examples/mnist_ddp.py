@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-import nemo_lowprec as msamp
+from nemo_lowprec import msamp
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[nn.Module, float]:

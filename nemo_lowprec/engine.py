@@ -276,8 +276,7 @@ class Engine:
             )
         self._released.add(id(param))
         for optimizer in self._optimizers:
-            if any(param is p for group in optimizer.param_groups for p in group["params"]):
-                optimizer.step_param(param)  # type: ignore[attr-defined]
+            if optimizer.step_param(param):  # type: ignore[attr-defined]
                 param.grad = None
 
     # A step

@@ -17,6 +17,33 @@ FP32 = {"exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"}
 SHAPES = [(8, 300), (4, 128), (3, 2, 5, 5), (130,), (), (0, 4), (0,)]
 
 
+class OwnStep(torch.optim.AdamW):
+    """Steps in a way of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def _replaced(params: Any) -> Any:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
+# By what is said of them: makers of optimizers that have no low-bit form, for any list of parameters.
+REFUSED: dict[str, Any] = {
+    "SGD has no low-bit form: .*torch.optim.Adam or AdamW": lambda p: torch.optim.SGD(p, lr=0.1),
+    "RAdam has no low-bit form": torch.optim.RAdam,
+    "NAdam has no low-bit form": torch.optim.NAdam,
+    "OwnStep has a step of its own": OwnStep,
+    "The step of this AdamW was replaced": _replaced,
+    "AdamW with amsgrad=True has no low-bit form": lambda p: torch.optim.AdamW(
+        [{"params": p[:1]}, {"params": p[1:], "amsgrad": True}]
+    ),
+    "Adam with differentiable=True has no low-bit form": lambda p: torch.optim.Adam(p, differentiable=True),
+}
+
+
 def randn(shape: Any, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

@@ -87,6 +87,19 @@ def linear_optimizer(case: str, lr: float) -> Any:
     return lambda params: torch.optim.AdamW(params, lr=lr * 1e3, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0)
 
 
+def losses_with_sgd(module: nn.Module, x: Tensor, y: Tensor) -> list[float]:
+    """Ten steps of torch's plain SGD on the squared error."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    losses = []
+    for _ in range(10):
+        loss = (module(x) - y).float().pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 class Samples(Dataset):
     """Random inputs [32] and classes below 32, both of full precision."""
 

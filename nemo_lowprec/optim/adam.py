@@ -6,7 +6,7 @@ Sources: FP8-LM, arXiv:2310.18313, section 2.2 (formats); torch.optim.Adam (the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.optim.fused import FusedStep
-from nemo_lowprec.optim.reference import Update, adam_step, read
+from nemo_lowprec.optim.reference import StepInputs, Update, read, step_by_reference
 from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
 
 __all__ = ["Adam", "AdamW", "LowBitStates"]
@@ -34,9 +34,26 @@ class LowBitStates(Optimizer):
     formats: StateFormats
     _step_supports_amp_scaling = True  # GradScaler hands its scale and found_inf over, without a host sync
 
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        *,
+        exp_avg_dtype: StateFormat = "fp8",
+        exp_avg_sq_dtype: StateFormat = "fp16",
+        master_weight_dtype: Literal["fp16", "fp32"] | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        formats = StateFormats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
+        super().__init__(params, lr, **options)  # type: ignore[arg-type]
+        self._setup(formats)
+
     def _setup(self, formats: StateFormats) -> None:
         self.formats = formats
         self._fused = FusedStep()
+        self._places: dict[int, tuple[Tensor, dict[str, Any], int]] = {}
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -62,50 +79,59 @@ class LowBitStates(Optimizer):
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group, updates in self._updates():
-            self._step(group, updates, grad_scale, found_inf)
+            self._step(updates, StepInputs(group, grad_scale, found_inf, self._seed))
         return loss
 
     @torch.no_grad()
-    def step_param(self, param: Tensor) -> None:
-        """The step of one parameter, for gradient release."""
-        for group, updates in self._updates(only=param):
-            self._step(group, updates, None, None)
+    def step_param(self, param: Tensor) -> bool:
+        """The step of one parameter, for gradient release. Returns whether it is among this optimizer's."""
+        if id(param) not in self._places or self._places[id(param)][0] is not param:
+            places = ((p, g, i) for i, (g, p) in enumerate(self._params()))
+            self._places = {id(p): (p, g, i) for p, g, i in places}
+        if id(param) not in self._places:
+            return False
+        _, group, index = self._places[id(param)]
+        update = self._update(param, index)
+        if update is not None:
+            self._step([update], StepInputs(group, seed=self._seed))
+        return True
 
-    def _step(
-        self, group: dict[str, Any], updates: list[Update], grad_scale: Tensor | None, found_inf: Tensor | None
-    ) -> None:
-        seed = self.formats.seed if self.formats.stochastic_rounding else None
+    @property
+    def _seed(self) -> int | None:
+        return self.formats.seed if self.formats.stochastic_rounding else None
+
+    def _step(self, updates: list[Update], inputs: StepInputs) -> None:
         if updates[0].param.is_cuda and block_kernels() is not None:
-            self._fused.step(updates, group, grad_scale, found_inf, seed)
-            return
-        if found_inf is not None and bool(found_inf):
-            return
-        inv_scale = None if grad_scale is None else grad_scale.float().reshape(()).reciprocal()
-        for update in updates:
-            adam_step(update, group, inv_scale, seed)
+            self._fused.step(updates, inputs)
+        else:
+            step_by_reference(updates, inputs)
 
-    def _updates(self, only: Tensor | None = None) -> Iterator[tuple[dict[str, Any], list[Update]]]:
-        """By group: parameters with a gradient and elements; their states are made where they are missing."""
-        index = -1
+    def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        return ((group, param) for group in self.param_groups for param in group["params"])
+
+    def _updates(self) -> Iterator[tuple[dict[str, Any], list[Update]]]:
+        """By group: the parameters that step."""
+        index = 0
         for group in self.param_groups:
-            updates = []
-            for param in group["params"]:
-                index += 1
-                if param.grad is None or (only is not None and param is not only):
-                    continue
-                if param.grad.is_sparse:
-                    raise RuntimeError(
-                        f"{type(self).__name__} takes dense gradients: build the embedding with sparse=False."
-                    )
-                state = self.state[param]
-                if not state:
-                    self._init_state(param, state)
-                if param.numel():
-                    master = _master(param, state)
-                    states = (state["step"], state["exp_avg"], state["exp_avg_sq"])
-                    updates.append(Update(param, param.grad, *states, master, index))
-            if updates:
-                yield group, updates
+            updates = [self._update(param, index + i) for i, param in enumerate(group["params"])]
+            index += len(updates)
+            stepping = [update for update in updates if update is not None]
+            if stepping:
+                yield group, stepping
+
+    def _update(self, param: Tensor, index: int) -> Update | None:
+        """What the step of a parameter needs, its states made where they are missing; None without a gradient."""
+        if param.grad is None:
+            return None
+        if param.grad.is_sparse:
+            raise RuntimeError(f"{type(self).__name__} takes dense gradients: build the embedding with sparse=False.")
+        state = self.state[param]
+        if not state:
+            self._init_state(param, state)
+        if not param.numel():
+            return None
+        states = (state["step"], state["exp_avg"], state["exp_avg_sq"])
+        return Update(param, param.grad, *states, _master(param, state), index)
 
     def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         state["step"] = _scalar(0.0, param)
@@ -168,7 +194,7 @@ class LowBitStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         adopted = {ORIGINAL: self.__dict__[ORIGINAL]} if ORIGINAL in self.__dict__ else {}
-        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), **adopted}
+        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), "_places": {}, **adopted}
 
 
 class _Kept:
@@ -199,16 +225,6 @@ def _check_params(group: dict[str, Any]) -> None:
             )
 
 
-def _formats(
-    exp_avg_dtype: StateFormat,
-    exp_avg_sq_dtype: StateFormat,
-    master_weight_dtype: Any,
-    stochastic_rounding: bool,
-    seed: int,
-) -> StateFormats:
-    return StateFormats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
-
-
 class Adam(LowBitStates, torch.optim.Adam):
     """``torch.optim.Adam`` with states in the formats asked for.
 
@@ -230,38 +246,6 @@ class Adam(LowBitStates, torch.optim.Adam):
         RuntimeError: at ``step``, a sparse gradient.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        *,
-        exp_avg_dtype: StateFormat = "fp8",
-        exp_avg_sq_dtype: StateFormat = "fp16",
-        master_weight_dtype: Any = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        formats = _formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
-        super().__init__(params, lr, **options)
-        self._setup(formats)
-
 
 class AdamW(LowBitStates, torch.optim.AdamW):
     """``torch.optim.AdamW`` with states in the formats asked for; arguments are those of ``Adam`` here."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        *,
-        exp_avg_dtype: StateFormat = "fp8",
-        exp_avg_sq_dtype: StateFormat = "fp16",
-        master_weight_dtype: Any = None,
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        **options: Any,
-    ) -> None:
-        formats = _formats(exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, stochastic_rounding, seed)
-        super().__init__(params, lr, **options)
-        self._setup(formats)

@@ -93,7 +93,7 @@ def release(optimizer: Optimizer) -> None:
         return
     optimizer.__class__ = original
     _rewrap_step(optimizer)
-    for name in ("formats", "_fused"):
+    for name in ("formats", "_fused", "_places"):
         optimizer.__dict__.pop(name, None)
     fused = any(group["fused"] or group["capturable"] for group in optimizer.param_groups)
     for state in optimizer.state.values():

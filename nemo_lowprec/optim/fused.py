@@ -14,7 +14,7 @@ from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor, Scaled
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
-from nemo_lowprec.optim.reference import Update, adam_step, weight_storage
+from nemo_lowprec.optim.reference import StepInputs, Update, step_by_reference, weight_storage
 
 __all__ = ["FusedStep"]
 
@@ -51,35 +51,21 @@ class FusedStep:
     def __init__(self) -> None:
         self._tables: dict[Any, _Tables] = defaultdict(_Tables)
 
-    def step(
-        self,
-        updates: list[Update],
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        seed: int | None,
-    ) -> None:
+    def step(self, updates: list[Update], inputs: StepInputs) -> None:
         """One step of these parameters, without waiting for the device (but see ``_is_dense``)."""
         launches: dict[Any, list[Update]] = defaultdict(list)
         for update in updates:
             if _is_dense(update):
                 launches[_kind(update)].append(update)
             else:
-                _by_reference(update, group, grad_scale, found_inf, seed)
+                step_by_reference([update], inputs)
         first = updates[0].index
         for kind, members in launches.items():
             # One parameter by itself (gradient release) keeps its own tables.
-            self._launch(self._tables[kind, first, len(members) == 1], members, group, grad_scale, found_inf, seed)
+            self._launch(self._tables[kind, first, len(members) == 1], members, inputs)
 
-    def _launch(
-        self,
-        tables: _Tables,
-        updates: list[Update],
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        seed: int | None,
-    ) -> None:
+    def _launch(self, tables: _Tables, updates: list[Update], inputs: StepInputs) -> None:
+        group, grad_scale, found_inf, seed = inputs.group, inputs.grad_scale, inputs.found_inf, inputs.seed
         kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
         one = updates[0]
         device = one.param.device
@@ -149,7 +135,7 @@ def _kind(update: Update) -> tuple[Any, ...]:
     shape = update.param.shape
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
     margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
-    return (*storage, weight_storage(update.param).dtype, margin, in_row % 128 == 0)
+    return (*storage, weight_storage(update.param).dtype, margin, in_row % 128 == 0, update.param.device)
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -157,16 +143,11 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _is_dense(update: Update) -> bool:
-    """Whether the elements lie in memory in the order of the states'; a channels-last weight does not."""
+    """Whether the elements lie in memory in the order of the states'.
+
+    A channels-last weight does not: it is stepped by the reference, which waits for the device.
+    """
     return weight_storage(update.param).is_contiguous()
-
-
-def _by_reference(
-    update: Update, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None, seed: int | None
-) -> None:
-    # Waits for the device: for weights in another order of memory.
-    if found_inf is None or not bool(found_inf):
-        adam_step(update, group, None if grad_scale is None else grad_scale.float().reshape(()).reciprocal(), seed)
 
 
 def _row(update: Update) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from nemo_lowprec.formats.row_blocks import scale_to_blocks
 from nemo_lowprec.formats.stochastic import round_stochastic, salt_of
 from nemo_lowprec.optim.storage import write
 
-__all__ = ["Update", "adam_step", "read", "weight_storage"]
+__all__ = ["StepInputs", "Update", "adam_step", "read", "step_by_reference", "weight_storage"]
 
 
 @dataclass
@@ -51,12 +52,40 @@ def weight_storage(param: Tensor) -> Tensor:
     return param.data_fp16 if isinstance(param, CastTensor) else param.detach()
 
 
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step is told beside its parameters.
+
+    Attributes:
+        group: the parameter group: lr, betas, eps, weight_decay, decoupled_weight_decay, maximize, as torch's Adam
+            has them.
+        grad_scale: the loss scale that gradients still carry, FP32 scalar.
+        found_inf: nonzero skips the step, FP32 scalar.
+        seed: of stochastic rounding; None rounds to nearest.
+    """
+
+    group: dict[str, Any]
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    seed: int | None = None
+
+
+def step_by_reference(updates: Iterable[Update], inputs: StepInputs) -> None:
+    """Step parameters in place, one after the other; on a GPU this waits for the device."""
+    if inputs.found_inf is not None and bool(inputs.found_inf):
+        return
+    scale = inputs.grad_scale
+    inv_scale = None if scale is None else scale.float().reshape(()).reciprocal()
+    for update in updates:
+        adam_step(update, inputs.group, inv_scale, inputs.seed)
+
+
 def adam_step(update: Update, group: dict[str, Any], inv_scale: Tensor | None, seed: int | None) -> None:
     """Step in place.
 
     Args:
         update: the parameter.
-        group: lr, betas, eps, weight_decay, decoupled_weight_decay, maximize, as torch's Adam has them.
+        group: see ``StepInputs``.
         inv_scale: multiplies the gradient, FP32 scalar.
         seed: of stochastic rounding; None rounds to nearest.
     """

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from support import losses_with_sgd
 from torch import nn
 
 from nemo_lowprec.formats import CastTensor, ScaledTensor
@@ -192,12 +193,5 @@ def test_a_lookup_converts_only_the_rows_that_are_looked_up():
 def test_a_parameter_trains_with_a_plain_optimizer(dtype):
     module = linear(dtype)
     x, y = torch.randn(32, 16).to(dtype), torch.randn(32, 8).to(dtype)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    losses = []
-    for _ in range(10):
-        loss = (module(x) - y).float().pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_with_sgd(module, x, y)
     assert losses[-1] < 0.9 * losses[0] and isinstance(module.weight, CastTensor)

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from support import losses_with_sgd
 from torch import nn
 
 from nemo_lowprec.formats import E4M3, E5M2, ScaledTensor, cast, decode
@@ -182,14 +183,7 @@ def test_a_parameter_gets_gradients_of_its_grad_dtype():
 def test_a_parameter_trains_with_a_plain_optimizer():
     module = linear()
     x, y = torch.randn(32, 16, dtype=torch.bfloat16), torch.randn(32, 8, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-    losses = []
-    for _ in range(10):
-        loss = (module(x) - y).float().pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = losses_with_sgd(module, x, y)
     assert losses[-1] < 0.9 * losses[0] and isinstance(module.weight, ScaledTensor)
 
 

@@ -14,7 +14,7 @@ import nemo_lowprec
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, GradientTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.optim import Adam, AdamW
-from nemo_lowprec.optim.reference import adam_step
+from nemo_lowprec.optim.reference import adam_step, read
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -178,14 +178,24 @@ def test_every_pair_of_state_formats(first, second):
 @pytest.mark.parametrize("first,second", [("fp32", "fp32"), ("fp8", "fp16"), ("bf16", "fp8"), ("fp16", "bf16")])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adam_with_and_without_l2(first, second, weight_decay):
-    compare(Adam, exp_avg_dtype=first, exp_avg_sq_dtype=second, weight_decay=weight_decay)
+    ours = compare(Adam, exp_avg_dtype=first, exp_avg_sq_dtype=second, weight_decay=weight_decay)
+    plain = compare(Adam, exp_avg_dtype=first, exp_avg_sq_dtype=second, weight_decay=0.0)
+    moments = [read(optimizer.state[params_of(optimizer)[0]]["exp_avg"]) for optimizer in (ours, plain)]
+    assert torch.equal(*moments) == (weight_decay == 0)  # the L2 term is part of the moments
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("master", [None, "fp16", "fp32"])
 @pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16])
 def test_masters(weight, master, stochastic):
-    compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic)
+    ours = compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic)
+    param = params_of(ours)[0]
+    kept = ours.state[param].get("master_weight")
+    assert (kept is None) == (master is None) and isinstance(kept, BlockTensor) == (master == "fp16")
+    if kept is not None:  # the weight is its master, rounded
+        assert torch.equal(param.detach(), read(kept).to(weight)) and not torch.equal(
+            param.detach().float(), read(kept)
+        )
 
 
 @pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
@@ -202,13 +212,18 @@ def test_weights_of_every_storage(weight, stochastic):
 
 
 def test_fp8_weights_with_a_margin():
-    compare(weight="fp8", make=lambda weight: make_params(weight, margin=2))
+    ours = compare(weight="fp8", make=lambda weight: make_params(weight, margin=2))
+    for param in params_of(ours):
+        if isinstance(param, ScaledTensor):  # the largest weight lies at a quarter of the format's
+            assert param.margin == 2 and float(param.data_fp8.float().abs().max()) == 448 / 4
 
 
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize("weight", [torch.float16, torch.float32, "fp8"])
 def test_gradients_of_every_dtype(weight, grad):
-    compare(weight=weight, grad=grad)
+    ours = compare(weight=weight, grad=grad)
+    for param, start in zip(params_of(ours)[:5], make_params(weight), strict=False):
+        assert param.grad.dtype == grad and not torch.equal(*(read(p.detach()) for p in (param, start)))
 
 
 @pytest.mark.parametrize("grad", ["fp8", torch.float32, torch.bfloat16])
@@ -216,7 +231,12 @@ def test_gradients_of_every_dtype(weight, grad):
 @pytest.mark.parametrize("weight,master", [(torch.float16, None), (torch.bfloat16, "fp16"), ("fp8", None)])
 def test_gradients_that_are_not_finite(weight, master, stochastic, grad):
     """And what is left of them in later steps."""
-    compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic, grad=grad, bad_at=1, steps=4)
+    options = {"weight": weight, "master_weight_dtype": master, "stochastic_rounding": stochastic, "grad": grad}
+    ours = compare(**options, bad_at=1, steps=4)
+    param = params_of(ours)[0]
+    assert read(getattr(param, "master_weight", param).detach()).view(-1)[::97].isnan().all()
+    assert read(ours.state[param]["exp_avg"]).view(-1)[::97].isnan().all()
+    assert not read(ours.state[param]["exp_avg"]).isnan().all()
 
 
 @pytest.mark.parametrize("cls", [Adam, AdamW])
@@ -232,7 +252,13 @@ def test_gradients_that_are_not_finite(weight, master, stochastic, grad):
     ids=str,
 )
 def test_settings(cls, options):
-    compare(cls, **options)
+    ours = compare(cls, **options)
+    moved = [not torch.equal(p, q) for p, q in zip(params_of(ours)[:5], make_params(), strict=False)]
+    assert moved == [options.get("lr") != 0] * 5
+    if options.get("maximize"):
+        other = compare(cls)
+        first = [read(optimizer.state[params_of(optimizer)[0]]["exp_avg"]) for optimizer in (ours, other)]
+        assert cls is Adam or torch.equal(first[0], -first[1])  # Adam's L2 term keeps its sign
 
 
 @pytest.mark.parametrize("cls", [Adam, AdamW])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from low_bit import values
+from low_bit import OwnStep, values
 from torch import nn, optim
 
 import nemo_lowprec
@@ -227,11 +227,6 @@ def test_gradient_release_changes_no_bit(level):
         assert torch.equal(values(p), values(q))
         for key, state in runs[0][1].state.get(p, {}).items():
             assert torch.equal(values(state), values(runs[1][1].state[q][key])), key
-
-
-class OwnStep(optim.AdamW):
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 def converted_already(model):

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
+from low_bit import REFUSED
 from support import MSAMP_LEVELS, Net, assert_same, clone, kept, level_of, loader, plugin, stateful_loader, train
 from torch import nn, optim
 
 from nemo_lowprec.optim.adam import LowBitStates
-
-
-class OwnStep(optim.AdamW):
-    """Steps in a way of its own."""
-
-    def step(self, closure=None):
-        return super().step(closure)
 
 
 class OwnInit(optim.AdamW):
@@ -25,22 +19,6 @@ class OwnInit(optim.AdamW):
     def zero_grad(self, set_to_none=True):
         self.cleared += 1
         super().zero_grad(set_to_none)
-
-
-def replaced(params):
-    optimizer = optim.AdamW(params)
-    optimizer.step = lambda closure=None: None
-    return optimizer
-
-
-REFUSED = {
-    "SGD has no low-bit form: .*torch.optim.Adam or AdamW": lambda p: optim.SGD(p, lr=0.1),
-    "OwnStep has a step of its own": OwnStep,
-    "The step of this AdamW was replaced": replaced,
-    "AdamW with amsgrad=True has no low-bit form": lambda p: optim.AdamW(p, amsgrad=True),
-    "Adam with differentiable=True has no low-bit form": lambda p: optim.Adam(p, differentiable=True),
-    "NAdam has no low-bit form": optim.NAdam,
-}
 
 
 class TwoOptimizers(Net):
