@@ -111,6 +111,11 @@ class Engine:
 
     # The model
 
+    @staticmethod
+    def of(model: nn.Module) -> Engine | None:
+        """The engine that converted ``model`` (or what it is a copy of); None for a plain one."""
+        return model.__dict__.get(_ENGINE)
+
     def convert(self, model: nn.Module, device: torch.device, training: bool = True) -> None:
         """Convert ``model`` in place for ``device``; nothing where this engine did already.
 
@@ -120,7 +125,7 @@ class Engine:
         Raises:
             ValueError: the level, or the forced backend, cannot run on ``device``, or cannot store a parameter.
         """
-        other: Engine | None = model.__dict__.get(_ENGINE)
+        other = self.of(model)
         if other is not None and other.model is not model:  # a deep copy: its parameters are its own
             revert_layers(model)
             other = None

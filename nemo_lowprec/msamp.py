@@ -67,7 +67,7 @@ def initialize(
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Call initialize before DistributedDataParallel wraps the model.")
-    if is_converted(model) or "_lowprec_engine" in model.__dict__:
+    if is_converted(model) or Engine.of(model) is not None:
         raise ValueError("This model is converted already: call initialize once, on the plain model.")
     engine = _engine(opt_level, use_te, _device_of(model), options)
     if optimizer is None:
