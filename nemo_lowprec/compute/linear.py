@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.recipe import Operand, Recipe
-from nemo_lowprec.compute.shared_input import SharedInput
+from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
 __all__ = ["GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear"]
@@ -30,7 +30,7 @@ class GemmPlan:
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
-        inputs: the model's quantized input of the moment, where there is a recipe.
+        inputs: what layers share that read the same tensor, where there is a recipe.
     """
 
     backend: Backend
@@ -95,8 +95,16 @@ def _apply(
         flat = x.reshape(-1, x.shape[-1])
         # needs_input_grad does not know of no_grad.
         grad = torch.is_grad_enabled()
-        call = _Call(plan, x, out_dtype, record, wgrad_dtype(weight), transposed, grad)
-        out = _LinearFunction.apply(flat, weight, bias, call)
+        gradient = handle = None
+        if grad and x.requires_grad and plan.recipe is not None:
+            gradient, handle = plan.inputs.gradient(x)
+        gives_out = gradient is not None and handle is None
+        call = _Call(
+            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out
+        )
+        out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
+        if gradient is not None and given_out is not None:
+            plan.inputs.give_out(x, gradient, given_out)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -107,20 +115,34 @@ def wgrad_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass
 class _Call:
-    """What a forward is told beside its tensors; ``source`` is the input as the layer got it."""
+    """What a forward is told beside its tensors.
+
+    Attributes:
+        source: the input as the layer got it.
+        values: the same [rows, in_features], apart from autograd.
+        gradient: where the input's gradient is added up; None for an input without one, and for half layers.
+        gives_out: whether this is the first layer to read the input.
+    """
 
     plan: GemmPlan
     source: Tensor
+    values: Tensor
     out_dtype: torch.dtype
     record: bool
     grad_dtype: torch.dtype
     transposed: bool
     grad: bool
+    gradient: InputGradient | None
+    gives_out: bool
 
 
 class _LinearFunction(torch.autograd.Function):
+    """Of (the input or its handle, weight, bias, call) to (output, a handle where this layer gives one out)."""
+
     @staticmethod
-    def forward(ctx: Any, x, weight, bias, call: _Call):
+    def forward(ctx: Any, source, weight, bias, call: _Call):
+        ctx.set_materialize_grads(False)
+        x = call.values
         plan, out_dtype, record, transposed, grad = call.plan, call.out_dtype, call.record, call.transposed, call.grad
         backend = plan.backend
         if transposed:
@@ -168,11 +190,15 @@ class _LinearFunction(torch.autograd.Function):
         ctx.plan, ctx.record, ctx.rows, ctx.pad, ctx.transposed = plan, record, rows, pad, transposed
         ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return out
+        ctx.gradient, ctx.gives_out = call.gradient, call.gives_out
+        return out, x.new_empty(0) if call.gives_out else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output):
+    def backward(ctx: Any, grad_output, _):
+        if grad_output is None:  # only the layers that share this one's input are part of the loss
+            total = ctx.gradient.take()
+            return None if total is None else total[: ctx.rows], None, None, None
         with torch.autocast(grad_output.device.type, enabled=False):  # a loop may call backward() inside its own
             return _LinearFunction._backward(ctx, grad_output)
 
@@ -198,14 +224,22 @@ class _LinearFunction(torch.autograd.Function):
 
         dx = dw = db = None
         if need_dgrad:
+            shared = None if ctx.gives_out else ctx.gradient
+            total = None if ctx.gradient is None else ctx.gradient.take()
             if dgrad8:
                 if w_meta is not None:
                     w8 = backend.restore(w_saved, w_meta)
                 else:
                     w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True, record=ctx.record)
-                dx = backend.dgrad(dy8, w8, ctx.x_dtype)[: ctx.rows]
+                dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
             else:
                 dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)
+                dx = dx if total is None else dx.add_(total[: ctx.rows])
+            if shared is None:
+                dx = dx[: ctx.rows]
+            else:
+                shared.put(dx)
+                dx = None
         if need_wgrad:
             if wgrad8:
                 dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)

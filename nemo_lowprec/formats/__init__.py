@@ -6,7 +6,7 @@ from nemo_lowprec.formats.cast_tensor import CastTensor
 from nemo_lowprec.formats.delayed import DelayedScaling, Slot
 from nemo_lowprec.formats.floats import E4M3, E5M2, FP16, FloatFormat, cast, decode, get_format
 from nemo_lowprec.formats.gradient import GradientTensor
-from nemo_lowprec.formats.scale import compute_amax, compute_scale
+from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.formats.scaled_tensor import ScaledTensor
 from nemo_lowprec.formats.stored import StoredTensor
 
@@ -30,5 +30,6 @@ __all__ = [
     "decode",
     "dequantize_blocks",
     "get_format",
+    "power_of_two_scale",
     "quantize_blocks",
 ]

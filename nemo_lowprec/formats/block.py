@@ -8,6 +8,7 @@ Microscaling formats, arXiv:2310.10537 (MXFP8); "Pretraining LLMs with NVFP4", a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +87,13 @@ def _pow2_scale_inv(amax: Tensor, fmt: FloatFormat, layout: BlockLayout) -> Tens
     return torch.where(usable, scale_inv, torch.ones_like(amax))
 
 
+@lru_cache(maxsize=16)
+def _grid(device: torch.device) -> Tensor:
+    return torch.tensor(_E2M1_GRID, device=device)
+
+
 def _round_e2m1(values: Tensor, generator: torch.Generator | None) -> Tensor:
-    grid = torch.tensor(_E2M1_GRID, device=values.device)
+    grid = _grid(values.device)
     magnitude = values.abs().clamp(max=_E2M1_GRID[-1])
     upper = torch.bucketize(magnitude, grid).clamp(max=len(_E2M1_GRID) - 1)
     lower = (upper - 1).clamp(min=0)

@@ -34,20 +34,23 @@ class Slot:
         scale: shape [1], FP32, view into the table.
         amax: shape [1], FP32, view into the table: the running maximum since the last update.
         cold: True while no usable amax has entered the history; the operand is then scaled by its own amax.
+        recorded: whether a cold operand was seen since its amaxes were last looked at.
     """
 
-    __slots__ = ("amax", "cold", "fmt", "margin", "scale")
+    __slots__ = ("amax", "cold", "fmt", "margin", "recorded", "scale")
 
     def __init__(self, fmt: FloatFormat, margin: int) -> None:
         self.fmt = fmt
         self.margin = margin
         self.cold = True
+        self.recorded = False
         self.scale: Tensor
         self.amax: Tensor
 
     def record(self, amax: Tensor) -> None:
         """Fold the amax of one tensor into this step's maximum."""
         torch.maximum(self.amax, amax.reshape(1), out=self.amax)
+        self.recorded = True
 
     def current_scale(self, amax: Tensor) -> Tensor:
         """Scale [1] for the tensor at hand: the delayed one, or from ``amax`` itself while there is no history."""
@@ -99,6 +102,7 @@ class DelayedScaling:
         if id(follower) not in self._shared and follower is not leader:
             self._shared[id(follower)] = (follower, leader)
             self._shared_index = None
+        follower.recorded = True
 
     def _fold_shared(self) -> None:
         if not self._shared:
@@ -143,10 +147,11 @@ class DelayedScaling:
             return
         window = self.history.amax(0) if self.algo == "max" else amax
         self.scale.copy_(compute_scale(window, self._fp_max, self.margin, previous=self.scale))
-        if any(slot.cold for slot in self.slots.values()):
-            # The only read-back to the host, gone once every operand has been seen.
+        if any(slot.cold and slot.recorded for slot in self.slots.values()):
+            # The only read-back to the host, gone once every operand has been seen that there is: frozen layers have
+            # no gradients, and a weight that is stored in FP8 has a scale of its own.
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
-                slot.cold = slot.cold and not seen
+                slot.cold, slot.recorded = slot.cold and not seen, False
 
     def overflowed(self) -> bool:
         """Whether any amax since the last update is not finite (reads back to the host)."""
@@ -196,6 +201,7 @@ class DelayedScaling:
             columns[:, i] = torch.roll(column, oldest, 0)
             scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
             amax[i], slot.cold = saved["amax"], bool(saved["cold"])
+            slot.recorded = slot.cold  # perhaps: the next update looks
         self.history.copy_(columns)
         self.scale.copy_(scale)
         self.amax.copy_(amax)

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat, decode
 
-__all__ = ["BLOCK", "UNIT", "block_exponent", "block_grid", "dequantize_rows", "exponent_rule", "quantize_rows"]
+__all__ = [
+    "BLOCK",
+    "UNIT",
+    "block_exponent",
+    "block_grid",
+    "dequantize_rows",
+    "exponent_rule",
+    "power",
+    "quantize_rows",
+]
 
 BLOCK = 128
 UNIT = 127  # exponent of the scale 1
@@ -50,7 +59,7 @@ def block_exponent(amax: Tensor, fmt: FloatFormat) -> Tensor:
     return torch.where(bits > 0, exponent.clamp(LOWEST, 254), UNIT).to(torch.uint8)
 
 
-def _power(exponent: Tensor) -> Tensor:
+def power(exponent: Tensor) -> Tensor:
     """2**(exponent - 127) as FP32, for integer exponents in [1, 254]."""
     return (exponent.int() << 23).view(torch.float32)
 
@@ -67,7 +76,7 @@ def scale_to_blocks(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
     finite = blocks.isfinite()
     amax = torch.where(finite, blocks.abs(), 0.0).amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:2])
     exponent = block_exponent(amax, fmt)
-    scaled = blocks * _power(254 - exponent.int())[..., None]
+    scaled = blocks * power(254 - exponent.int())[..., None]
     scaled = torch.where(finite, scaled, torch.nan)
     return scaled.flatten(1)[:, : block_grid(values.shape)[1]].reshape(values.shape), exponent
 
@@ -84,6 +93,6 @@ def quantize_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
 
 def dequantize_rows(data: Tensor, exponent: Tensor) -> Tensor:
     """Return the values as FP32, exactly (but for results below FP32's normal range on devices that flush them)."""
-    values = _blocks(decode(data)) * _power(exponent)[..., None]
+    values = _blocks(decode(data)) * power(exponent)[..., None]
     # Contiguous: torch.save would write the padding of short rows with them.
     return values.flatten(1)[:, : block_grid(data.shape)[1]].reshape(data.shape).contiguous()

@@ -1,6 +1,7 @@
-"""Per-tensor scales: the rules of Transformer Engine.
+"""Per-tensor scales: the rules of Transformer Engine and of MS-AMP.
 
-``stored = cast(value * scale)``, ``value = stored * scale_inv`` with ``scale = (max / amax) / 2**margin``.
+``stored = cast(value * scale)``, ``value = stored * scale_inv`` with ``scale = (max / amax) / 2**margin``, which MS-AMP
+rounds down to a power of two.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["compute_amax", "compute_scale"]
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.row_blocks import UNIT, block_exponent, power
+
+__all__ = ["compute_amax", "compute_scale", "power_of_two_scale"]
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -34,3 +38,13 @@ def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previou
     scale = (top / amax) / (2.0**margin)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, _FP32_MAX), scale)
     return torch.where((amax > 0) & torch.isfinite(amax), scale, keep)
+
+
+def power_of_two_scale(amax: Tensor, fmt: FloatFormat, margin: int = 0) -> Tensor:
+    """The largest power of two that keeps ``amax`` (FP32, any shape) inside the format, divided by 2**margin.
+
+    1 for a zero or non-finite amax. Source: MS-AMP (arXiv:2310.18313, section 2.2).
+    """
+    usable = (amax > 0) & torch.isfinite(amax)
+    exponent = 2 * UNIT - margin - block_exponent(torch.where(usable, amax, 1.0), fmt).int()
+    return torch.where(usable, power(exponent), 1.0)

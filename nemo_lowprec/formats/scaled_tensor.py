@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat, cast, decode
 from nemo_lowprec.formats.fused import fused_kernels
-from nemo_lowprec.formats.scale import compute_amax, compute_scale
+from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.formats.stored import StoredTensor
 
 __all__ = ["ScaledTensor"]
@@ -23,35 +23,45 @@ class ScaledTensor(StoredTensor):
         scale_inv: FP32, shape [1]; value = data_fp8 * scale_inv.
         fmt: the storage format.
         margin: scales are divided by 2**margin.
+        power_of_two: scales are powers of two.
     """
 
     PARTS = ("data_fp8", "scale_inv")
-    SETTINGS = ("fmt", "margin")
+    SETTINGS = ("fmt", "margin", "power_of_two")
     data_fp8: Tensor
     scale_inv: Tensor
     fmt: FloatFormat
     margin: int
+    power_of_two: bool
 
     @staticmethod
-    def __new__(cls, data_fp8: Tensor, scale_inv: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0):
-        return cls._wrap((data_fp8, scale_inv), {"fmt": fmt, "margin": margin}, dtype)
+    def __new__(
+        cls, data_fp8: Tensor, scale_inv: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0,
+        power_of_two: bool = False,
+    ):  # fmt: skip
+        settings = {"fmt": fmt, "margin": margin, "power_of_two": power_of_two}
+        return cls._wrap((data_fp8, scale_inv), settings, dtype)
 
     @classmethod
-    def from_float(cls, values: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0) -> ScaledTensor:
+    def from_float(
+        cls, values: Tensor, fmt: FloatFormat, dtype: torch.dtype, margin: int = 0, power_of_two: bool = False
+    ) -> ScaledTensor:
         """Quantize ``values`` with the scale of their own amax."""
         values = values.detach()
-        scale = compute_scale(compute_amax(values).reshape(1), fmt.max, margin)
-        return cls(cast(values.float() * scale, fmt).view(values.shape), scale.reciprocal(), fmt, dtype, margin)
+        scale = _scale(values, fmt, margin, power_of_two)
+        data = cast(values.float() * scale, fmt).view(values.shape)
+        return cls(data, scale.reciprocal(), fmt, dtype, margin, power_of_two)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> ScaledTensor:
         """Store ``values`` anew, with the scale of their own amax."""
-        kernels = fused_kernels() if values.is_cuda and values.dim() == 2 and self.data_fp8.is_contiguous() else None
+        plain = values.dim() == 2 and self.data_fp8.is_contiguous() and not self.power_of_two
+        kernels = fused_kernels() if values.is_cuda and plain else None
         if kernels is not None:
             _, _, scale_inv = kernels.quantize_current(values, self.fmt, self.margin, True, False, out=self.data_fp8)
             self.scale_inv.copy_(scale_inv)
             return self
-        scale = compute_scale(compute_amax(values).reshape(1), self.fmt.max, self.margin)
+        scale = _scale(values, self.fmt, self.margin, self.power_of_two)
         self.data_fp8.copy_(cast(values.float() * scale, self.fmt))
         self.scale_inv.copy_(scale.reciprocal())
         return self
@@ -66,3 +76,8 @@ class ScaledTensor(StoredTensor):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ScaledTensor({self.fmt.name}, shape={tuple(self.shape)}, reads as {self.dtype})"
+
+
+def _scale(values: Tensor, fmt: FloatFormat, margin: int, power_of_two: bool) -> Tensor:
+    amax = compute_amax(values).reshape(1)
+    return power_of_two_scale(amax, fmt, margin) if power_of_two else compute_scale(amax, fmt.max, margin)

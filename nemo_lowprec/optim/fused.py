@@ -31,6 +31,7 @@ class _Tables:
     coefficients: Tensor | None = None
     salts: Tensor | None = None
     amax: Tensor | None = None
+    changed: Tensor | None = None
     index: Tensor | None = None
 
     def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
@@ -40,7 +41,7 @@ class _Tables:
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
             self.made_for, self.tiles = wanted, TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
-            self.salts, self.amax = torch.zeros(2, len(updates), dtype=torch.int32, device=device)
+            self.salts, self.amax, self.changed = torch.zeros(3, len(updates), dtype=torch.int32, device=device)
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)
         return self.tiles
 
@@ -52,10 +53,10 @@ class FusedStep:
         self._tables: dict[Any, _Tables] = defaultdict(_Tables)
 
     def step(self, updates: list[Update], inputs: StepInputs) -> None:
-        """One step of these parameters, without waiting for the device (but see ``_is_dense``)."""
+        """One step of these parameters, without waiting for the device (but see ``_is_fused``)."""
         launches: dict[Any, list[Update]] = defaultdict(list)
         for update in updates:
-            if _is_dense(update):
+            if _is_fused(update):
                 launches[_kind(update)].append(update)
             else:
                 step_by_reference([update], inputs)
@@ -84,17 +85,14 @@ class FusedStep:
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
         rate = 0.0 if lr_tensor is not None else float(lr)
         none = tables.coefficients  # stands for a tensor that is not there and not read
-        assert tables.amax is not None
         with torch.cuda.device(device):
             kernels.prepare_kernel[(len(updates),)](
-                addresses, tables.coefficients, tables.salts, tables.index, none if found_inf is None else found_inf,
-                mix(seed or 0), *((lr_tensor, 0.0) if lr_tensor is not None else _two_floats(rate)),
+                addresses, tables.coefficients, tables.salts, tables.amax, tables.index,
+                none if found_inf is None else found_inf, mix(seed or 0),
+                *((lr_tensor, 0.0) if lr_tensor is not None else _two_floats(rate)),
                 *_two_floats(beta1), *_two_floats(beta2),
                 HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, STOCHASTIC=stochastic, num_warps=1,
             )  # fmt: skip
-            to_fp8 = isinstance(one.param, ScaledTensor)
-            if to_fp8:
-                tables.amax.zero_()
             kernels.adam_kernel[(tiles.tiles,)](
                 tiles.tensor_of, tiles.grid, addresses, tables.coefficients, tables.salts, tables.amax,
                 none if found_inf is None else found_inf, none if grad_scale is None else grad_scale,
@@ -106,13 +104,17 @@ class FusedStep:
                 DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
                 HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
                 STOCHASTIC=stochastic, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
-                **_RULES, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+                **_RULES, FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
-            if to_fp8:
-                kernels.weights_kernel[(tiles.tiles,)](
-                    tiles.tensor_of, tiles.grid, addresses, tables.amax, none if found_inf is None else found_inf,
-                    2.0**-one.param.margin, MASTER=types["MASTER"], MASTER_BLOCKED=blocks["master"],  # type: ignore[attr-defined]
-                    HAS_FOUND=found_inf is not None, FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS,
+            if isinstance(one.param, ScaledTensor):
+                kernels.scale_kernel[(len(updates),)](
+                    addresses, tables.amax, tables.changed, none if found_inf is None else found_inf, one.param.margin,
+                    HAS_FOUND=found_inf is not None, TOP=_RULES["E4M3_TOP"], MANTISSA=_RULES["E4M3_MANTISSA"],
+                    num_warps=1,
+                )  # fmt: skip
+                kernels.weights_kernel[(tiles.tensor_of.numel(),)](
+                    tiles.tensor_of, tiles.grid, addresses, tables.changed, MASTER=types["MASTER"],
+                    MASTER_BLOCKED=blocks["master"], FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS,
                     num_warps=_WARPS, enable_fp_fusion=False,
                 )  # fmt: skip
 
@@ -142,12 +144,14 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.data_blocks if isinstance(tensor, BlockTensor) else tensor
 
 
-def _is_dense(update: Update) -> bool:
-    """Whether the elements lie in memory in the order of the states'.
+def _is_fused(update: Update) -> bool:
+    """Whether the kernels can step it; the reference, which waits for the device, steps what they cannot.
 
-    A channels-last weight does not: it is stepped by the reference, which waits for the device.
+    Its elements must lie in memory in the order of the states' (a channels-last weight's do not), and an FP8 weight
+    must have power-of-two scales.
     """
-    return weight_storage(update.param).is_contiguous()
+    scaled = isinstance(update.param, ScaledTensor)
+    return weight_storage(update.param).is_contiguous() and (not scaled or update.param.power_of_two)  # type: ignore[attr-defined]
 
 
 def _row(update: Update) -> list[Tensor]:

@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 
 from nemo_lowprec.formats.triton_blocks import GROUP, block_exponents, power_of_two, to_stored
 
-__all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "weights_kernel"]
+__all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
 
 COLUMNS = (
     "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "exp_avg", "exp_avg_exponent",
@@ -83,8 +83,8 @@ def _round(x, index, salt, BITS: tl.constexpr, SMALLEST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def prepare_kernel(
-    address_ptr, coefficient_ptr, salt_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low, beta2,
-    beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr, STOCHASTIC: tl.constexpr,
+    address_ptr, coefficient_ptr, salt_ptr, amax_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low,
+    beta2, beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Count the step of one parameter and compute what depends on it, in FP64."""
     tensor = tl.program_id(0)
@@ -94,6 +94,7 @@ def prepare_kernel(
     if HAS_FOUND:
         live = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
     tl.store(step_ptr, step + live)
+    tl.store(amax_ptr + tensor, 0)
     step = (step + 1.0).to(tl.float64)
     # A float argument is FP32: two of them carry the FP64 value.
     first = beta1.to(tl.float64) + beta1_low.to(tl.float64)
@@ -112,9 +113,8 @@ def prepare_kernel(
 
 
 @triton.jit
-def _tile(tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
-    """Which tensor this program works on; its blocks there, the offsets of their elements, and what is inside."""
-    tile = tl.program_id(0)
+def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which tensor a tile belongs to; its blocks there, the offsets of their elements, and what is inside."""
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
@@ -156,6 +156,18 @@ def _write(place, BLOCKED: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constex
 
 
 @triton.jit
+def _inverse(power):
+    """1 / ``power`` of a power of two."""
+    return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_fp8(x, FP8_MAX: tl.constexpr):
+    x = tl.where(x > FP8_MAX, FP8_MAX, x)
+    return tl.where(x < -FP8_MAX, -FP8_MAX, x).to(tl.float8e4nv)
+
+
+@triton.jit
 def adam_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, coefficient_ptr, salt_ptr, amax_ptr, found_inf_ptr, grad_scale_ptr, lr_ptr,
     decay, weight_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
@@ -165,10 +177,10 @@ def adam_kernel(
     MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
     STOCHASTIC: tl.constexpr, ROUND_BITS: tl.constexpr, ROUND_SMALLEST: tl.constexpr,
     E4M3_TOP: tl.constexpr, E4M3_MANTISSA: tl.constexpr, FP16_TOP: tl.constexpr, FP16_MANTISSA: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+    FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Unscale, decay, update and store a tile of one parameter and its states."""
-    tensor, first, block, live, base, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
+    tensor, first, block, live, base, offset, inside = _tile(tl.program_id(0), tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
     row = address_ptr + tensor * _WIDTH
     if HAS_FOUND:
         goes = tl.load(found_inf_ptr) == 0.0
@@ -233,7 +245,9 @@ def adam_kernel(
         else:
             _write(master_at, False, 0, 0, value, block, live, offset, inside)
         if tl.float8e4nv == WEIGHT:
-            # Its scale needs the whole tensor's amax: weights_kernel stores it.
+            # In the scale that it has: where the tensor's new amax asks for another, weights_kernel writes it again.
+            scale = _inverse(tl.load(_address(row, 1, tl.float32, 4)))
+            tl.store(weight_at[0] + offset, _to_fp8(value * scale, FP8_MAX), mask=inside)
             bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
             largest = tl.max(tl.max(bits, axis=1), axis=0)
             if largest > tl.load(amax_ptr + tensor):
@@ -247,27 +261,41 @@ def adam_kernel(
 
 
 @triton.jit
-def weights_kernel(
-    tensor_of_ptr, grid_ptr, address_ptr, amax_ptr, found_inf_ptr, margin_factor,
-    MASTER: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_FOUND: tl.constexpr, FP8_MAX: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+def scale_kernel(
+    address_ptr, amax_ptr, changed_ptr, found_inf_ptr, margin, HAS_FOUND: tl.constexpr, TOP: tl.constexpr,
+    MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Write FP8 weights from their masters, scaled by the amax that adam_kernel left (``compute_scale``)."""
-    tensor, first, block, live, base, offset, inside = _tile(tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
-    row = address_ptr + tensor * _WIDTH
-    writes_scale = first == 0
+    """Give one FP8 weight the scale of the amax that adam_kernel left, and note whether it is another."""
+    tensor = tl.program_id(0)
+    amax = tl.load(amax_ptr + tensor)
+    exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 27), 254) + margin
+    exponent = tl.where((amax > 0) & (amax < 0x7F800000), exponent, 127)
+    place = _address(address_ptr + tensor * _WIDTH, 1, tl.float32, 4)
+    changed = tl.load(place).to(tl.int32, bitcast=True) != (exponent << 23)
     if HAS_FOUND:
-        goes = tl.load(found_inf_ptr) == 0.0
-        live, inside, writes_scale = live & goes, inside & goes, writes_scale & goes
-    master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
-    value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
-    largest = tl.load(amax_ptr + tensor).to(tl.float32, bitcast=True)
-    scale = tl.div_rn(tl.full((), FP8_MAX, tl.float32), largest) * margin_factor
-    scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
-    scale = tl.where((largest > 0.0) & (largest <= 3.4028234663852886e38), scale, 1.0)
-    tl.store(_address(row, 1, tl.float32, 4), tl.div_rn(tl.full((), 1.0, tl.float32), scale), mask=writes_scale)
-    y = value * scale
-    y = tl.where(y > FP8_MAX, FP8_MAX, y)
-    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
-    weight_at = _place(row, 0, tl.float8e4nv, False, ALIGNED, first, base)
-    tl.store(weight_at[0] + offset, y.to(tl.float8e4nv), mask=inside)
+        changed = changed & (tl.load(found_inf_ptr) == 0.0)
+    tl.store(place, power_of_two(exponent), mask=changed)
+    tl.store(changed_ptr + tensor, changed.to(tl.int32))
+
+
+@triton.jit
+def weights_kernel(
+    tensor_of_ptr, grid_ptr, address_ptr, changed_ptr,
+    MASTER: tl.constexpr, MASTER_BLOCKED: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Write FP8 weights whose scale has changed again, from their masters; a program works on ``GROUP`` tiles."""
+    group = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + group)
+    if tl.load(changed_ptr + tensor) != 0:
+        row = address_ptr + tensor * _WIDTH
+        scale = _inverse(tl.load(_address(row, 1, tl.float32, 4)))
+        for i in range(GROUP):
+            _, first, block, live, base, offset, inside = _tile(
+                group * GROUP + i, tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS
+            )
+            master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
+            value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
+            weight_at = _place(row, 0, tl.float8e4nv, False, ALIGNED, first, base)
+            tl.store(weight_at[0] + offset, _to_fp8(value * scale, FP8_MAX), mask=inside)

@@ -33,9 +33,9 @@ class _Watched:
         self._note(x, weight)
         return self._backend.fprop(x, weight, bias, out_dtype)
 
-    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         self._note(grad_output, weight)
-        return self._backend.dgrad(grad_output, weight, out_dtype)
+        return self._backend.dgrad(grad_output, weight, out_dtype, total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
         self._note(grad_output, x)

@@ -1,9 +1,9 @@
 """Weights without FP32 masters: the MS-AMP levels.
 
 Matrices (parameters of two dimensions and more) are stored in FP16, the only copy, and read as the level's half
-dtype. At O3 the weights of converted layers are E4M3 with one scale, written from FP16 masters in blocks of 128
-elements. Vectors (norms, biases) stay FP32: they are a thousandth of a model, and FP16 would swallow updates below
-0.0005 of a norm's weight of 1.
+dtype. At O3 the weights of converted layers are E4M3 with one scale, a power of two, written from FP16 masters in
+blocks of 128 elements. Vectors (norms, biases) stay FP32: they are a thousandth of a model, and FP16 would swallow
+updates below 0.0005 of a norm's weight of 1.
 
 Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
@@ -123,7 +123,7 @@ class StoredWeights:
         self._before_storing(param)
         master = BlockTensor.from_float(param.data, FP16)
         reads_as = self.reads_as
-        stored = ScaledTensor.from_float(master.dequantize(), E4M3, reads_as, self._margin)
+        stored = ScaledTensor.from_float(master.dequantize(), E4M3, reads_as, self._margin, power_of_two=True)
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
         setattr(param, MASTER, master)
 

@@ -1,11 +1,13 @@
-"""Layers that read the same tensor quantize it once, and no number changes."""
+"""Layers that read the same tensor quantize it once, and no number changes; they add its gradient up in their GEMMs."""
 
 import copy
 import gc
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
 
@@ -72,7 +74,7 @@ def test_sharing_changes_no_number(scaling):
     if state is not None:
         for name, operand in state["operands"].items():
             for key in ("amax_history", "scale", "cold"):
-                assert torch.equal(torch.tensor(operand[key]), torch.tensor(want_state["operands"][name][key])), name
+                assert torch.equal(*(torch.as_tensor(o[key]) for o in (operand, want_state["operands"][name]))), name
 
 
 def test_a_tensor_that_was_changed_in_place_is_quantized_again():
@@ -92,10 +94,11 @@ def test_the_quantized_tensor_goes_with_the_tensor_it_was_made_from():
     x = torch.ones(16, 32)
     with torch.no_grad():
         block.q(x)
-        assert shared._quantized is not None
+        assert shared._quantized.get(x) is not None
+        held = ref(shared._quantized.get(x).data)
         del x
         gc.collect()
-        assert shared._quantized is None
+        assert held() is None
 
 
 def test_inference_tensors_and_copies_of_the_model():
@@ -108,3 +111,97 @@ def test_inference_tensors_and_copies_of_the_model():
     assert twin.q.gemm_plan.inputs is not block.q.gemm_plan.inputs
     with torch.no_grad():
         assert torch.equal(twin.eval()(torch.ones(16, 32)), want)
+
+
+def gradients(block, loss, x):
+    """Of ``loss(block, x)``: the input's, then the parameters'."""
+    x = x.clone().requires_grad_()
+    block.zero_grad()
+    loss(block, x).backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
+
+
+def inputs(dtype=torch.float32):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+
+def product(block, x):
+    return block(x).float().pow(2).sum()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"override_linear_precision": (False, True, False)}], ids=["fp8", "half"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+def test_the_gradient_of_a_shared_input_is_the_sum_of_its_readers(scaling, arguments):
+    if scaling == "mxfp8":
+        arguments = {"fp8": "e4m3", **arguments}
+    block, apart = converted(scaling, **arguments)[0], converted(scaling, apart=True, **arguments)[0]
+    torch.testing.assert_close(
+        gradients(block, product, inputs()), gradients(apart, product, inputs()), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_a_sum_in_bf16_is_rounded_once_a_reader():
+    block, apart = converted("current")[0], converted("current", apart=True)[0]
+    x = inputs(torch.bfloat16)
+    shared = gradients(block, product, x)[0]
+    # The same inputs in FP32: sums that are not rounded.
+    exact = gradients(block, lambda b, x: product(b, x.bfloat16().float()), x.float())[0]
+    by_autograd = gradients(apart, product, x)[0]
+    assert shared.dtype == torch.bfloat16
+    error = (shared.float() - exact).norm() / exact.norm()
+    assert 0 < error <= (by_autograd.float() - exact).norm() / exact.norm()
+
+
+@pytest.mark.parametrize("chosen", ["q", "k", "kv", "qv"])
+def test_only_readers_that_are_part_of_the_loss_count(chosen):
+    def loss(block, x):
+        by_name = {n: getattr(block, n)(x.clone() if block.apart else x) for n in "qkv"}
+        return sum(by_name[n].float().pow(2).sum() for n in chosen)
+
+    got, want = (gradients(converted("current", apart)[0], loss, inputs()) for apart in (False, True))
+    assert [g is None for g in got] == [w is None for w in want]
+    for g, w in zip(got, want, strict=True):
+        assert g is None or torch.allclose(g, w, rtol=1e-6, atol=1e-6)
+
+
+def test_backward_twice_and_in_parts():
+    block = converted("current")[0]
+    x = inputs().requires_grad_()
+    q, k = block.q(x).float().sum(), block.k(x).float().sum()
+    (want,) = torch.autograd.grad(q + k, x, retain_graph=True)
+    (of_k,) = torch.autograd.grad(k, x, retain_graph=True)
+    torch.autograd.grad(k, block.k.weight, retain_graph=True)  # ends before the layer that hands the sum on
+    torch.autograd.grad(q, block.q.weight, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(q + k, x, retain_graph=True)[0], want)
+    q.backward()  # frees what the first layer saved
+    k.backward()
+    torch.testing.assert_close(x.grad, want)
+    torch.testing.assert_close(x.grad - of_k, torch.autograd.grad(block.q(x).float().sum(), x)[0])
+
+
+def test_a_layer_that_reads_a_tensor_twice():
+    block = converted("current")[0]
+    once = gradients(block, lambda b, x: 2 * b.q(x).float().pow(2).sum(), inputs())
+    twice = gradients(block, lambda b, x: b.q(x).float().pow(2).sum() + b.q(x).float().pow(2).sum(), inputs())
+    torch.testing.assert_close(twice[:3], once[:3])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_activations(reentrant):
+    block = converted("current")[0]
+    want = gradients(block, product, inputs())
+    got = gradients(block, lambda b, x: checkpoint(b, x, use_reentrant=reentrant).float().pow(2).sum(), inputs())
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_nothing_keeps_a_graph_alive():
+    block = converted("current")[0]
+    leaf = inputs().requires_grad_()
+    for backward in (True, False):
+        x = leaf * 2
+        held = ref(x)
+        q, k = block.q(x), block.k(x)
+        if backward:
+            (q * k).float().sum().backward()
+        del q, k, x
+        assert held() is None

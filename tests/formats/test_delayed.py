@@ -95,6 +95,22 @@ def test_zero_amax_keeps_the_scale_and_an_unseen_operand_stays_on_current_scalin
     assert unseen.cold and use(unseen, 14.0) == 32.0 and not slot.cold
 
 
+def test_only_a_step_in_which_an_operand_is_seen_at_last_reads_back(monkeypatch):
+    reads = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
+    scaling, slot = table()
+    never, late = scaling.add("never", E4M3), scaling.add("late", E4M3)
+    counts = []
+    for i in range(5):
+        if i == 3:
+            late.record(torch.tensor(2.0))
+        step(scaling, slot, 1.0)
+        counts.append(len(reads))
+    assert counts == [1, 1, 1, 2, 2]
+    assert never.cold and not late.cold and use(late, 1.0) == 224.0
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_non_finite_amax_keeps_the_scale_and_does_not_stay_in_the_window(bad):
     scaling, slot = table()

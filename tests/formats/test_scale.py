@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_lowprec.formats import E4M3, E5M2, cast, compute_amax, compute_scale, decode
+from nemo_lowprec.formats import E4M3, E5M2, cast, compute_amax, compute_scale, decode, power_of_two_scale
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -85,3 +85,18 @@ def test_amax_of_nothing_is_zero_and_of_non_finite_values_is_not_finite():
     assert compute_amax(torch.empty(0, 3, dtype=torch.bfloat16)).dtype == torch.float32
     assert math.isinf(compute_amax(torch.tensor([1.0, -math.inf])).item())
     assert math.isnan(compute_amax(torch.tensor([1.0, math.nan, math.inf])).item())
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_the_largest_power_of_two_that_fits(fmt, margin):
+    steps = fmt.max * torch.exp2(torch.arange(-80, 20).double()).float()
+    amax = torch.cat([steps, torch.nextafter(steps, torch.tensor(torch.inf)), torch.rand(1000) * 10])
+    scale = power_of_two_scale(amax, fmt, margin) * 2.0**margin
+    assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5))
+    assert (amax * scale <= fmt.max).all() and (amax * scale * 2 > fmt.max).all()
+
+
+def test_no_power_of_two_for_what_has_no_magnitude():
+    amax = torch.tensor([0.0, torch.inf, torch.nan, 448.0])
+    assert power_of_two_scale(amax, E4M3, margin=1).tolist() == [1.0, 1.0, 1.0, 0.5]

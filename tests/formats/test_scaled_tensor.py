@@ -236,3 +236,15 @@ def test_assigning_data_stores_plain_values_and_takes_over_stored_ones():
 
 def test_repr_names_the_format_and_the_dtype():
     assert repr(make()[1]) == "ScaledTensor(e4m3, shape=(8, 16), reads as torch.bfloat16)"
+
+
+def test_scales_that_are_powers_of_two():
+    values = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    stored = ScaledTensor.from_float(values, E4M3, torch.bfloat16, margin=1, power_of_two=True)
+    # 448 / 2.7 / 2 is 82: the scale is 64.
+    assert 2.6 < values.abs().max() < 3.5 and stored.scale_inv.item() == 1 / 64
+    assert torch.equal(plain(stored), decode(cast(values * 64, E4M3)) / 64)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(stored)))
+    assert twin.power_of_two and not make()[1].power_of_two
+    twin.quantize_(values * 2)
+    assert twin.scale_inv.item() == 1 / 32 and torch.equal(plain(twin), 2 * plain(stored))

@@ -213,6 +213,7 @@ def test_gemms(name, scaling, out_dtype, rows, ins, outs):
     backend, reference = backend_of(name, recipe), ReferenceBackend()
     tensors = {"input": make(rows, ins), "weight": make(outs, ins, seed=1), "grad_output": make(rows, outs, seed=2)}
     bias = make(outs, dtype=torch.float32, seed=3)
+    total = make(rows, ins, dtype=out_dtype, seed=4)
 
     def run(b):
         operands = operands_of(recipe)[0]
@@ -224,6 +225,7 @@ def test_gemms(name, scaling, out_dtype, rows, ins, outs):
             b.fprop(q["input"], q["weight"], None, out_dtype),
             b.fprop(q["input"], q["weight"], bias, out_dtype),
             b.dgrad(q["grad_output"], q["weight"], out_dtype),
+            b.dgrad(q["grad_output"], q["weight"], out_dtype, total.clone()),
             b.wgrad(q["grad_output"], q["input"], out_dtype),
         )
 

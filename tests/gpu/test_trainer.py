@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
 from support import CASES, Net, assert_same, level_of, loader, plugin, save_at, stateful_loader, train, trainer
 from torch import nn
 
@@ -73,6 +74,43 @@ def test_losses_follow_the_reference(case, backend):
         losses.append(torch.tensor(model.losses))
     assert losses[0][-1] < losses[0][0]
     torch.testing.assert_close(*losses, rtol=2e-2, atol=2e-2)
+
+
+class Silent(Net):
+    """Reads nothing back; its first layer is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+class NoWaiting(Callback):
+    """From the fourth step on, whatever waits for the GPU raises."""
+
+    steps = 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step >= 3:
+            torch.cuda.set_sync_debug_mode("error")
+            self.steps += 1
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("case", "backend"), [r for r in runs() if not level_of(r.values[0]).has_loss_scale])
+def test_a_step_does_not_wait_for_the_device(case, backend):
+    watch = NoWaiting()
+    try:
+        # not fit(): its Observer reads back
+        run = trainer(at(case, backend), watch, accelerator="gpu", max_steps=6, max_epochs=-1)
+        run.fit(Silent(), loader(batch_size=16))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.steps == 3
 
 
 class WithTELayers(Net):

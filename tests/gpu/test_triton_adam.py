@@ -41,7 +41,7 @@ def randn(shape, seed, binades=0):
     return values.to(DEVICE)
 
 
-def make_params(weight=torch.float16, shapes=SHAPES, margin=0):
+def make_params(weight=torch.float16, shapes=SHAPES, margin=0, power_of_two=True):
     """Parameters whose matrices are stored as ``weight`` says: a dtype, ``cast`` or ``fp8`` (with an FP16 master)."""
     params = []
     for i, shape in enumerate(shapes):
@@ -50,7 +50,8 @@ def make_params(weight=torch.float16, shapes=SHAPES, margin=0):
             param = nn.Parameter(CastTensor.from_float(values, torch.bfloat16))
         elif weight == "fp8" and len(shape) > 1 and values.numel():
             master = BlockTensor.from_float(values, FP16)
-            param = nn.Parameter(ScaledTensor.from_float(master.dequantize(), E4M3, torch.bfloat16, margin))
+            stored = ScaledTensor.from_float(master.dequantize(), E4M3, torch.bfloat16, margin, power_of_two)
+            param = nn.Parameter(stored)
             param.master_weight = master
         else:
             param = nn.Parameter(values.to(weight if isinstance(weight, torch.dtype) else torch.float32))
@@ -206,7 +207,7 @@ def test_weights_of_every_storage(weight, stochastic):
         return
     for param in params_of(ours):
         if isinstance(param, ScaledTensor):
-            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16)
+            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16, power_of_two=True)
             assert_part(param.data_fp8, want.data_fp8, exact=True)
             assert_part(param.scale_inv, want.scale_inv, exact=True)
 
@@ -214,8 +215,25 @@ def test_weights_of_every_storage(weight, stochastic):
 def test_fp8_weights_with_a_margin():
     ours = compare(weight="fp8", make=lambda weight: make_params(weight, margin=2))
     for param in params_of(ours):
-        if isinstance(param, ScaledTensor):  # the largest weight lies at a quarter of the format's
-            assert param.margin == 2 and float(param.data_fp8.float().abs().max()) == 448 / 4
+        if isinstance(param, ScaledTensor):  # the largest weight lies at a quarter of the format's, or a binade below
+            assert param.margin == 2 and 448 / 8 <= float(param.data_fp8.float().abs().max()) <= 448 / 4
+
+
+def test_fp8_weights_whose_scale_changes_are_written_again():
+    """Steps that double weights, and steps so small that no scale changes."""
+    for lr, moves in ((0.3, True), (1e-6, False)):
+        start = [p.scale_inv.clone() for p in make_params("fp8") if isinstance(p, ScaledTensor)]
+        ours = compare(weight="fp8", lr=lr)
+        now = [p.scale_inv for p in params_of(ours) if isinstance(p, ScaledTensor)]
+        assert [not torch.equal(a, b) for a, b in zip(now, start, strict=True)] == [moves] * len(start)
+
+
+def test_fp8_weights_with_scales_that_are_no_powers_of_two():
+    ours = compare(weight="fp8", make=lambda weight: make_params(weight, power_of_two=False))
+    for param in params_of(ours):
+        if isinstance(param, ScaledTensor):
+            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16)
+            assert_part(param.data_fp8, want.data_fp8, exact=True)
 
 
 @pytest.mark.parametrize("grad", DTYPES)

@@ -127,12 +127,12 @@ def assert_same_gradient(actual, expected):
 @pytest.mark.parametrize("alpha, factor", [(1.0, 1.0), (-0.37, 1.0), (1.0, 0.3), (0.1, 1 / 3)])
 def test_accumulate(kernels, dtype, shape, alpha, factor):
     data, exponent, flag = kernels.quantize(make(shape), E4M3)
-    grad = GradientTensor(data, exponent, torch.full((1,), factor, device="cuda"), flag)
+    grad = GradientTensor(data, exponent, torch.ones(1, device="cuda"), flag).mul_(factor)
     values = make(shape, dtype, seed=1)
     total = (dequantize_rows(data, exponent) * grad.factor).view(shape) + alpha * values.float()
     nonfinite = torch.full((1,), float(not total.isfinite().all()))
     want = GradientTensor(*quantize_rows(total, E4M3), torch.ones(1), nonfinite)
-    kernels.accumulate(*grad.parts(), values, alpha)
+    grad.accumulate_(values, alpha)
     assert grad.data_blocks is data and grad.exponent is exponent
     assert_same_gradient(grad, want)
 

@@ -81,8 +81,8 @@ class Backend(ABC):
         """Return [M, N] = x @ weight.T + bias."""
 
     @abstractmethod
-    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
-        """Return [M, K] = grad_output @ weight."""
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+        """Return [M, K] = grad_output @ weight + total; ``total``, of the output's dtype, is the caller's no more."""
 
     @abstractmethod
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:

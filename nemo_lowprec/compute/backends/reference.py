@@ -82,8 +82,11 @@ class ReferenceBackend(Backend):
         out = _gemm(x.rowwise, weight.rowwise)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
-    def dgrad(self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(grad_output.rowwise, weight.columnwise).to(out_dtype)
+    def dgrad(
+        self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        dx = _gemm(grad_output.rowwise, weight.columnwise)
+        return (dx if total is None else dx + total.float()).to(out_dtype)
 
     def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)

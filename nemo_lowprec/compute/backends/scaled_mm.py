@@ -61,8 +61,11 @@ class ScaledMMBackend(ReferenceBackend):
         out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
         return out if bias is None else out + bias.to(out_dtype)
 
-    def dgrad(self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
+    def dgrad(
+        self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
+        return dx if total is None else dx.add_(total)  # _scaled_mm adds nothing to its result
 
     def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise, out_dtype)

@@ -140,12 +140,16 @@ class TEBackend(Backend):
         )[0]
         return out if bias is None or fused else out + bias.float()
 
-    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype) -> Tensor:
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         if isinstance(grad_output, _Empty):
-            return torch.zeros(grad_output.rows, weight.size(1), dtype=out_dtype, device=grad_output.device)
-        return self._te.general_gemm(
-            weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=True
-        )[0]
+            dx = torch.zeros(grad_output.rows, weight.size(1), dtype=out_dtype, device=grad_output.device)
+            return dx if total is None else total
+        in_gemm = total is not None and isinstance(weight, self._te.te.Float8TensorStorage)
+        dx = self._te.general_gemm(
+            weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=True,
+            out=total if in_gemm else None, accumulate=in_gemm,
+        )[0]  # fmt: skip
+        return dx if total is None or in_gemm else dx.add_(total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
         if isinstance(x, _Empty):
