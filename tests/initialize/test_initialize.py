@@ -186,7 +186,7 @@ def test_gradients_are_those_of_fp32_within_fp8(level):
     assert (model(x) - plain(x)).norm() <= 0.1 * plain(x).norm()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         if q.requires_grad and name != "conv.bias":  # which the norm takes out again
-            assert (values(p.grad) - q.grad).norm() <= 0.15 * q.grad.norm(), name
+            assert (values(p.grad) - q.grad).norm() <= 0.2 * q.grad.norm(), name
 
 
 def test_o3_weights_are_the_fp8_of_their_masters():
