@@ -96,7 +96,8 @@ def _apply(
         # needs_input_grad does not know of no_grad.
         grad = torch.is_grad_enabled()
         gradient = handle = None
-        if grad and x.requires_grad and plan.recipe is not None:
+        # The handle's graph holds a leaf, which would hold the handle.
+        if grad and x.requires_grad and not x.is_leaf and plan.recipe is not None:
             gradient, handle = plan.inputs.gradient(x)
         gives_out = gradient is not None and handle is None
         call = _Call(
@@ -120,7 +121,8 @@ class _Call:
     Attributes:
         source: the input as the layer got it.
         values: the same [rows, in_features], apart from autograd.
-        gradient: where the input's gradient is added up; None for an input without one, and for half layers.
+        gradient: where the input's gradient is added up; None for an input without one, for a leaf, and for half
+            layers.
         gives_out: whether this is the first layer to read the input.
     """
 
