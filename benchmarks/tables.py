@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.record import read
 from nemo_lowprec.chart import CHART, COLUMNS
@@ -44,10 +45,15 @@ def throughput() -> str:
     return f"{_origin(origins)}\n\n{table}"
 
 
+def _in_order(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the chart's order; a level with options after the level."""
+    return sorted(figures, key=lambda f: (list(CHART).index(f["level"].partition("+")[0]), f["level"]))
+
+
 def parity() -> str:
     """Validation loss beside bf16_mixed, from loss_parity_h200.jsonl."""
     origins, figures = read(RESULTS / "loss_parity_h200.jsonl")
-    rows = [f for f in figures if f["benchmark"] == "loss_parity_summary"]
+    rows = _in_order(f for f in figures if f["benchmark"] == "loss_parity_summary")
     table = rst_table(
         ("Level", "seeds", "validation loss", "gap to bf16_mixed, %: mean (by seed)", "spread of its seeds, %"),
         [
@@ -151,7 +157,7 @@ def image_parity() -> str:
     origins, figures = read(RESULTS / "image_parity_h200.jsonl")
     runs = [f for f in figures if f["benchmark"] == "image_parity" and "accuracy" in f]
     rows = []
-    for f in (f for f in figures if f["benchmark"] == "image_parity_summary"):
+    for f in _in_order(f for f in figures if f["benchmark"] == "image_parity_summary"):
         by_seed = ", ".join(f"{100 * r['accuracy']:.2f}" for r in runs if r["level"] == f["level"])
         rows.append(
             (

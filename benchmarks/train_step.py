@@ -170,7 +170,7 @@ def main() -> None:
     field = {n: run for n, run in contestants().items() if not args.only or any(o in n for o in args.only)}
     seconds: dict[str, list[float]] = {name: [] for name in field}
     peaks: dict[str, float] = {}
-    for _ in range(args.passes):
+    for turn in range(args.passes):
         for name, run in field.items():
             torch.cuda.empty_cache()
             try:
@@ -180,14 +180,14 @@ def main() -> None:
                 traceback.print_exc()
                 record.add(benchmark="train_step", name=name, error=f"{type(error).__name__}: {error}"[:300])
             gc.collect()
-    for name, values in seconds.items():
-        if values:
-            median = statistics.median(values)
-            record.add(
-                benchmark="train_step", name=name, tokens_per_s=round(tokens / median), ms=round(median * 1e3, 2),
-                ms_min=round(min(values) * 1e3, 2), ms_max=round(max(values) * 1e3, 2), rounds=len(values),
-                peak_gib=round(peaks[name], 2),
-            )  # fmt: skip
+            values = seconds[name]
+            if values and turn == args.passes - 1:
+                median = statistics.median(values)
+                record.add(
+                    benchmark="train_step", name=name, tokens_per_s=round(tokens / median), ms=round(median * 1e3, 2),
+                    ms_min=round(min(values) * 1e3, 2), ms_max=round(max(values) * 1e3, 2), rounds=len(values),
+                    peak_gib=round(peaks[name], 2),
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -107,16 +107,24 @@ class FusedStep:
                 **_RULES, FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             if isinstance(one.param, ScaledTensor):
-                kernels.scale_kernel[(len(updates),)](
-                    addresses, tables.amax, tables.changed, none if found_inf is None else found_inf, one.param.margin,
-                    HAS_FOUND=found_inf is not None, TOP=_RULES["E4M3_TOP"], MANTISSA=_RULES["E4M3_MANTISSA"],
-                    num_warps=1,
-                )  # fmt: skip
-                kernels.weights_kernel[(tiles.tensor_of.numel(),)](
-                    tiles.tensor_of, tiles.grid, addresses, tables.changed, MASTER=types["MASTER"],
-                    MASTER_BLOCKED=blocks["master"], FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS,
-                    num_warps=_WARPS, enable_fp_fusion=False,
-                )  # fmt: skip
+                self._fit_scales(tables, addresses, one, found_inf, MASTER=types["MASTER"], ALIGNED=aligned)
+
+    def _fit_scales(
+        self, tables: _Tables, addresses: Tensor, one: Update, found_inf: Tensor | None, **options: Any
+    ) -> None:
+        """Give FP8 weights the scales of their new amaxes; few change, and only those weights are written again."""
+        kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
+        tiles = tables.tiles
+        assert tiles is not None and tables.amax is not None and isinstance(one.param, ScaledTensor)
+        kernels.scale_kernel[(len(tables.amax),)](
+            addresses, tables.amax, tables.changed, tables.coefficients if found_inf is None else found_inf,
+            one.param.margin, HAS_FOUND=found_inf is not None, TOP=_RULES["E4M3_TOP"],
+            MANTISSA=_RULES["E4M3_MANTISSA"], num_warps=1,
+        )  # fmt: skip
+        kernels.weights_kernel[(tiles.tensor_of.numel(),)](
+            tiles.tensor_of, tiles.grid, addresses, tables.changed, MASTER_BLOCKED=isinstance(one.master, BlockTensor),
+            FP8_MAX=E4M3.max, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False, **options,
+        )  # fmt: skip
 
 
 _STATES = ("exp_avg", "exp_avg_sq")
