@@ -4,9 +4,8 @@
 
 A round builds a contestant and times ``STEPS`` steps between two CUDA events; the rounds of all contestants take
 turns. ``bytes`` is what a step must move: gradients read, states and masters read and written, weights written, and
-read where there is no master. (FP8 weights need a second look at the masters, since their scale is known only when all
-of a tensor has been updated: that is not counted.) Temporaries are the peak within a step above what was there before
-it.
+read where there is no master. (An FP8 weight whose scale changes is written a second time: that is not counted.)
+Temporaries are the peak within a step above what was there before it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -232,6 +233,13 @@ def clone(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: clone(v) for k, v in tree.items()}
     return [clone(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def kernels_or_skip(found: Any) -> Any:
+    """The module of fused kernels, where this machine has one."""
+    if found is None:
+        pytest.skip("needs Triton and compute capability 9.0")
+    return found
 
 
 def assert_same(a: Any, b: Any, path: str = "") -> None:

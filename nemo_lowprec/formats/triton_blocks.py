@@ -18,7 +18,7 @@ from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.multi_tensor import TILES, PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import block_grid, exponent_rule
 
-__all__ = ["GROUP", "accumulate", "block_exponents", "norms", "power_of_two", "quantize", "to_stored"]
+__all__ = ["GROUP", "accumulate", "block_exponents", "exponents_of", "norms", "power_of_two", "quantize", "to_stored"]
 
 _BLOCKS, _WARPS = 8, 1
 _NORM_BLOCKS, _NORM_WARPS = 32, 4
@@ -32,13 +32,18 @@ def finite(x):
 
 
 @triton.jit
-def block_exponents(x, TOP: tl.constexpr, MANTISSA: tl.constexpr):
-    """Stored exponents (int32) [blocks] of a tile [blocks, 128]; TOP and MANTISSA are ``exponent_rule``."""
-    largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
-    amax = tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
+def exponents_of(amax, TOP: tl.constexpr, MANTISSA: tl.constexpr):
+    """Stored exponents (int32) for finite amaxes, given as the bits of FP32 numbers; see ``block_exponent``."""
     exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, 27), 254)
     return tl.where(amax > 0, exponent, 127)
+
+
+@triton.jit
+def block_exponents(x, TOP: tl.constexpr, MANTISSA: tl.constexpr):
+    """Stored exponents (int32) [blocks] of a tile [blocks, 128]; TOP and MANTISSA are ``exponent_rule``."""
+    largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
+    return exponents_of(tl.maximum(largest, 0.0).to(tl.int32, bitcast=True), TOP, MANTISSA)
 
 
 @triton.jit

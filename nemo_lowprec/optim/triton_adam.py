@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from nemo_lowprec.formats.triton_blocks import GROUP, block_exponents, power_of_two, to_stored
+from nemo_lowprec.formats.triton_blocks import GROUP, block_exponents, exponents_of, power_of_two, to_stored
 
 __all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
 
@@ -268,8 +268,7 @@ def scale_kernel(
     """Give one FP8 weight the scale of the amax that adam_kernel left, and note whether it is another."""
     tensor = tl.program_id(0)
     amax = tl.load(amax_ptr + tensor)
-    exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
-    exponent = tl.minimum(tl.maximum(exponent, 27), 254) + margin
+    exponent = exponents_of(amax, TOP, MANTISSA) + margin
     exponent = tl.where((amax > 0) & (amax < 0x7F800000), exponent, 127)
     place = _address(address_ptr + tensor * _WIDTH, 1, tl.float32, 4)
     changed = tl.load(place).to(tl.int32, bitcast=True) != (exponent << 23)

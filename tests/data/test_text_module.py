@@ -27,6 +27,7 @@ class Model(BoringModel):
 
     def test_step(self, batch, batch_idx):
         self.step(batch)
+        assert batch["input_ids"].min() >= 0 and batch["input_ids"].max() < self.trainer.datamodule.vocab_size
         self.log("test/samples", float(len(batch["input_ids"])), reduce_fx="sum")
 
 

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+from support import kernels_or_skip
 from torch import nn
 
 import nemo_lowprec
@@ -29,8 +30,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture(autouse=True)
 def kernels():
-    if block_kernels() is None:
-        pytest.skip("needs Triton and compute capability 9.0")
+    return kernels_or_skip(block_kernels())
 
 
 def randn(shape, seed, binades=0):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import kernels_or_skip
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor
 from nemo_lowprec.formats.fused import block_kernels
@@ -21,10 +22,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture(scope="module")
 def kernels():
-    found = block_kernels()
-    if found is None:
-        pytest.skip("needs Triton and compute capability 9.0")
-    return found
+    return kernels_or_skip(block_kernels())
 
 
 def make(shape, dtype=torch.float32, binades=40, seed=0):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import kernels_or_skip
 
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
@@ -17,10 +18,7 @@ SPECIALS = {"plain": None, "nan": float("nan"), "inf": float("inf"), "-inf": -fl
 
 @pytest.fixture(scope="module")
 def kernels():
-    found = fused_kernels()
-    if found is None:
-        pytest.skip("needs Triton and compute capability 9.0")
-    return found
+    return kernels_or_skip(fused_kernels())
 
 
 def make(shape, dtype, special=None, spread=True):
