@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import Record, arguments, lines
+from benchmarks.record import Record, arguments, earlier
 
 SEQUENCE, BATCH, EVERY = 1024, 16, 20
 BASELINE = "bf16_mixed"
@@ -154,8 +154,7 @@ def main() -> None:
         return
 
     start = time.monotonic()
-    done = lines(args.out) if args.out.exists() else []
-    kept = [line for line in done if "command" in line or line["benchmark"] == "loss_parity"]
+    kept = earlier(args.out, "loss_parity")
     runs = [line for line in kept if "command" not in line]
     have = {(r["level"], r["seed"]) for r in runs}
     record = Record(args.out, kept)

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["Record", "arguments", "lines", "read"]
+__all__ = ["Record", "arguments", "earlier", "lines", "read"]
 
-_PACKAGES = ("torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm")
+_PACKAGES = (
+    "torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm",
+    "liger-kernel",
+)  # fmt: skip
 
 
 def _version(name: str) -> str | None:
@@ -79,6 +82,12 @@ def arguments(description: str, default: str) -> argparse.ArgumentParser:
 def lines(path: Path) -> list[dict[str, Any]]:
     """Every object of a file of results, in order."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def earlier(path: Path, benchmark: str) -> list[dict[str, Any]]:
+    """What a file of results that is to be continued holds: its origins and the figures of ``benchmark``."""
+    done = lines(path) if path.exists() else []
+    return [line for line in done if "command" in line or line["benchmark"] == benchmark]
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -4,7 +4,8 @@
 
 All contestants run in one process, one after the other, with the same model, batches and optimizer (fused AdamW);
 each figure is the median over rounds, the rounds of all contestants being what varies. ``by hand`` is the loop of
-bf16_with_fp8_mixed without Lightning and without the plugin.
+bf16_with_fp8_mixed without Lightning and without the plugin; ``Liger kernels`` are in the model, the same for ours and
+others'. A file of results that is there is continued: contestants with a figure in it do not run again.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
-from benchmarks.record import Record, arguments
+from benchmarks.record import Record, arguments, earlier
 from nemo_lowprec.compute import prefer_attention
 from nemo_lowprec.plugins import LEVELS
 
@@ -109,14 +111,35 @@ def _torchao(module: Llama) -> None:
         layer.compile()
 
 
+@contextmanager
+def liger() -> Iterator[None]:
+    """transformers' Llama with Liger's kernels for the rotary embedding, the gated activation and the norms."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from transformers.models.llama import modeling_llama
+
+    own = {name: getattr(modeling_llama, name) for name in ("apply_rotary_pos_emb", "LlamaMLP", "LlamaRMSNorm")}
+    apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(modeling_llama, name, value)
+
+
 def contestants() -> dict[str, Callable[[int], list[float]]]:
     from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
     bf16, fp32 = torch.bfloat16, torch.float32
 
-    def te_with_cudnn(rounds: int) -> list[float]:
-        with prefer_attention("cudnn"):
-            return under_trainer(rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16))
+    def te(rounds: int) -> list[float]:
+        return under_trainer(rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16))
+
+    def within(context: Callable[[], Any], run: Callable[[int], list[float]]) -> Callable[[int], list[float]]:
+        def inside(rounds: int) -> list[float]:
+            with context():
+                return run(rounds)
+
+        return inside
 
     def ours(name: str, **options: Any) -> Callable[[int], list[float]]:
         return lambda rounds: under_trainer(rounds, fp32, plugins=LEVELS[name](**options))
@@ -125,9 +148,7 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "nemo_lowprec bf16_mixed": ours("bf16_mixed"),
         "nemo_lowprec bf16_with_fp8_mixed": ours("bf16_with_fp8_mixed"),
         "by hand bf16_with_fp8_mixed": by_hand,
-        "lightning TransformerEnginePrecision, bf16 weights, no masters": lambda rounds: under_trainer(
-            rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16)
-        ),
+        "lightning TransformerEnginePrecision, bf16 weights, no masters": te,
         "nemo_lowprec msamp_o2": ours("msamp_o2"),
         "nemo_lowprec msamp_o3": ours("msamp_o3"),
         "nemo_lowprec msamp_o2, cuDNN attention": ours("msamp_o2", attention="cudnn"),
@@ -136,7 +157,16 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head": ours(
             "bf16_with_fp8_mixed", attention="cudnn", convert="*"
         ),
-        "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": te_with_cudnn,
+        "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": within(
+            lambda: prefer_attention("cudnn"), te
+        ),
+        "lightning TransformerEnginePrecision, bf16 weights, no masters, Liger kernels": within(liger, te),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head, Liger kernels": within(
+            liger, ours("msamp_o2", attention="cudnn", convert="*")
+        ),
+        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head, Liger kernels": within(
+            liger, ours("msamp_o3", attention="cudnn", convert="*")
+        ),
         "nemo_lowprec msamp_o1": ours("msamp_o1"),
         "nemo_lowprec msamp_o2, stochastic_rounding": ours("msamp_o2", stochastic_rounding=True),
         "nemo_lowprec msamp_o2, gradient_release": ours("msamp_o2", gradient_release=True),
@@ -165,9 +195,12 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1, help="times that the whole field runs")
     parser.add_argument("--only", nargs="*", help="contestants whose name holds one of these")
     args = parser.parse_args()
-    record = Record(args.out)
+    kept = [line for line in earlier(args.out, "train_step") if "error" not in line]
+    have = {line["name"] for line in kept if "name" in line}
+    record = Record(args.out, kept)
     tokens = BATCH * SEQUENCE
-    field = {n: run for n, run in contestants().items() if not args.only or any(o in n for o in args.only)}
+    chosen = {n: run for n, run in contestants().items() if not args.only or any(o in n for o in args.only)}
+    field = {n: run for n, run in chosen.items() if n not in have}
     seconds: dict[str, list[float]] = {name: [] for name in field}
     peaks: dict[str, float] = {}
     for turn in range(args.passes):
