@@ -3,6 +3,7 @@
     python -m benchmarks.image_parity
 
 Runs of one seed share weights and the order of the data. A third of the images is the test set, the same for all.
+A file of results that is there is continued.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.record import Record, arguments
+from benchmarks.record import Record, arguments, earlier
 from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
 from nemo_lowprec.plugins import LEVELS
 
@@ -42,20 +43,22 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 class Vit(pl.LightningModule):
     def __init__(self, steps: int) -> None:
         super().__init__()
+        from timm.data import Mixup
         from timm.models.vision_transformer import VisionTransformer
 
         self.steps = steps
+        # A third of two thousand images is held out: without mixing a ViT learns the others by heart (88 % right).
+        self.mixup = Mixup(mixup_alpha=0.4, label_smoothing=0.0, num_classes=10)
         self.losses: list[Tensor] = []
         # 16 patches and no class token: rows of a multiple of 16 fit FP8 GEMMs.
         self.model = VisionTransformer(
-            img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=192, depth=6, num_heads=6, mlp_ratio=4,
+            img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=192, depth=4, num_heads=6, mlp_ratio=4,
             qkv_bias=True, class_token=False, global_pool="avg",
         )  # fmt: skip
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        images, labels = batch
-        down, right = torch.randint(-1, 2, (2,)).tolist()
-        loss = F.cross_entropy(self.model(images.roll((down, right), (2, 3))).float(), labels)
+        images, targets = self.mixup(*batch)
+        loss = F.cross_entropy(self.model(images).float(), targets)
         self.losses = [*self.losses[1 - LAST :], loss.detach()]
         return loss
 
@@ -66,7 +69,7 @@ class Vit(pl.LightningModule):
         self.log_dict({"accuracy": accuracy, "loss": F.cross_entropy(logits, labels)}, batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.05)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=0.2)
         schedule = LambdaLR(optimizer, warmup_cosine(default_warmup(self.steps), self.steps, 0.01))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -120,10 +123,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000)
     args = parser.parse_args()
-    record = Record(args.out)
-    runs = []
+    kept = [line for line in earlier(args.out, "image_parity") if "error" not in line]
+    runs = [line for line in kept if "command" not in line]
+    have = {(run["level"], run["seed"]) for run in runs}
+    record = Record(args.out, kept)
     for seed in args.seeds:
         for level in args.levels:
+            if (level, seed) in have:
+                continue
             about = {"benchmark": "image_parity", "level": level, "seed": seed, "steps": args.steps}
             try:
                 runs.append({**about, **train(level, seed, args.steps)})
