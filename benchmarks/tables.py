@@ -1,7 +1,7 @@
-"""The README's tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
+"""The documents' tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
 
-``python -m benchmarks.tables --write`` puts them into README.rst, between the comments that name them, and draws the
-picture of throughput.
+``python -m benchmarks.tables --write`` puts them into README.rst and docs/measured.rst, between the comments that name
+them, and draws the picture of throughput.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from benchmarks.record import read
 from nemo_lowprec.chart import CHART, COLUMNS
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parent.parent / "README.rst"
+_ROOT = Path(__file__).parent.parent
+DOCUMENTS = (_ROOT / "README.rst", _ROOT / "docs" / "measured.rst")
 _BLACKWELL = ("mxfp8", "nvfp4")
 
 
@@ -34,13 +36,77 @@ def chart() -> str:
     return rst_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
 
 
-def throughput() -> str:
-    """Whole training steps, from train_step_h200.jsonl."""
-    origins, figures = read(RESULTS / "train_step_h200.jsonl")
+def headlines() -> str:
+    """What there is to see first: the best of each file of results beside what it is measured against."""
+
+    def of(file: str, key: str = "name") -> dict[str, dict[str, Any]]:
+        return {f[key]: f for f in read(RESULTS / f"{file}_h200.jsonl")[1] if f.get(key)}
+
+    steps, optimizers = of("train_step_passes"), of("optimizer_step")
+    step = steps["nemo_lowprec msamp_o2, cuDNN attention, FP8 head"]
+    te_step = steps["lightning TransformerEnginePrecision, bf16 weights, no masters"]
+    (adam,) = (f for name, f in optimizers.items() if name.startswith("nemo_lowprec O2:"))
+    te_adam = optimizers["TE FusedAdam, FP16 weights and masters, FP8+FP16 states"]
+    whole = "{tokens_per_s:,} tokens/s, {peak_gib:.1f} GiB".format
+    rows = [
+        (
+            "Whole step, Llama-8B-shaped, cuDNN attention and FP8 head",
+            f"``msamp_o2``: {whole(**step)}",
+            f"Lightning's TransformerEnginePrecision, BF16 weights and states: {whole(**te_step)}",
+            f"{te_step['ms'] / step['ms']:.2f} × as fast",
+        ),
+        (
+            "Adam's step, 1.1 B parameters",
+            f"``msamp_o2``: {adam['ms']:.2f} ms, {100 * adam['of_copy']:.0f} % of copy bandwidth, no temporaries",
+            f"TE FusedAdam, the same states: {te_adam['ms']:.1f} ms, "
+            f"{te_adam['temporaries_bytes_per_param']:.0f} bytes a parameter of temporaries",
+            f"{te_adam['ms'] / adam['ms']:.0f} × as fast",
+        ),
+    ]
+    vision = read(RESULTS / "memory_h200.jsonl")[1]
+    for model in dict.fromkeys(f["model"] for f in vision):
+        peak = {f["level"]: f for f in vision if f["model"] == model}
+        o2, amp = peak["msamp_o2"], peak["fp16_amp"]
+        rows.append(
+            (
+                f"Peak memory, {model}, batch {o2['batch']}",
+                f"``msamp_o2``: {o2['peak_allocated_mb']:,} MB",
+                f"``fp16_amp``: {amp['peak_allocated_mb']:,} MB",
+                f"{o2['saved_percent']:.1f} % saved",
+            )
+        )
+    large = of("llama_8b", "level")
+    rows.append(
+        (
+            "Llama-3-8B, all parameters, sequence 8192, one GPU",
+            f"``msamp_o2``: {whole(**large['msamp_o2'])}",
+            f"``bf16_mixed``: {_failure(large['bf16_mixed'])}",
+            "–",
+        )
+    )
+    losses = {
+        f["level"]: f for f in read(RESULTS / "loss_parity_h200.jsonl")[1] if f["benchmark"] == "loss_parity_summary"
+    }
+    gaps = ", ".join(f"``{n}`` {losses[n]['gap_percent_mean']:+.2f} %" for n in ("msamp_o1", "msamp_o2", "msamp_o3"))
+    base = losses["bf16_mixed"]
+    rows.append(
+        (
+            f"Validation loss, Llama of 100M parameters, {base['seeds']} seeds",
+            gaps,
+            f"``bf16_mixed``: {base['val_loss_mean']:.3f}, its seeds {base['seed_spread_percent']:.2f} % apart",
+            "–",
+        )
+    )
+    return rst_table(("Figure", "nemo_lowprec", "beside", "ratio"), rows)
+
+
+def throughput(file: str = "train_step_h200.jsonl") -> str:
+    """Whole training steps, from the file."""
+    origins, figures = read(RESULTS / file)
     rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: -f["tokens_per_s"])
     table = rst_table(
-        ("Contestant", "tokens/s", "ms a step", "peak GiB"),
-        [(f["name"], f"{f['tokens_per_s']:,}", f"{f['ms']:.1f}", f"{f['peak_gib']:.1f}") for f in rows],
+        ("Contestant", "tokens/s", "ms a step: median (min – max)", "peak GiB"),
+        [(f["name"], f"{f['tokens_per_s']:,}", _range(f, 1), f"{f['peak_gib']:.1f}") for f in rows],
     )
     return f"{_origin(origins)}\n\n{table}"
 
@@ -143,8 +209,7 @@ def llama_8b() -> str:
     rows = []
     for f in figures:
         if "error" in f:
-            reason = "out of memory" if "OutOfMemory" in f["error"] else f["error"].split(":")[0]
-            rows.append((f"``{f['level']}``", reason, "–", "–", "–"))
+            rows.append((f"``{f['level']}``", _failure(f), "–", "–", "–"))
         else:
             sizes = (f"{f[key]:.1f}" for key in ("peak_gib", "peak_reserved_gib", "setup_peak_gib"))
             rows.append((f"``{f['level']}``", f"{f['tokens_per_s']:,}", *sizes))
@@ -202,6 +267,10 @@ def _range(figure: dict, digits: int) -> str:
     return f"{median} ({least} – {most})"
 
 
+def _failure(figure: dict) -> str:
+    return "out of memory" if "OutOfMemory" in figure["error"] else figure["error"].split(":")[0]
+
+
 def _origin(origins: list[dict], *also: str) -> str:
     def one(origin: dict) -> str:
         versions, names = origin["versions"], ("torch", "transformer-engine", "lightning", *also)
@@ -214,7 +283,9 @@ def _origin(origins: list[dict], *also: str) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
+    "headlines": headlines,
     "throughput": throughput,
+    "throughput_passes": partial(throughput, "train_step_passes_h200.jsonl"),
     "parity": parity,
     "backends": backends,
     "optimizer_step": optimizer_step,
@@ -234,9 +305,10 @@ def fill(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into README.rst")
+    parser.add_argument("--write", action="store_true", help="put the tables into the documents")
     if parser.parse_args().write:
-        README.write_text(fill(README.read_text()))
+        for document in DOCUMENTS:
+            document.write_text(fill(document.read_text()))
         throughput_picture(RESULTS / "train_step_h200.png")
         return
     for make in TABLES.values():
