@@ -256,7 +256,8 @@ def throughput_picture(path: Path) -> None:
     axes.set(
         xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {origins[0]['gpu']}", title="green: this project"
     )
-    axes.margins(x=0.18)
+    axes.margins(y=0.01)
+    axes.set_xlim(right=1.2 * rows[-1]["tokens_per_s"])
     axes.tick_params(axis="y", labelsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
