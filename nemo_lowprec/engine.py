@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from inspect import Parameter, signature
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,9 @@ class Engine:
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._released: set[int] = set()
+        self._handles: list[Any] = []
+        self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self._saturated = False
         self._has_te_layers = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -210,6 +213,10 @@ class Engine:
             for optimizer in list(self._optimizers):
                 release(optimizer)
                 self._optimizers.discard(optimizer)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self._released.clear()
         if self.masters is not None:
             self.masters.remove()
             self.masters = None
@@ -223,9 +230,9 @@ class Engine:
             self.masters.settle()
         if self.stored is not None:
             self.stored.settle()
-            self._cover_gradients()
+            self.cover_gradients()
 
-    def _cover_gradients(self) -> None:
+    def cover_gradients(self) -> None:
         """Store the gradients of the matrices that take one by now (with gradient release: of all parameters)."""
         if self.gradients is None or self.stored is None or self.model is None:
             return
@@ -256,8 +263,8 @@ class Engine:
                 stochastic_rounding=options.stochastic_rounding,
                 seed=options.rounding_seed,
             )
-            adopt(optimizer, formats)
-            optimizer.register_step_post_hook(lambda *_: self._released.clear())
+            adopt(optimizer, formats, options.gradient_release)
+            self._handles.append(optimizer.register_step_post_hook(self._forget_released))
         self._optimizers.add(optimizer)
         if self.masters is not None:
             self.masters.attach(optimizer)
@@ -266,6 +273,9 @@ class Engine:
         """Raise what ``attach`` would, and change nothing."""
         if self.level.is_low_bit and optimizer not in self._optimizers:
             check_adoptable(optimizer)
+
+    def _forget_released(self, optimizer: Optimizer, *_: Any) -> None:
+        self._released -= {id(param) for param in _params(optimizer)}
 
     def _step_at_once(self, param: Tensor) -> None:
         """Gradient release: step one parameter and drop its gradient.
@@ -279,9 +289,9 @@ class Engine:
                 "optimizer's step: leave it out with several backward passes a step, or with reentrant checkpointing "
                 "of a layer that is used twice."
             )
-        self._released.add(id(param))
         for optimizer in self._optimizers:
             if optimizer.step_param(param):  # type: ignore[attr-defined]
+                self._released.add(id(param))
                 param.grad = None
 
     # A step
@@ -299,17 +309,27 @@ class Engine:
         """The loss to run backward from."""
         if self.masters is not None:
             self.masters.before_backward()
-        self._cover_gradients()
-        return loss if self.loss_scale is None else loss * self.loss_scale.scale
+        self.cover_gradients()
+        if self.loss_scale is None:
+            return loss
+        self._unscaled.clear()
+        return loss * self.loss_scale.begin()
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Make the optimizer's gradients true gradients; return whether the step must be skipped."""
+        """Make the optimizer's gradients true gradients; return whether the step must be skipped.
+
+        A second call before the next backward pass returns what the first one did.
+        """
         if self.loss_scale is None:
             return False
-        overflow = unscale_(_params(optimizer), self.loss_scale.scale)
-        # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
-        overflow = overflow or (self.histories is not None and self.histories.overflowed())
-        self.loss_scale.update(overflow)
+        if optimizer in self._unscaled:
+            return self._unscaled[optimizer]
+        if not self._unscaled:
+            # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+            self._saturated = self.histories is not None and self.histories.overflowed()
+        overflow = unscale_(_params(optimizer), self.loss_scale.used) or self._saturated
+        self.loss_scale.learn(overflow)
+        self._unscaled[optimizer] = overflow
         if overflow:
             self.skipped.add(optimizer)
             if self.histories is not None:

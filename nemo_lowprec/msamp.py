@@ -11,16 +11,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.comm import average_gradients, broadcast_weights
+from nemo_lowprec.comm import average_gradients
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import parse_options
+from nemo_lowprec.plain_loop import PlainLoop, UnderDDP
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
 
@@ -55,32 +57,34 @@ def initialize(
         The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
 
     Raises:
-        ValueError: an unknown level, an optimizer without a low-bit form, a model that is converted already, or a
-            value that an option does not take; model and optimizer are as they were.
+        ValueError: an unknown level, an optimizer without a low-bit form or of another model's parameters, a model
+            that is converted already, or a value that an option does not take; model and optimizer are as they were.
         TypeError: an unknown option.
 
     Source: MS-AMP's ``msamp.initialize``.
     """
-    if opt_level not in OPT_LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise ValueError(f"opt_level={opt_level!r} must be one of: {', '.join(OPT_LEVELS)}.")
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Call initialize before DistributedDataParallel wraps the model.")
-    if is_converted(model) or Engine.of(model) is not None:
+    if is_converted(model) or any(isinstance(p, StoredTensor) for p in model.parameters()):
         raise ValueError("This model is converted already: call initialize once, on the plain model.")
     engine = _engine(opt_level, use_te, _device_of(model), options)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
     engine.check_optimizer(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise ValueError(f"This {type(optimizer).__name__} holds none of the model's parameters.")
     engine.convert(model, _device_of(model))
     engine.settle()
     engine.attach(optimizer)
-    if engine.histories is not None:
-        histories = engine.histories
-        optimizer.register_step_post_hook(lambda *_: histories.update())
+    model.zero_grad()  # gradients that were there belong to the weights before they were rounded
+    PlainLoop(engine, model, optimizer)
+    UnderDDP(engine, model)
     optimizer.all_reduce_grads = _all_reduce_grads  # type: ignore[attr-defined]
-    _UnderDDP(engine, model)
     return model, optimizer
 
 
@@ -114,49 +118,12 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _all_reduce_grads(model: nn.Module, group: Any = None) -> None:
-    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8."""
-    average_gradients(model.parameters(), group)
+    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8.
 
-
-class _UnderDDP:
-    """Averages FP8 gradients at the end of a backward pass of torch's DistributedDataParallel.
-
-    DDP is told to leave the matrices alone: its buckets hold gradients of the parameters' dtype. It goes on
-    averaging the vectors, which are FP32. ``no_sync()`` is respected.
+    Raises:
+        ValueError: with ``gradient_release``, whose steps were taken already.
     """
-
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine = engine
-        self._group: Any = None
-        self._synced = False
-        self._waiting = False
-        self._params = [p for n, p in model.named_parameters() if p.dim() > 1]
-        names = [n for n, p in model.named_parameters(remove_duplicate=False) if p.dim() > 1]
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored | set(names)))
-        model.register_forward_pre_hook(self._before_forward)
-        assert engine.gradients is not None
-        engine.gradients.after = self._after_gradient
-
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        self._group = None
-        if ddp is None or ddp.module is not model:
-            return
-        if self._engine.low_bit.gradient_release:
-            raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
-        if not self._synced:
-            broadcast_weights(self._params, ddp.process_group)
-            self._synced = True
-        if ddp.require_backward_grad_sync and torch.is_grad_enabled():
-            self._group = ddp.process_group
-
-    def _after_gradient(self, param: Tensor) -> None:
-        if self._group is not None and not self._waiting:
-            self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
-
-    def _average(self) -> None:
-        self._waiting = False
-        group, self._group = self._group, None
-        average_gradients(self._params, group)
+    engine = Engine.of(model)
+    if engine is not None and engine.low_bit.gradient_release:
+        raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
+    average_gradients(model.parameters(), group)

@@ -31,7 +31,7 @@ def average_gradients(params: Iterable[Tensor], group: dist.ProcessGroup | None 
         params: the same parameters in the same order on every process.
     """
     chosen = [p for p in params if p.requires_grad]
-    if dist.get_world_size(group) == 1 or not chosen:
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or not chosen:
         return
     there = torch.tensor([p.grad is not None for p in chosen], dtype=torch.uint8, device=chosen[0].device)
     dist.all_reduce(there, dist.ReduceOp.MAX, group)

@@ -153,9 +153,13 @@ class DelayedScaling:
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
                 slot.cold, slot.recorded = slot.cold and not seen, False
 
+    def nonfinite(self) -> Tensor:
+        """Whether any amax since the last update is not finite, as a tensor on the device."""
+        return (~torch.isfinite(self.amax)).any()
+
     def overflowed(self) -> bool:
-        """Whether any amax since the last update is not finite (reads back to the host)."""
-        return not bool(torch.isfinite(self.amax).all())
+        """The same, read back to the host."""
+        return bool(self.nonfinite())
 
     def discard(self) -> None:
         """Forget this step's amaxes: the step was skipped."""

@@ -7,6 +7,7 @@ rounds nothing; norms and the search for overflows read the stored bytes, withou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +44,7 @@ class GradientTensor(BlockTensor):
         factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
         multiplied: whether the factor is this tensor's own, and may be another than 1.
+        overflowed: tells GradScaler, on the device, of overflows that this gradient does not show; None for nobody.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -50,6 +52,7 @@ class GradientTensor(BlockTensor):
     factor: Tensor
     nonfinite: Tensor
     multiplied: bool
+    overflowed: Callable[[], Tensor] | None = None
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -180,6 +183,8 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     factors = [g.own_factor() for g in ours]
     torch._foreach_mul_(factors, inv_scale.reshape(()))
     bad = torch.cat([g.nonfinite for g in ours]).amax() + (~torch.cat(factors).isfinite()).any()
+    for overflowed in {g.overflowed for g in ours if g.overflowed is not None}:
+        bad = bad + overflowed()
     found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)

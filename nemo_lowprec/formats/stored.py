@@ -1,7 +1,7 @@
 """Tensors that are stored in one format and read as another: the base of FP8 weights, FP16 weights and FP8 gradients.
 
-Any torch operation reads the values; an in-place one writes them back, rounded anew. A view (``w[0]``, ``w.t()``) is
-a copy of the values: writing into it does not reach the tensor.
+Any torch operation reads the values; an in-place one, and assigning to elements (``g[0] = 0``), writes them back,
+rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from nemo_lowprec.formats.floats import FloatFormat
 
 __all__ = ["StoredTensor"]
 
@@ -28,6 +30,10 @@ class StoredTensor(Tensor):
 
     PARTS: ClassVar[tuple[str, ...]]
     SETTINGS: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])  # torch.load(weights_only=True) opens them
 
     @classmethod
     def _wrap(cls, parts: tuple[Tensor, ...], settings: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -75,17 +81,40 @@ class StoredTensor(Tensor):
 
     def _set_data(self, other: Tensor) -> None:
         if not (isinstance(other, StoredTensor) and other.PARTS == self.PARTS):
-            self.quantize_(other.dequantize(torch.float32) if isinstance(other, StoredTensor) else other)
-            return
-        if other.device != self.device or other.shape != self.shape or other.dtype != self.dtype:
+            # Into storage of its own: what ``.data`` gave out before keeps the old values.
+            values = other.dequantize(torch.float32) if isinstance(other, StoredTensor) else other
+            fresh: StoredTensor = self._each(torch.clone).quantize_(values)
+        else:
+            fresh = other
+        if fresh.device != self.device or fresh.shape != self.shape or fresh.dtype != self.dtype:
             outer = torch.Tensor._make_wrapper_subclass(
-                type(other), other.shape, strides=other.stride(), dtype=other.dtype, device=other.device
+                type(fresh), fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
             )
             super(StoredTensor, type(self)).data.__set__(self, outer)  # type: ignore[attr-defined]
-        self.__dict__.update(zip(self.PARTS, other.parts(), strict=True))
-        self.__dict__.update(other._settings())
+        self.__dict__.update(zip(self.PARTS, fresh.parts(), strict=True))
+        self.__dict__.update(fresh._settings())
 
     data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("A leaf that requires grad is changed in place: do it under torch.no_grad().")
+        values = self.dequantize(torch.float32)
+        values[index] = value
+        self.quantize_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array."""
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a tensor that requires grad: use tensor.detach().numpy().")
+        return self.dequantize().detach().numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.dequantize().tolist()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As bytes where torch.save knows no other way for a dtype, and with settings as plain values.
@@ -116,6 +145,8 @@ class StoredTensor(Tensor):
                 return this._each(lambda part: part)
             if func is aten.clone.default:
                 return this._each(torch.clone)
+            if func is aten.empty_like.default and not kwargs.keys() - {"pin_memory", "memory_format"}:
+                return this._each(torch.clone)  # what is kept in it comes back to the last bit
             if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
                 device = kwargs.get("device", this.device)
                 return this._each(lambda part: part.to(device, copy=True))
@@ -188,3 +219,6 @@ def _rebuild(
     parameter: bool,
 ) -> Any:
     return _as(kind._wrap(tuple(data.view(d) for data, d in parts), settings, dtype), requires_grad, parameter)
+
+
+torch.serialization.add_safe_globals([_rebuild, FloatFormat])

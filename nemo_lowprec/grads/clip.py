@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nemo_lowprec.grads.stored import is_released
+
 __all__ = ["clip_grad_norm_"]
 
 
@@ -25,11 +27,15 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
+        ValueError: gradient release has stepped the parameters already.
 
     Returns:
         The total norm before clipping, an FP32 scalar.
     """
-    grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(is_released(p) for p in params):
+        raise ValueError("gradient_release=True has stepped these parameters already. Leave it out, or the clipping.")
+    grads = [p.grad for p in params if p.grad is not None]
     if not grads:
         return torch.zeros(())
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)

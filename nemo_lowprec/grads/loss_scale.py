@@ -52,6 +52,10 @@ class LossScaleConfig:
 class LossScale:
     """The current scale and the counters behind it.
 
+    Attributes:
+        scale: of the next backward pass.
+        used: of the gradients that are there.
+
     Source: Megatron-core's ``DynamicGradScaler``: the hysteresis is spent by overflows, however far apart, and
     restored when the scale grows.
     """
@@ -62,6 +66,20 @@ class LossScale:
         self.scale = float(config.initial_loss_scale if config.loss_scale is None else config.loss_scale)
         self.good_steps = 0
         self.hysteresis = config.hysteresis
+        self.used = self.scale
+        self._learned: bool | None = None
+
+    def begin(self) -> float:
+        """The scale of a backward pass: that of the pass before, unless a step has used its gradients since."""
+        if self._learned is not None:
+            self.used, self._learned = self.scale, None
+        return self.used
+
+    def learn(self, overflow: bool) -> None:
+        """The outcome of one optimizer's step. Several that step on the gradients of one pass count as one."""
+        if self._learned is None or (overflow and not self._learned):
+            self.update(overflow)
+        self._learned = bool(self._learned) or overflow
 
     def update(self, overflow: bool) -> None:
         """Learn the outcome of one step."""
@@ -88,3 +106,4 @@ class LossScale:
         if self.dynamic:
             self.scale = float(state["scale"])
             self.good_steps, self.hysteresis = int(state["good_steps"]), int(state["hysteresis"])
+            self.used = self.scale

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from nemo_lowprec.formats import GradientTensor
 
-__all__ = ["StoredGradients"]
+__all__ = ["StoredGradients", "is_released"]
+
+_RELEASED = "gradient_release"
+
+
+def is_released(param: Tensor) -> bool:
+    """Whether ``param`` steps as soon as its gradient is there."""
+    return hasattr(param, _RELEASED)
 
 
 class StoredGradients:
@@ -22,31 +29,37 @@ class StoredGradients:
         release: steps a parameter and drops its gradient, called as soon as that is stored.
 
     Attributes:
-        after: called with each parameter whose gradient is there.
+        overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
     def __init__(self, release: Callable[[Tensor], None] | None = None) -> None:
         self.release = release
-        self.after: Callable[[Tensor], None] | None = None
+        self.overflowed: Callable[[], Tensor] | None = None
         self._handles: dict[int, Any] = {}
+        self._marked: list[Tensor] = []
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""
         for param in params:
             if param.requires_grad and id(param) not in self._handles:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._store)
+                if self.release is not None:
+                    setattr(param, _RELEASED, True)
+                    self._marked.append(param)
 
     def _store(self, param: Tensor) -> None:
         grad = param.grad
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
-            param.grad = GradientTensor.from_float(grad)
+            param.grad = stored = GradientTensor.from_float(grad)
+            stored.overflowed = self.overflowed
         if self.release is not None:
             self.release(param)
-        if self.after is not None:
-            self.after(param)
 
     def remove(self) -> None:
         """Take the hooks away."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        for param in self._marked:
+            delattr(param, _RELEASED)
+        self._marked.clear()

@@ -32,7 +32,14 @@ class LowBitStates(Optimizer):
     """
 
     formats: StateFormats
-    _step_supports_amp_scaling = True  # GradScaler hands its scale and found_inf over, without a host sync
+    _gradient_release = False
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """For GradScaler, which then hands its scale and found_inf over, without a host sync."""
+        if self._gradient_release:
+            raise ValueError("gradient_release=True has stepped on the scaled gradients: GradScaler comes too late.")
+        return True
 
     def __init__(
         self,
@@ -50,22 +57,22 @@ class LowBitStates(Optimizer):
         super().__init__(params, lr, **options)  # type: ignore[arg-type]
         self._setup(formats)
 
-    def _setup(self, formats: StateFormats) -> None:
+    def _setup(self, formats: StateFormats, gradient_release: bool = False) -> None:
         self.formats = formats
+        self._gradient_release = gradient_release
         self._fused = FusedStep()
         self._places: dict[int, tuple[Tensor, dict[str, Any], int]] = {}
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # Where torch's own constructor adds the first groups, their settings are not all there yet.
+        _check_group(param_group)
         super().add_param_group(param_group)
         _check_params(self.param_groups[-1])
 
     def _check_groups(self) -> None:
         for group in self.param_groups:
-            if group["amsgrad"]:
-                raise ValueError("amsgrad=True keeps a third state, which has no low-bit form here. Use amsgrad=False.")
-            if group["differentiable"]:
-                raise ValueError("differentiable=True needs states that autograd can follow. Use torch's optimizer.")
+            _check_group(group)
             _check_params(group)
 
     # Steps
@@ -78,7 +85,7 @@ class LowBitStates(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group, updates in self._updates():
+        for group, updates in list(self._updates()):  # all are looked at before any steps
             self._step(updates, StepInputs(group, grad_scale, found_inf, self._seed))
         return loss
 
@@ -216,6 +223,13 @@ def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     return state.get(_MASTER) if master is None else master
 
 
+def _check_group(group: dict[str, Any]) -> None:
+    if group.get("amsgrad"):
+        raise ValueError("amsgrad=True keeps a third state, which has no low-bit form here. Use amsgrad=False.")
+    if group.get("differentiable"):
+        raise ValueError("differentiable=True needs states that autograd can follow. Use torch's optimizer.")
+
+
 def _check_params(group: dict[str, Any]) -> None:
     for param in group["params"]:
         if param.is_complex():
@@ -225,7 +239,7 @@ def _check_params(group: dict[str, Any]) -> None:
             )
 
 
-class Adam(LowBitStates, torch.optim.Adam):
+class Adam(LowBitStates, torch.optim.Adam):  # type: ignore[override]
     """``torch.optim.Adam`` with states in the formats asked for.
 
     Args:
@@ -247,5 +261,5 @@ class Adam(LowBitStates, torch.optim.Adam):
     """
 
 
-class AdamW(LowBitStates, torch.optim.AdamW):
+class AdamW(LowBitStates, torch.optim.AdamW):  # type: ignore[override]
     """``torch.optim.AdamW`` with states in the formats asked for; arguments are those of ``Adam`` here."""

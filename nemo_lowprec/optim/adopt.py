@@ -33,9 +33,12 @@ def check_adoptable(optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, LowBitStates):
         raise ValueError(f"This {cls.__name__} holds low-bit states already.")
-    plain = (torch.optim.Adam.step, torch.optim.AdamW.step)
-    if inspect.unwrap(cls.step) not in [inspect.unwrap(s) for s in plain]:
-        raise ValueError(f"{cls.__name__} has a step of its own, which low-bit states would bypass. Use torch's AdamW.")
+    for method in ("step", "_init_group"):
+        plain = (getattr(base, method) for base in (torch.optim.Adam, torch.optim.AdamW))
+        if inspect.unwrap(getattr(cls, method)) not in [inspect.unwrap(m) for m in plain]:
+            raise ValueError(
+                f"{cls.__name__} has a {method} of its own, which low-bit states would bypass. Use torch's AdamW."
+            )
     own = optimizer.__dict__.get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
         raise ValueError(f"The step of this {cls.__name__} was replaced, which low-bit states would bypass.")
@@ -67,8 +70,11 @@ def _unpickle(cls: type[Optimizer]) -> Optimizer:
     return made.__new__(made)
 
 
-def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
+def adopt(optimizer: Optimizer, formats: StateFormats, gradient_release: bool = False) -> None:
     """Make ``optimizer`` hold its states in ``formats``; groups, schedulers and hooks go on pointing at it.
+
+    Args:
+        gradient_release: whether gradients are stepped on as they come, so that GradScaler comes too late.
 
     Raises:
         ValueError: see ``check_adoptable``.
@@ -79,7 +85,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats) -> None:
     optimizer._patch_step_function()
     _rewrap_step(optimizer)
     assert isinstance(optimizer, LowBitStates)
-    optimizer._setup(formats)
+    optimizer._setup(formats, gradient_release)
     for param, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -93,7 +99,7 @@ def release(optimizer: Optimizer) -> None:
         return
     optimizer.__class__ = original
     _rewrap_step(optimizer)
-    for name in ("formats", "_fused", "_places"):
+    for name in ("formats", "_fused", "_places", "_gradient_release"):
         optimizer.__dict__.pop(name, None)
     fused = any(group["fused"] or group["capturable"] for group in optimizer.param_groups)
     for state in optimizer.state.values():

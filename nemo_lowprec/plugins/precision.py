@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -154,6 +155,18 @@ class LowPrecision(Precision):
         if not overflow:
             self.engine.step(optimizer, **kwargs)
         return result
+
+    @override
+    def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        if clip_val and clip_val > 0:
+            if self.engine.low_bit.gradient_release:
+                raise ValueError(
+                    "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
+                    "Leave one of them out."
+                )
+            # Manual optimization clips before it steps.
+            self.engine.unscale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

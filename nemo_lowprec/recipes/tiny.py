@@ -50,6 +50,7 @@ def pretrain_recipe(
             micro_batch_size=8,
             max_bytes=4_000_000,
             validation_samples=64,
+            validation_fraction=0.05,
         ),
         trainer(
             f"{dir}/{name}",

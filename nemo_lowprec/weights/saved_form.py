@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import BlockTensor, CastTensor, StoredTensor
+from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
 
 __all__ = ["MASTER", "install_hooks", "master_of"]
 
@@ -62,15 +62,27 @@ def _load_masters(
         if param is None or value is None:
             continue
         master = master_of(param)
-        if master is None and not isinstance(param, StoredTensor):
+        if master is None and not isinstance(param, StoredTensor) and param.dtype != torch.float16:
             continue
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would part {prefix + name} from its storage: use assign=False."
             )
+        if _is_fp16(param, master) and value.numel() and float(compute_amax(value.detach())) > FP16.max:
+            errors.append(
+                f"{prefix + name} has values beyond {FP16.max:.0f}, the largest of FP16, in which it is kept."
+            )
+            continue
         if master is not None and value.shape == master.shape:
             with torch.no_grad():
                 master.copy_(value)
+
+
+def _is_fp16(param: Tensor, master: Tensor | None) -> bool:
+    """Whether the exact values of ``param`` are FP16: its own, or its master's."""
+    if master is not None:
+        return isinstance(master, BlockTensor)
+    return isinstance(param, CastTensor) or param.dtype == torch.float16
 
 
 def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:

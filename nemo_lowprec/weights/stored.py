@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import getweakrefs
 
 import torch
 from torch import Tensor, nn
@@ -50,13 +51,21 @@ class StoredWeights:
         """Whether ``model`` can be stored; changes nothing.
 
         Raises:
-            ValueError: a complex parameter, one with values beyond FP16's range, or one in a graph that is alive.
+            ValueError: a complex or trained FP64 parameter, one with values beyond FP16's range, one in a graph that
+                is alive or with a weak reference to it, or an embedding with sparse gradients.
         """
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False."
+                )
         for name, param in model.named_parameters():
             if _is_lazy(param):
                 continue
             if param.is_complex():
                 raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
+            if param.dtype == torch.float64 and param.requires_grad:
+                raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
             if _is_matrix(param) and param.numel() and float(compute_amax(param.detach())) > FP16.max:
                 raise ValueError(
                     f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
@@ -68,6 +77,8 @@ class StoredWeights:
                     f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
                     "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
                 )
+            if _is_matrix(param) and getweakrefs(param):
+                raise ValueError(f"Somebody holds a weak reference to {name}, which cannot change its storage so.")
 
     def install(self, model: nn.Module) -> None:
         """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""

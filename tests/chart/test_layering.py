@@ -15,7 +15,7 @@ FLOORS = [
     {"chart", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
-    {"plugins", "msamp"},
+    {"plugins", "msamp", "plain_loop"},
     {"strategies"},
     {"models", "data", "report"},
     {"recipes", "cli", "conf", "train"},

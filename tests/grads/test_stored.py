@@ -103,9 +103,7 @@ def test_a_shared_parameter_is_stored_once_complete():
     plain = nn.Linear(128, 128, bias=False)
     plain.load_state_dict(layer.state_dict())
     calls = []
-    gradients = StoredGradients()
-    gradients.after = calls.append
-    gradients.cover(layer.parameters())
+    StoredGradients(calls.append).cover(layer.parameters())
     x = randn((4, 128), 0)
     for each in (layer, plain):
         each(each(x)).sum().backward()
@@ -141,8 +139,8 @@ def test_released_parameters_keep_no_gradient():
 def test_covering_is_once_for_each_and_ends():
     model = make()
     model[2].weight.requires_grad_(False)
-    gradients, calls = StoredGradients(), []
-    gradients.after = calls.append
+    calls = []
+    gradients = StoredGradients(calls.append)
     for _ in range(2):
         gradients.cover(model.parameters())
     backward(model, randn((4, 40), 0))

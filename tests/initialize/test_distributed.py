@@ -1,5 +1,6 @@
 """Plain loops on two processes of gloo: torch's DDP, and ``all_reduce_grads`` without it."""
 
+import copy
 import datetime
 import os
 import socket
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import nemo_lowprec
 from nemo_lowprec.comm import all_reduce
@@ -143,7 +145,91 @@ def wrapped_before(rank, level):
     return ""
 
 
-CASES = {f.__name__: f for f in (accumulated, trained, released, wrapped_before)}
+class Gated(nn.Module):
+    """The first process uses its layers, the other one only vectors; no process uses a bias."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rank, self.gain = rank, nn.Parameter(torch.ones(64))
+        self.body = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        x = x.flatten(1) * self.gain
+        return self.body(x) if self.rank == 0 else x
+
+
+class Recomputed(nn.Module):
+    """Every layer in reentrant checkpointing, whose gradients come in backward passes of their own."""
+
+    def __init__(self, _):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        x = x.flatten(1).requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def without_vectors(_):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128, bias=False), nn.Tanh(), nn.Linear(128, 64, bias=False))
+
+
+def others_between(model, wrapped, rank):
+    """An evaluation and a forward of the bare module before the backward."""
+    loss = wrapped(batch(rank, 0)[0]).square().mean()
+    with torch.no_grad():
+        wrapped(batch(rank, 1)[0])
+    model(batch(rank, 1)[0])
+    loss.backward()
+
+
+def plainly(model, wrapped, rank):
+    wrapped(batch(rank, 0)[0]).square().mean().backward()
+
+
+def unfrozen_later(model, wrapped, rank):
+    model[3].requires_grad_(True)
+    plainly(model, wrapped, rank)
+
+
+def freeze_last(rank):
+    model = without_vectors(rank)
+    model[3].requires_grad_(False)
+    return model
+
+
+UNUSUAL = {
+    "gated": (Gated, plainly),
+    "recomputed": (Recomputed, plainly),
+    "without_vectors": (without_vectors, plainly),
+    "others_between": (Recomputed, others_between),
+    "unfrozen_later": (freeze_last, unfrozen_later),
+}
+
+
+def unusual(rank, level):
+    """By case: each process's own gradients and the averaged ones; and what a copy and a second DDP do."""
+    found = {}
+    for name, (make, run) in UNUSUAL.items():
+        grads_of = []
+        for ddp in (False, True):
+            model, _ = nemo_lowprec.initialize(make(rank), opt_level=level)
+            run(model, DistributedDataParallel(model) if ddp else model, rank)
+            grads_of.append(grads(model))
+        found[name] = grads_of
+        copy.deepcopy(model)
+    with torch.no_grad():
+        model[1].weight.mul_(1.0 + rank)
+    DistributedDataParallel(model)(batch(rank, 0)[0])
+    return found, weights(model)
+
+
+CASES = {f.__name__: f for f in (accumulated, trained, released, wrapped_before, unusual)}
 
 
 def start(rank, port, folder):
@@ -232,3 +318,20 @@ def test_what_cannot_go_together_is_refused(ranks, level):
     for rank in ranks:
         assert "gradient_release=True steps before gradients are averaged" in rank["released"][level]
         assert rank["wrapped_before"][level] == "Call initialize before DistributedDataParallel wraps the model."
+
+
+@AT_LEVELS
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_every_matrix_is_averaged_in_one_rounding_whatever_the_loop_does(ranks, level, name):
+    (own, first), (other, second) = (rank["unusual"][level][0][name] for rank in ranks)
+    assert_equal(first, second)
+    assert set(first) == set(own) | set(other)
+    for key, got in first.items():
+        mean = sum(each.get(key, torch.zeros_like(got)) for each in (own, other)) / 2
+        error = (got - mean).abs()
+        assert (error <= mean.abs() * 2**-4 + mean.abs().max() * 2**-17).all(), key
+
+
+@AT_LEVELS
+def test_another_ddp_gives_every_process_the_same_weights_again(ranks, level):
+    assert_equal(*(rank["unusual"][level][1] for rank in ranks))

@@ -1,6 +1,8 @@
 """``initialize``: what it makes of model and optimizer, and what it refuses."""
 
 import copy
+import itertools
+import weakref
 
 import pytest
 import torch
@@ -150,7 +152,7 @@ def test_training_resumes_bit_for_bit(level):
     twin, theirs = nemo_lowprec.initialize(Net(), opt_level=level, stochastic_rounding=True)
     twin.load_state_dict(copy.deepcopy(model.state_dict()))
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    twin.__dict__["_lowprec_engine"].load_state_dict(model.__dict__["_lowprec_engine"].state_dict())
+    optim.AdamW(Net().parameters()).load_state_dict(optimizer.state_dict())  # torch's own reads it too
     for seed in range(3, 6):
         assert step(model, optimizer, seed) == step(twin, theirs, seed)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
@@ -229,14 +231,17 @@ def test_gradient_release_changes_no_bit(level):
             assert torch.equal(values(state), values(runs[1][1].state[q][key])), key
 
 
-def converted_already(model):
-    nemo_lowprec.initialize(model, opt_level="O1")
-    return None
+class OwnGroups(optim.AdamW):
+    def _init_group(self, *args, **kwargs):
+        return super()._init_group(*args, **kwargs)
 
 
 REFUSED = {
     "opt_level='O4' must be one of: O1, O2, O3": (None, {"opt_level": "O4"}, ValueError),
     "opt_level=2 must be one of": (None, {"opt_level": 2}, ValueError),
+    r"opt_level=\['O1'\] must be one of": (None, {"opt_level": ["O1"]}, ValueError),
+    "holds none of the model's parameters": (lambda m: optim.AdamW(Net().parameters()), {}, ValueError),
+    "OwnGroups has a _init_group of its own": (lambda m: OwnGroups(m.parameters()), {}, ValueError),
     "SGD has no low-bit form": (lambda m: optim.SGD(m.parameters(), lr=0.1), {}, ValueError),
     "OwnStep has a step of its own": (lambda m: OwnStep(m.parameters()), {}, ValueError),
     "amsgrad=True has no low-bit form": (lambda m: optim.Adam(m.parameters(), amsgrad=True), {}, ValueError),
@@ -276,6 +281,109 @@ def assert_untouched(model):
         assert not module._forward_pre_hooks and not module._state_dict_hooks and not module._load_state_dict_pre_hooks
 
 
+REFUSED_MODELS = {
+    "embed has sparse gradients": lambda m: m.register_module("embed", nn.Embedding(9, 4, sparse=True)),
+    "mid.weight is FP64": lambda m: m.mid.double(),
+    "a weak reference to mid.weight": lambda m: m.__dict__.update(held=weakref.ref(m.mid.weight)),
+    "mid.weight has values beyond 65504": lambda m: m.mid.weight.data[0].fill_(1e5),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_MODELS)
+def test_models_are_refused_before_anything_is_changed(message):
+    model = Net()
+    REFUSED_MODELS[message](model)
+    optimizer = optim.AdamW(model.parameters())
+    params = [(p, p.dtype, p.data_ptr()) for p in model.parameters()]
+    kinds, attributes = [type(m) for m in model.modules()], set(vars(model))
+    with pytest.raises(ValueError, match=message):
+        nemo_lowprec.initialize(model, optimizer)
+    assert [type(m) for m in model.modules()] == kinds and set(vars(model)) == attributes
+    for p, (q, dtype, place) in zip(model.parameters(), params, strict=True):
+        assert p is q and type(p) is nn.Parameter and p.dtype == dtype and p.data_ptr() == place
+    assert type(optimizer) is optim.AdamW
+
+
+@AT_LEVELS
+def test_a_model_without_linear_layers_and_its_parts_are_initialized_once(level):
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3))
+    nemo_lowprec.initialize(model, opt_level=level)
+    for part in (model, model[0], nn.Sequential(model, nn.ReLU())):
+        with pytest.raises(ValueError, match="converted already"):
+            nemo_lowprec.initialize(part, opt_level=level)
+
+
+@AT_LEVELS
+def test_lazy_layers_and_gradients_that_were_there(level):
+    model = nn.Sequential(nn.Linear(8, 64), nn.LazyLinear(32), nn.Linear(32, 1))
+    model[0](torch.ones(2, 8)).sum().backward()
+    model, optimizer = nemo_lowprec.initialize(model, opt_level=level)
+    assert all(p.grad is None for p in model.parameters())
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@AT_LEVELS
+def test_a_parameter_that_is_unfrozen_later_has_an_fp8_gradient(level):
+    model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)
+    step(model, optimizer)
+    model.frozen.requires_grad_(True)
+    step(model, optimizer)
+    assert isinstance(model.frozen.weight.grad, GradientTensor)
+
+
+@AT_LEVELS
+def test_grad_scaler_sees_an_overflow_that_fp8_saturates(level):
+    # Without biases, only the amax of the output's gradient shows it: the FP8 GEMMs see +-57344.
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model, optimizer = nemo_lowprec.initialize(model, opt_level=level)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1000)
+    scales, moved = [2.0**24], []
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(14):
+        before = values(model[0].weight)
+        optimizer.zero_grad()
+        x = torch.randn(16, 64, generator=generator)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        scaler.scale((out.float() - x).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        moved.append(not torch.equal(values(model[0].weight), before))
+    # Halved until no gradient of an output overflows FP16, and little further: a skipped step's amaxes are forgotten.
+    assert scales[1] == 2.0**23 and 2.0**10 <= scales[-1] < 2.0**17 and any(moved)
+    assert moved == [after == before for before, after in itertools.pairwise(scales)]
+
+
+@AT_LEVELS
+def test_gradient_release_is_refused_by_what_comes_too_late(level):
+    model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level, gradient_release=True)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch()
+    scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+    with pytest.raises(ValueError, match="gradient_release=True has stepped on the scaled gradients"):
+        scaler.step(optimizer)
+    with pytest.raises(ValueError, match="gradient_release=True has stepped"):
+        nemo_lowprec.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match="gradient_release=True steps before gradients are averaged"):
+        optimizer.all_reduce_grads(model)
+
+
+@AT_LEVELS
+def test_values_beyond_fp16_are_not_loaded(level):
+    model, _ = nemo_lowprec.initialize(Net(), opt_level=level)
+    state = {**Net().state_dict(), "mid.weight": torch.full((128, 64), 1e5)}
+    with pytest.raises(RuntimeError, match=r"mid\.weight has values beyond 65504"):
+        model.load_state_dict(state)
+
+
 def test_te_is_asked_for_where_there_is_none():
     model = Net()
     optimizer = optim.AdamW(model.parameters())
@@ -288,7 +396,7 @@ def test_te_is_asked_for_where_there_is_none():
 def test_a_complex_parameter_of_the_model():
     model = Net()
     model.register_parameter("wave", nn.Parameter(torch.ones(2, 2) * 1j))
-    optimizer = optim.AdamW(Net().parameters())
+    optimizer = optim.AdamW(p for p in model.parameters() if not p.is_complex())
     with pytest.raises(ValueError, match="wave is complex"):
         nemo_lowprec.initialize(model, optimizer)
     del model.wave

@@ -1,0 +1,125 @@
+"""What a training loop without Lightning needs from an engine, done by hooks of its model and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from nemo_lowprec.comm import average_gradients, broadcast_weights
+from nemo_lowprec.engine import Engine
+
+__all__ = ["PlainLoop", "UnderDDP"]
+
+_HISTORIES = "fp8_histories"
+
+
+class PlainLoop:
+    """Rolls the amax histories at each step, saves them with the optimizer, and tells GradScaler of overflows.
+
+    Where the gradients were looked at and the step did not come, the next training forward forgets its amaxes.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
+        self._engine = engine
+        self._looked_at = False
+        model.register_forward_pre_hook(self._before_forward)
+        histories = engine.histories
+        if histories is None:
+            return
+        assert engine.gradients is not None
+        engine.gradients.overflowed = self._overflowed
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
+        optimizer.register_load_state_dict_pre_hook(self._before_loading)
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._engine.cover_gradients()
+        if self._looked_at and self._engine.histories is not None:
+            self._looked_at = False
+            self._engine.histories.discard()
+
+    def _overflowed(self) -> Tensor:
+        assert self._engine.histories is not None
+        self._looked_at = True
+        return self._engine.histories.nonfinite()
+
+    def _after_step(self, *_: Any) -> None:
+        assert self._engine.histories is not None
+        self._looked_at = False
+        self._engine.histories.update()
+
+    def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if _HISTORIES in state:
+            assert self._engine.histories is not None
+            self._engine.histories.load_state_dict(state[_HISTORIES])
+
+
+class UnderDDP:
+    """Averages FP8 gradients at the end of a backward pass of torch's DistributedDataParallel.
+
+    DDP is told to leave the matrices alone: its buckets hold gradients of the parameters' dtype. It goes on
+    averaging the vectors, which are FP32 (and one matrix, in FP32, where no vector is trained: it wants something to
+    do). ``no_sync()`` is respected.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine = engine
+        self._group: Any = None
+        self._synced: Any = None
+        self._entered = False
+        self._waiting = False
+        lazy = nn.parameter.UninitializedParameter
+        params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
+        matrices = {n: p for n, p in params.items() if p.dim() > 1}
+        if not any(p.requires_grad for n, p in params.items() if n not in matrices):
+            trained = [p for p in matrices.values() if p.requires_grad]
+            left = min(trained, key=lambda p: p.numel(), default=None)
+            matrices = {n: p for n, p in matrices.items() if p is not left}
+        self._params = list({id(p): p for p in matrices.values()}.values())
+        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored | set(matrices)))
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the model is in no process group
+        return {**self.__dict__, "_group": None, "_synced": None}
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or ddp.module is not model:
+            return
+        if self._engine.low_bit.gradient_release:
+            raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
+        if self._synced is None or self._synced() is not ddp:
+            broadcast_weights(self._params, ddp.process_group)
+            self._synced = ref(ddp)
+        if torch.is_grad_enabled():
+            self._group = ddp.process_group if ddp.require_backward_grad_sync else None
+            self._entered, self._waiting = True, False
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Wait for the backward pass to come by: every process's does, whichever parameters it used."""
+        entered, self._entered = self._entered, False
+        if entered and self._group is not None:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._begin)
+
+    def _begin(self, _: Tensor) -> None:
+        # Here and not at a parameter's gradient: with reentrant checkpointing that belongs to a backward of its own.
+        if self._group is not None and not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+
+    def _average(self) -> None:
+        self._waiting = False
+        group, self._group = self._group, None
+        average_gradients(self._params, group)
