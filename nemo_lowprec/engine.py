@@ -46,6 +46,15 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def _follow(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+    """Put the parameters that the model has now in the places of those that it had."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [replaced.get(p, p) for p in group["params"]]
+    for old, new in replaced.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
+
+
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
     closure = signature(type(optimizer).step).parameters.get("closure")
@@ -208,9 +217,10 @@ class Engine:
             self.gradients.remove()
             self.gradients = None
         if self.stored is not None:
-            self.stored.remove()
+            replaced = self.stored.remove()
             self.stored = None
             for optimizer in list(self._optimizers):
+                _follow(optimizer, replaced)
                 release(optimizer)
                 self._optimizers.discard(optimizer)
             for handle in self._handles:
@@ -218,8 +228,10 @@ class Engine:
             self._handles.clear()
             self._released.clear()
         if self.masters is not None:
-            self.masters.remove()
+            replaced = self.masters.remove()
             self.masters = None
+            for optimizer in self._optimizers:
+                _follow(optimizer, replaced)
         revert_layers(self.model)
 
     def settle(self) -> None:

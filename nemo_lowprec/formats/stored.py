@@ -1,7 +1,7 @@
 """Tensors that are stored in one format and read as another: the base of FP8 weights, FP16 weights and FP8 gradients.
 
 Any torch operation reads the values; an in-place one, and assigning to elements (``g[0] = 0``), writes them back,
-rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values.
+rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values, and writing into it an error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.part import as_part, is_view
 
 __all__ = ["StoredTensor"]
 
@@ -26,10 +27,14 @@ class StoredTensor(Tensor):
     Attributes:
         PARTS: names of the inner tensors; the first holds an element for each of the tensor's.
         SETTINGS: names of the plain attributes that go with them.
+        copied_in_fp32: whether a copy of this parameter (``copy.deepcopy``, pickle) is a plain FP32 one of its exact
+            values, which are its ``master_weight``'s where it has one: nobody keeps a copy in step with a master, and
+            an average of weights needs more bits than they have.
     """
 
     PARTS: ClassVar[tuple[str, ...]]
     SETTINGS: ClassVar[tuple[str, ...]] = ()
+    copied_in_fp32 = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,7 +121,14 @@ class StoredTensor(Tensor):
         """The values as nested lists."""
         return self.dequantize().tolist()
 
+    def _exact(self) -> torch.nn.Parameter:
+        master = self.__dict__.get("master_weight", self)
+        values = master.dequantize(torch.float32) if isinstance(master, StoredTensor) else master.detach().clone()
+        return torch.nn.Parameter(values, self.requires_grad)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.copied_in_fp32:
+            return self._exact().__reduce_ex__(protocol)
         # As bytes where torch.save knows no other way for a dtype, and with settings as plain values.
         parts = [(part.view(torch.uint8) if part.element_size() == 1 else part, part.dtype) for part in self.parts()]
         kind = next(c for c in type(self).__mro__ if "PARTS" in c.__dict__)
@@ -124,6 +136,8 @@ class StoredTensor(Tensor):
         return _rebuild, (kind, parts, self._settings(), self.dtype, self.requires_grad, is_parameter)
 
     def __deepcopy__(self, memo: Any) -> Any:
+        if self.copied_in_fp32:
+            return self._exact()
         return _as(self._each(torch.clone), self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -169,7 +183,9 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
     result = func(*plain_args, **plain_kwargs)
     if not func._schema.is_mutable:
-        return result
+        # In a forward pass nobody writes into a view; and autograd would not let them.
+        protect = is_view(func) and not (torch.is_grad_enabled() and args[0].requires_grad)
+        return tree_map(as_part, result) if protect else result
     stored = _write_back(func, args, kwargs, plain_args, plain_kwargs)
     return tree_map(lambda x: stored.get(id(x), x), result)
 

@@ -62,6 +62,7 @@ class LowBitStates(Optimizer):
         self._gradient_release = gradient_release
         self._fused = FusedStep()
         self._places: dict[int, tuple[Tensor, dict[str, Any], int]] = {}
+        self._written: dict[int, tuple[Tensor, tuple[int, int]]] = {}
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,6 +113,9 @@ class LowBitStates(Optimizer):
             self._fused.step(updates, inputs)
         else:
             step_by_reference(updates, inputs)
+        for update in updates:
+            if self._keeps_master(update.param):
+                self._written[id(update.param)] = update.param, _version(update.param)
 
     def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         return ((group, param) for group in self.param_groups for param in group["params"])
@@ -135,6 +139,8 @@ class LowBitStates(Optimizer):
         state = self.state[param]
         if not state:
             self._init_state(param, state)
+        if self._keeps_master(param):
+            self._renew_master(param, state)
         if not param.numel():
             return None
         states = (state["step"], state["exp_avg"], state["exp_avg_sq"])
@@ -144,7 +150,11 @@ class LowBitStates(Optimizer):
         state["step"] = _scalar(0.0, param)
         for name in _STATES:
             state[name] = zeros(param, self.formats.of(name, param))
-        if self._keeps_master(param):
+
+    def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
+        known, version = self._written.get(id(param), (None, None))
+        if _MASTER not in state or (known is param and version != _version(param)):
             state[_MASTER] = store(read(param.detach()), self._master_format(param))
 
     def _keeps_master(self, param: Tensor) -> bool:
@@ -176,6 +186,7 @@ class LowBitStates(Optimizer):
         if amsgrad:
             raise ValueError("These states were saved by an optimizer with amsgrad=True, which has no low-bit form.")
         super().load_state_dict({**state_dict, "state": state})
+        self._written = {}  # masters that come with the weights are the weights'
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for param, values in state.get("state", {}).items():
@@ -186,8 +197,6 @@ class LowBitStates(Optimizer):
             for name, kept in list(values.items()):
                 if isinstance(kept, _Kept):
                     values[name] = self._take(name, kept.value, param)
-            if self._keeps_master(param) and _MASTER not in values and "step" in values:
-                values[_MASTER] = store(read(param.detach()), self._master_format(param))
         super().__setstate__(state)
 
     def _take(self, name: str, value: Tensor, param: Tensor) -> Tensor:
@@ -201,7 +210,14 @@ class LowBitStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         adopted = {ORIGINAL: self.__dict__[ORIGINAL]} if ORIGINAL in self.__dict__ else {}
-        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), "_places": {}, **adopted}
+        return {
+            **super().__getstate__(),
+            "formats": self.formats,
+            "_fused": FusedStep(),
+            "_places": {},
+            "_written": {},
+            **adopted,
+        }
 
 
 class _Kept:
@@ -221,6 +237,11 @@ def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
     # A level of the chart that keeps masters has them on the parameters, for checkpoints of the model.
     master: Tensor | None = getattr(param, _MASTER, None)
     return state.get(_MASTER) if master is None else master
+
+
+def _version(param: Tensor) -> tuple[int, int]:
+    """Changes when somebody writes ``param`` or gives it other data."""
+    return param._version, param.data_ptr()
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def release(optimizer: Optimizer) -> None:
         return
     optimizer.__class__ = original
     _rewrap_step(optimizer)
-    for name in ("formats", "_fused", "_places", "_gradient_release"):
+    for name in ("formats", "_fused", "_places", "_gradient_release", "_written"):
         optimizer.__dict__.pop(name, None)
     fused = any(group["fused"] or group["capturable"] for group in optimizer.param_groups)
     for state in optimizer.state.values():

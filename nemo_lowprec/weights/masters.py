@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
@@ -114,8 +115,12 @@ class MasterWeights:
             if param.device != master.device:
                 param.copy_(master)
 
-    def remove(self) -> None:
-        """Give the parameters their FP32 values back and forget the masters."""
+    def remove(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Give the parameters their FP32 values back and forget the masters.
+
+        Returns the parameters that others had to take the places of.
+        """
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -129,11 +134,14 @@ class MasterWeights:
                 delattr(param, MASTER)
                 if isinstance(param, ScaledTensor):
                     plain = nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
-                    swap_or_replace(self._model, param, plain)
+                    now = swap_or_replace(self._model, param, plain)
+                    if now is not param:
+                        replaced[param] = now
                 else:
                     param.data = master.data.to(device)
                     param.grad_dtype = param.dtype
         self._model = None
+        return replaced
 
     # The optimizer's side
 
@@ -194,7 +202,9 @@ class MasterWeights:
 
 
 def _needs_fp32(module: nn.Module) -> bool:
-    """Norms with running statistics: torch wants their weights in the statistics' dtype."""
+    """Norms with running statistics (torch wants their weights in the statistics' dtype), and parametrizations."""
+    if isinstance(module, ParametrizationList):
+        return True
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 

@@ -16,6 +16,7 @@ from weakref import getweakrefs
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
@@ -55,6 +56,10 @@ class StoredWeights:
                 is alive or with a weak reference to it, or an embedding with sparse gradients.
         """
         for name, module in model.named_modules():
+            for own, param in module.named_parameters(recurse=False):
+                if not _needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
+                    where = f"{name}.{own}" if name else own
+                    raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
                 raise ValueError(
                     f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False."
@@ -77,8 +82,6 @@ class StoredWeights:
                     f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
                     "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
                 )
-            if _is_matrix(param) and getweakrefs(param):
-                raise ValueError(f"Somebody holds a weak reference to {name}, which cannot change its storage so.")
 
     def install(self, model: nn.Module) -> None:
         """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""
@@ -143,8 +146,9 @@ class StoredWeights:
         assert self._model is not None
         return (p for p in self._model.parameters() if isinstance(p, StoredTensor) or _is_fp16_matrix(p))
 
-    def remove(self) -> None:
-        """Give the parameters their values back as plain FP32."""
+    def remove(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Give the parameters their values back as plain FP32; returns those that others had to take the places of."""
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -160,11 +164,14 @@ class StoredWeights:
                     if master is not None:
                         delattr(param, MASTER)
                     plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    swap_or_replace(self._model, param, plain)
+                    now = swap_or_replace(self._model, param, plain)
+                    if now is not param:
+                        replaced[param] = now
                 else:
                     param.data = values
                     param.grad_dtype = torch.float32
         self._model = None
+        return replaced
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -190,8 +197,8 @@ def _is_fp16_matrix(param: Tensor) -> bool:
 
 
 def _needs_plain_fp32(module: nn.Module) -> bool:
-    """RNNs hand the addresses of their weights to cuDNN."""
-    return isinstance(module, nn.RNNBase)
+    """RNNs hand the addresses of their weights to cuDNN; a parametrization computes with its own."""
+    return isinstance(module, nn.RNNBase | ParametrizationList)
 
 
 def _is_transformer_engine(module: nn.Module) -> bool:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nemo_lowprec.formats import StoredTensor
+
 __all__ = ["replace", "swap", "swap_or_replace"]
 
 
 def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Give ``param`` the storage and class of ``other``."""
-    inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param"}
+    if isinstance(other, StoredTensor):
+        other.copied_in_fp32 = True
+    inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param", "copied_in_fp32"}
     attributes = {n: v for n, v in param.__dict__.items() if n not in inner}
     hooks, post_hooks = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
     torch.utils.swap_tensors(param, other)
@@ -28,9 +32,11 @@ def replace(model: nn.Module | None, old: nn.Parameter, new: nn.Parameter) -> No
                 module._parameters[name] = new
 
 
-def swap_or_replace(model: nn.Module | None, param: nn.Parameter, other: nn.Parameter) -> None:
-    """``swap``, or ``replace`` where a graph holds the parameter."""
+def swap_or_replace(model: nn.Module | None, param: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+    """``swap``, or ``replace`` where a graph holds the parameter. Returns the parameter that the model has then."""
     try:
         swap(param, other)
     except RuntimeError:  # in the graph of a step that was broken off, and cannot be swapped
         replace(model, param, other)
+        return other
+    return param

@@ -12,6 +12,7 @@ from torch import nn
 
 from nemo_lowprec.formats import CastTensor, ScaledTensor
 from nemo_lowprec.formats.floats import E4M3
+from nemo_lowprec.formats.part import Part
 
 READS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
@@ -59,7 +60,7 @@ def test_operations_read_the_values_and_return_plain_tensors(dtype):
         (stored.half(), stored.data_fp16),
         (stored.double(), stored.data_fp16.double()),
     ):
-        assert type(got) is torch.Tensor and got.dtype == want.dtype and torch.equal(got, want)
+        assert type(got) in (torch.Tensor, Part) and got.dtype == want.dtype and torch.equal(got, want)
 
 
 def test_conversions_read_the_stored_bits_and_not_those_of_the_nominal_dtype():
@@ -195,3 +196,33 @@ def test_a_parameter_trains_with_a_plain_optimizer(dtype):
     x, y = torch.randn(32, 16).to(dtype), torch.randn(32, 8).to(dtype)
     losses = losses_with_sgd(module, x, y)
     assert losses[-1] < 0.9 * losses[0] and isinstance(module.weight, CastTensor)
+
+
+def test_weights_are_written_as_a_whole_or_by_elements_under_no_grad():
+    param = nn.Parameter(CastTensor.from_float(torch.randn(6, 8), torch.bfloat16))
+    with pytest.raises(RuntimeError, match=r"under torch\.no_grad"):
+        param[0] = 0
+    with torch.no_grad():
+        param[0] = 0
+        for write in (lambda: param[1].zero_(), lambda: nn.init.ones_(param[:2])):
+            with pytest.raises(RuntimeError, match="a copy of its values: writing into it would be lost"):
+                write()
+    assert param[0].abs().max() == 0 < param[1].abs().max()
+    with pytest.raises(RuntimeError, match=r"use tensor\.detach\(\)\.numpy"):
+        param.numpy()
+
+
+def test_swapping_other_weights_in_and_out_loses_no_bit():
+    param = nn.Parameter(CastTensor.from_float(torch.randn(6, 8), torch.bfloat16))
+    exact = param.dequantize(torch.float32)
+    kept = param.data
+    param.data = torch.ones(6, 8)
+    assert torch.equal(kept.dequantize(torch.float32), exact) and (param == 1).all()
+    param.data = kept
+    assert torch.equal(param.dequantize(torch.float32), exact)
+    with torch.no_grad():
+        kept = torch.empty_like(param)
+        kept.copy_(param)
+        param.zero_()
+        param.copy_(kept)
+    assert torch.equal(param.dequantize(torch.float32), exact)

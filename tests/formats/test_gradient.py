@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from nemo_lowprec.formats import BlockTensor, CastTensor, GradientTensor
 from nemo_lowprec.formats.floats import E4M3
+from nemo_lowprec.formats.part import Part
 from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
 
 SHAPE = (8, 300)
@@ -93,7 +95,7 @@ def test_operations_read_the_values_with_the_factor_and_return_plain_tensors():
         (torch.ones(SHAPE).add_(grad, alpha=-0.1), torch.ones(SHAPE).add_(values, alpha=-0.1)),
         (torch.ones(SHAPE).lerp_(grad, 0.1), torch.ones(SHAPE).lerp_(values, 0.1)),
     ):
-        assert type(got) is torch.Tensor and got.dtype == want.dtype and torch.equal(got, want)
+        assert type(got) in (torch.Tensor, Part) and got.dtype == want.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -439,3 +441,59 @@ def test_detach_shares_and_copies_do_not():
 def test_it_is_a_block_tensor_of_its_values_in_e4m3():
     grad, plain = make(), BlockTensor.from_float(randn(), E4M3)
     assert all(torch.equal(a, b) for a, b in zip(stored_bits(grad), stored_bits(plain), strict=True))
+
+
+WRITES = {
+    "row": lambda g: g.__setitem__(0, 0.0),
+    "column": lambda g: g.__setitem__((slice(None), 3), 0.0),
+    "element": lambda g: g.__setitem__((2, 5), torch.tensor(7.0)),
+    "mask": lambda g: g.__setitem__(g > 0.5, 0.0),
+    "rows": lambda g: g.__setitem__(torch.tensor([1, 3]), 0.0),
+    "data": lambda g: g.data.__setitem__(slice(2, 4), 0.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_elements_can_be_assigned(write):
+    grad = make().mul_(0.5)
+    want = grad.dequantize()
+    write(grad)
+    write(want)
+    assert torch.equal(grad.dequantize(), rounded(want))
+
+
+LOST = {
+    "zero_": lambda g: g[0].zero_(),
+    "mul_": lambda g: g[:4].mul_(0),
+    "view": lambda g: g.view(-1)[:3].fill_(0),
+    "t": lambda g: g.t().zero_(),
+    "unbind": lambda g: g.unbind()[0].zero_(),
+    "assign": lambda g: g[0].__setitem__(1, 0.0),
+    "foreach": lambda g: torch._foreach_mul_([g[0], g[1]], 0.5),
+    "out": lambda g: torch.add(torch.ones(300), 1, out=g[0]),
+}
+
+
+@pytest.mark.parametrize("write", LOST.values(), ids=LOST)
+def test_writing_into_a_view_is_an_error(write):
+    grad = make()
+    before = stored_bits(grad)
+    with pytest.raises(RuntimeError, match="a copy of its values: writing into it would be lost"):
+        write(grad)
+    assert all(torch.equal(a, b) for a, b in zip(stored_bits(grad), before, strict=True))
+    part = grad[0]
+    assert torch.equal(part * 2, grad.dequantize()[0] * 2) and type(part * 2) is torch.Tensor
+    assert part.tolist() == part.numpy().tolist() == pickle.loads(pickle.dumps(part)).tolist()
+    assert repr(part) == repr(grad.dequantize()[0])
+
+
+def test_arrays_lists_and_files():
+    grad = make()
+    values = grad.dequantize()
+    assert (np.asarray(grad) == values.numpy()).all() and grad.tolist() == values.tolist()
+    assert np.asarray(grad, dtype=np.float64).dtype == np.float64
+    file = io.BytesIO()
+    torch.save({"grad": grad}, file)
+    file.seek(0)
+    again = torch.load(file)["grad"]  # weights_only
+    assert isinstance(again, GradientTensor) and torch.equal(again.dequantize(), values) and again.fmt == grad.fmt

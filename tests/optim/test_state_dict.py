@@ -102,7 +102,7 @@ def test_states_of_torch_go_into_other_formats_whatever_the_parameters_dtype(dty
     optimizer.load_state_dict(plain.state_dict())
     for p, q in zip(source, optimizer.param_groups[0]["params"], strict=True):
         state = optimizer.state[q]
-        assert ("master_weight" in state) == (dtype != torch.float32)
+        assert "master_weight" not in state  # made by the next step, of the weight as it is then
         assert state["step"].dtype == torch.float32 and state["step"] == 4
         for key, fmt in zip(KEYS, (first, second), strict=True):
             want, got = plain.state[p][key], values(state[key])
@@ -113,14 +113,51 @@ def test_states_of_torch_go_into_other_formats_whatever_the_parameters_dtype(dty
                 assert (got - want).abs().max() <= 0.07 * want.abs().max()
 
 
-def test_a_master_that_was_not_saved_is_made_of_the_weight_and_one_that_is_not_kept_is_dropped():
-    params, with_master = trained(dtype=torch.bfloat16, master_weight_dtype="fp32")
+def test_a_master_that_is_not_kept_is_dropped():
+    _, with_master = trained(dtype=torch.bfloat16, master_weight_dtype="fp32")
     _, without = trained(dtype=torch.bfloat16)
     without.load_state_dict(with_master.state_dict())
     assert all("master_weight" not in s for s in without.state.values())
-    with_master.load_state_dict(without.state_dict())
-    for p in params:
-        assert torch.equal(with_master.state[p]["master_weight"], p.detach().float())
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+@pytest.mark.parametrize("master", ["fp16", "fp32"])
+def test_a_master_that_was_not_saved_is_made_of_the_loaded_weight_in_either_order(master, model_first):
+    saved_params, plain = trained(dtype=torch.bfloat16)
+    params = [nn.Parameter(p.detach() + 1) for p in make_params(torch.bfloat16)]
+    optimizer = AdamW(params, master_weight_dtype=master)
+    for part in (0, 1) if model_first else (1, 0):
+        if part == 0:
+            with torch.no_grad():
+                for p, q in zip(params, saved_params, strict=True):
+                    p.copy_(q)
+        else:
+            optimizer.load_state_dict(plain.state_dict())
+    run(optimizer, params, 1)
+    for p, q in zip(params, saved_params, strict=True):
+        assert (p.float() - q.float()).abs().max() <= 0.1 if p.numel() else True
+
+
+@pytest.mark.parametrize("master", ["fp16", "fp32"])
+@pytest.mark.parametrize("by_data", [True, False])
+def test_a_weight_that_others_wrote_is_not_undone(master, by_data):
+    params, optimizer = trained(dtype=torch.bfloat16, master_weight_dtype=master)
+    before = [values(optimizer.state[p]["master_weight"]).clone() for p in params]
+    run(optimizer, params, 1)
+    moved = [
+        not torch.equal(values(optimizer.state[p]["master_weight"]), b) for p, b in zip(params, before, strict=True)
+    ]
+    assert any(moved)
+    with torch.no_grad():
+        for p in params:
+            if by_data:
+                p.data = p.data + 8
+            else:
+                p.add_(8)
+    want = [p.detach().float().clone() for p in params]
+    run(optimizer, params, 1)
+    for p, w in zip(params, want, strict=True):
+        assert (p.float() - w).abs().max() <= 0.1 if p.numel() else True
 
 
 def test_a_model_with_parameters_that_have_no_state_yet():
