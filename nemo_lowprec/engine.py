@@ -325,7 +325,11 @@ class Engine:
         if self.loss_scale is None:
             return loss
         self._unscaled.clear()
-        return loss * self.loss_scale.begin()
+        before, scale = self.loss_scale.used, self.loss_scale.begin()
+        if scale != before and self.histories is not None:
+            # Delayed scales would saturate gradients that have doubled.
+            self.histories.rescale("grad_output", scale / before)
+        return loss * scale
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Make the optimizer's gradients true gradients; return whether the step must be skipped.

@@ -153,6 +153,14 @@ class DelayedScaling:
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
                 slot.cold, slot.recorded = slot.cold and not seen, False
 
+    @torch.no_grad()
+    def rescale(self, kind: str, factor: float) -> None:
+        """Expect the operands whose names end in ``kind`` to be ``factor`` times as large: the loss scale changed."""
+        chosen = [name.endswith(f".{kind}") for name in self.slots]
+        factors = torch.where(torch.tensor(chosen, device=self.scale.device), factor, 1.0)
+        self.history *= factors
+        self.scale /= factors
+
     def nonfinite(self) -> Tensor:
         """Whether any amax since the last update is not finite, as a tensor on the device."""
         return (~torch.isfinite(self.amax)).any()

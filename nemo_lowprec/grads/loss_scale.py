@@ -99,11 +99,13 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "hysteresis": self.hysteresis}
+        return {
+            "scale": self.scale, "used": self.used, "good_steps": self.good_steps, "hysteresis": self.hysteresis,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from saved counters; a static scale stays what it was configured to be."""
         if self.dynamic:
             self.scale = float(state["scale"])
             self.good_steps, self.hysteresis = int(state["good_steps"]), int(state["hysteresis"])
-            self.used = self.scale
+            self.used, self._learned = float(state.get("used", self.scale)), False

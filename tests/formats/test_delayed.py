@@ -258,3 +258,19 @@ def test_scale_follows_the_rules_for_any_history(steps, history_len, algo, inter
         if number % interval == 0 and window > 0:
             scale = min(448 / window / 2.0**margin, torch.finfo(torch.float32).max)
         assert got == pytest.approx(scale, rel=1e-6)
+
+
+def test_rescaled_operands_are_expected_to_be_as_much_larger():
+    table = DelayedScaling(history_len=4)
+    table.add_all({"a.grad_output": E5M2, "a.input": E4M3})
+    for _ in range(2):
+        for slot in table.slots.values():
+            slot.record(torch.tensor(3.0))
+        table.update()
+    before = {name: slot.scale.item() for name, slot in table.slots.items()}
+    table.rescale("grad_output", 2.0)
+    after = {name: slot.scale.item() for name, slot in table.slots.items()}
+    assert after == {"a.grad_output": before["a.grad_output"] / 2, "a.input": before["a.input"]}
+    assert table.history.amax(0).tolist() == [6.0, 3.0]
+    table.update()  # and go on from there
+    assert table.slots["a.grad_output"].scale.item() == after["a.grad_output"]

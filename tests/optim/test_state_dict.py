@@ -124,7 +124,10 @@ def test_a_master_that_is_not_kept_is_dropped():
 @pytest.mark.parametrize("master", ["fp16", "fp32"])
 def test_a_master_that_was_not_saved_is_made_of_the_loaded_weight_in_either_order(master, model_first):
     saved_params, plain = trained(dtype=torch.bfloat16)
-    params = [nn.Parameter(p.detach() + 1) for p in make_params(torch.bfloat16)]
+    params = make_params(torch.bfloat16)
+    with torch.no_grad():
+        for p in params:
+            p.add_(1)
     optimizer = AdamW(params, master_weight_dtype=master)
     for part in (0, 1) if model_first else (1, 0):
         if part == 0:

@@ -14,6 +14,7 @@ from support import (
     plugin,
     stored,
     train,
+    values_of,
 )
 from torch.utils.data import DataLoader
 
@@ -206,6 +207,70 @@ def test_an_overflow_of_one_optimizer_does_not_hold_back_the_other(case):
     weights = state["weights"].items()
     moved = {name.split(".")[0] for name, value in weights if not torch.equal(value, kept(case, name, start[name]))}
     assert moved == {"inp", "norm"}
+
+
+class Both(Net):
+    """Two optimizers that step on the gradients of one backward pass, which ``clip`` clips by hand."""
+
+    automatic_optimization = False
+
+    def __init__(self, clip=None, bad=None):
+        super().__init__()
+        self.clip, self.bad = clip, bad
+        self.norms, self.scales, self.skipped = [], [], []
+
+    def configure_optimizers(self):
+        halves = [*self.inp.parameters(), *self.norm.parameters()], [*self.mid.parameters(), *self.head.parameters()]
+        return [torch.optim.AdamW(half, lr=1e-2, eps=1e-3) for half in halves]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        if batch_idx == self.bad:
+            self.inp.bias.grad.fill_(float("inf"))
+        engine = self.trainer.precision_plugin.engine
+        for optimizer in optimizers:
+            if self.clip is not None:
+                self.clip_gradients(optimizer, self.clip, "norm")
+            optimizer.step()
+            params = optimizer.param_groups[0]["params"]
+            self.norms.append(torch.stack([stored_norm(p.grad) for p in params]).norm().item())
+            self.skipped.append(optimizer.optimizer in engine.skipped)
+        self.scales.append(engine.loss_scale.scale)
+
+
+def stored_norm(grad):
+    return values_of(grad).float().norm()
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_optimizers_that_share_a_backward_pass_share_its_scale(case):
+    runs = []
+    for window in (1, 1000):  # with 1 the scale doubles at every step, for the next backward pass
+        model = Both()
+        train(model, plugin(case, loss_scale=None, initial_loss_scale=256.0, loss_scale_window=window), max_steps=6)
+        runs.append(model)
+    assert runs[0].scales == [512.0, 1024.0, 2048.0] and runs[1].scales == [256.0] * 3
+    assert runs[0].norms == pytest.approx(runs[1].norms, rel=0.1)
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_an_overflow_counts_once_and_holds_back_its_own_optimizer(case):
+    model = Both(bad=1)
+    train(model, plugin(case, loss_scale=None, initial_loss_scale=256.0, hysteresis=1), max_steps=6)
+    assert model.skipped == [False, False, True, False, False, False] and model.scales == [256.0, 128.0, 128.0]
+    assert 0.5 < model.norms[3] / model.norms[1] < 2
+
+
+@pytest.mark.parametrize("case", FP16_CASES)
+def test_manual_clipping_sees_true_gradients(case):
+    model, loose = Both(clip=0.05), Both()
+    train(model, plugin(case, loss_scale=None, initial_loss_scale=256.0), max_steps=2)
+    train(loose, plugin(case, loss_scale=None, initial_loss_scale=256.0), max_steps=2)
+    assert model.norms == pytest.approx([0.05, 0.05], rel=0.05) and min(loose.norms) > 0.06
 
 
 def test_an_overflow_that_an_fp8_cast_hides_from_the_gradients_skips_the_step():

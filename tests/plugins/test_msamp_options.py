@@ -195,3 +195,69 @@ def test_gradient_release_refuses_a_second_gradient_before_the_step(case):
 
     with pytest.raises(RuntimeError, match="gradient_release=True has stepped this parameter already"):
         train(Twice(), plugin(case, gradient_release=True), max_steps=1)
+
+
+def test_gradient_release_refuses_clipping_by_hand():
+    class Clips(Net):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, 0.5, "norm")
+
+    with pytest.raises(ValueError, match="gradient_release=True has stepped each parameter before"):
+        train(Clips(), plugin("msamp_o2", gradient_release=True), max_steps=1)
+
+
+def test_gradient_release_refuses_a_second_optimizer_s_gradients_in_the_first_one_s_pass():
+    class Adversaries(Net):
+        automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (self.mid, self.head)]
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():  # each pass reaches both halves
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="gradient_release=True has stepped this parameter already"):
+        train(Adversaries(), plugin("msamp_o2", gradient_release=True), max_steps=2)
+
+
+@pytest.mark.parametrize("case", [*MSAMP_LEVELS, "bf16_with_fp8_mixed+fp8_params"])
+def test_a_step_that_was_broken_off_leaves_model_and_optimizer_together(case):
+    class Breaks(Net):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            self.breaks = True
+
+        def configure_optimizers(self):
+            return self.own
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if self.breaks:
+                self.kept = loss
+                raise KeyError("broken off")
+            return loss
+
+    model = Breaks()
+    with pytest.raises(KeyError, match="broken off"):
+        train(model, case, max_steps=1)
+    held = {id(p) for group in model.own.param_groups for p in group["params"]}
+    assert held == {id(p) for p in model.parameters()}
+    model.breaks = False
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, case, max_steps=2)
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("case", [*MSAMP_LEVELS, "bf16_mixed", "bf16_with_fp8_mixed", "te_fp8"])
+@pytest.mark.parametrize("parametrization", ["spectral_norm", "weight_norm"])
+def test_parametrizations_train(case, parametrization):
+    model = Net(0.2)
+    getattr(nn.utils.parametrizations, parametrization)(model.mid)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    train(model, case, max_epochs=2)
+    assert model.losses[-1] < model.losses[0]
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
