@@ -216,22 +216,20 @@ class Engine:
         if self.gradients is not None:
             self.gradients.remove()
             self.gradients = None
-        if self.stored is not None:
-            replaced = self.stored.remove()
-            self.stored = None
-            for optimizer in list(self._optimizers):
-                _follow(optimizer, replaced)
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        for weights in (self.stored, self.masters):
+            if weights is not None:
+                replaced |= weights.remove()
+        for optimizer in list(self._optimizers):
+            _follow(optimizer, replaced)
+            if self.stored is not None:
                 release(optimizer)
                 self._optimizers.discard(optimizer)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self._released.clear()
-        if self.masters is not None:
-            replaced = self.masters.remove()
-            self.masters = None
-            for optimizer in self._optimizers:
-                _follow(optimizer, replaced)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._released.clear()
+        self.stored = self.masters = None
         revert_layers(self.model)
 
     def settle(self) -> None:
@@ -285,6 +283,11 @@ class Engine:
         """Raise what ``attach`` would, and change nothing."""
         if self.level.is_low_bit and optimizer not in self._optimizers:
             check_adoptable(optimizer)
+
+    def check_averaging(self) -> None:
+        """Raise ValueError where gradients cannot be averaged over processes."""
+        if self.low_bit.gradient_release:
+            raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
 
     def _forget_released(self, optimizer: Optimizer, *_: Any) -> None:
         self._released -= {id(param) for param in _params(optimizer)}

@@ -124,6 +124,6 @@ def _all_reduce_grads(model: nn.Module, group: Any = None) -> None:
         ValueError: with ``gradient_release``, whose steps were taken already.
     """
     engine = Engine.of(model)
-    if engine is not None and engine.low_bit.gradient_release:
-        raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
+    if engine is not None:
+        engine.check_averaging()
     average_gradients(model.parameters(), group)

@@ -96,8 +96,7 @@ class UnderDDP:
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is None or ddp.module is not model:
             return
-        if self._engine.low_bit.gradient_release:
-            raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
+        self._engine.check_averaging()
         if self._synced is None or self._synced() is not ddp:
             broadcast_weights(self._params, ddp.process_group)
             self._synced = ref(ddp)

@@ -134,9 +134,7 @@ class MasterWeights:
                 delattr(param, MASTER)
                 if isinstance(param, ScaledTensor):
                     plain = nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
-                    now = swap_or_replace(self._model, param, plain)
-                    if now is not param:
-                        replaced[param] = now
+                    swap_or_replace(self._model, param, plain, replaced)
                 else:
                     param.data = master.data.to(device)
                     param.grad_dtype = param.dtype

@@ -164,9 +164,7 @@ class StoredWeights:
                     if master is not None:
                         delattr(param, MASTER)
                     plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    now = swap_or_replace(self._model, param, plain)
-                    if now is not param:
-                        replaced[param] = now
+                    swap_or_replace(self._model, param, plain, replaced)
                 else:
                     param.data = values
                     param.grad_dtype = torch.float32

@@ -32,11 +32,12 @@ def replace(model: nn.Module | None, old: nn.Parameter, new: nn.Parameter) -> No
                 module._parameters[name] = new
 
 
-def swap_or_replace(model: nn.Module | None, param: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
-    """``swap``, or ``replace`` where a graph holds the parameter. Returns the parameter that the model has then."""
+def swap_or_replace(
+    model: nn.Module | None, param: nn.Parameter, other: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """``swap``, or ``replace`` where a graph holds the parameter, which is then noted in ``replaced``."""
     try:
         swap(param, other)
     except RuntimeError:  # in the graph of a step that was broken off, and cannot be swapped
         replace(model, param, other)
-        return other
-    return param
+        replaced[param] = other

@@ -1,6 +1,7 @@
 """``initialize``: what it makes of model and optimizer, and what it refuses."""
 
 import copy
+import io
 import itertools
 import weakref
 
@@ -374,6 +375,35 @@ def test_gradient_release_is_refused_by_what_comes_too_late(level):
         nemo_lowprec.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ValueError, match="gradient_release=True steps before gradients are averaged"):
         optimizer.all_reduce_grads(model)
+
+
+@AT_LEVELS
+def test_groups_that_are_added_later_are_checked_too(level):
+    _, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)
+    for name in ("amsgrad", "differentiable"):
+        with pytest.raises(ValueError, match=f"{name}=True"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], name: True})
+    assert len(optimizer.param_groups) == 1
+
+
+@AT_LEVELS
+def test_copies_of_weights_are_fp32_so_that_an_average_of_them_moves(level):
+    model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)
+    step(model, optimizer)
+    average = optim.swa_utils.AveragedModel(model, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9999))
+    file = io.BytesIO()
+    torch.save(model.mid.weight, file)
+    file.seek(0)
+    exact = model.state_dict()["mid.weight"].float()
+    for copied in (average.module.mid.weight, torch.load(file)):
+        assert type(copied) is nn.Parameter and torch.equal(copied, exact)
+    average.update_parameters(model)  # the first update takes the values over
+    before = average.module.mid.weight.detach().clone()
+    step(model, optimizer)
+    average.update_parameters(model)
+    want = before.lerp(values(model.mid.weight), 1e-4)
+    torch.testing.assert_close(average.module.mid.weight.detach(), want, rtol=1e-6, atol=1e-8)
+    assert not torch.equal(want, before)
 
 
 @AT_LEVELS
