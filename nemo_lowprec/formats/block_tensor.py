@@ -42,9 +42,9 @@ class BlockTensor(StoredTensor):
         return cls(torch.zeros(shape, dtype=fmt.dtype, device=device), exponent, fmt)
 
     @classmethod
-    def from_float(cls, values: Tensor, fmt: FloatFormat) -> Any:
-        """Quantize ``values``."""
-        return cls(*quantize_blocks_of_rows(values.detach(), fmt), fmt)
+    def from_float(cls, values: Tensor, fmt: FloatFormat, positive: bool = False) -> Any:
+        """Quantize ``values``; ``positive`` as in ``quantize_rows``."""
+        return cls(*quantize_blocks_of_rows(values.detach(), fmt, positive), fmt)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> Any:
@@ -59,7 +59,10 @@ class BlockTensor(StoredTensor):
         return dequantize_rows(self.data_blocks, self.exponent).to(dtype or self.dtype)
 
 
-def quantize_blocks_of_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
-    """``quantize_rows``, by the fused kernel where there is one."""
+def quantize_blocks_of_rows(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor]:
+    """``quantize_rows`` to nearest, by the fused kernel where there is one."""
     kernels = block_kernels() if values.is_cuda else None
-    return quantize_rows(values, fmt) if kernels is None else kernels.quantize(values, fmt)[:2]
+    if kernels is None:
+        return quantize_rows(values, fmt, positive=positive)
+    data, exponent, _ = kernels.quantize(values, fmt, positive)
+    return data, exponent

@@ -22,6 +22,12 @@ class FloatFormat:
     dtype: torch.dtype
     max: float
 
+    @property
+    def smallest(self) -> float:
+        """The smallest positive value."""
+        info = torch.finfo(self.dtype)
+        return info.smallest_normal * info.eps
+
 
 # FP16 is here as a storage format beside a scale: scaled so, it reaches far below its own range.
 FP16 = FloatFormat("fp16", torch.float16, 65504.0)

@@ -3,6 +3,9 @@
 It is set as ``p.grad`` and behaves as a gradient: autograd accumulates into it (one rounding a micro-batch), and
 clipping, ``GradScaler`` and ``zero_grad`` of torch work on it. Multiplying it by a number changes its ``factor`` and
 rounds nothing; norms and the search for overflows read the stored bytes, without an FP32 copy.
+
+What is stored first is rounded to nearest, sums stochastically: with three bits of mantissa, a sum rounded to nearest
+stands still as soon as a micro-batch adds less than a sixteenth of it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from torch import Tensor
 from nemo_lowprec.formats.block_tensor import BlockTensor
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.row_blocks import UNIT, dequantize_rows, quantize_rows
+from nemo_lowprec.formats.row_blocks import UNIT, dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 from nemo_lowprec.formats.stored import StoredTensor, aten
 
 __all__ = ["GradientTensor"]
@@ -44,6 +48,7 @@ class GradientTensor(BlockTensor):
         factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
         multiplied: whether the factor is this tensor's own, and may be another than 1.
+        additions: how often something was added since values were stored, for stochastic rounding.
         overflowed: tells GradScaler, on the device, of overflows that this gradient does not show; None for nobody.
     """
 
@@ -52,6 +57,7 @@ class GradientTensor(BlockTensor):
     factor: Tensor
     nonfinite: Tensor
     multiplied: bool
+    additions: int = 0
     overflowed: Callable[[], Tensor] | None = None
 
     @staticmethod
@@ -77,16 +83,22 @@ class GradientTensor(BlockTensor):
         fresh = self.from_float(values)
         for name in ("data_blocks", "exponent", "nonfinite"):
             getattr(self, name).copy_(getattr(fresh, name))
-        return self._reset_factor()
+        return self._reset()
 
     @torch.no_grad()
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
-        """Add ``alpha * values``, with one rounding of the sum."""
+        """Add ``alpha * values``, with one rounding of the sum, a stochastic one."""
+        count = self.additions + 1
         kernels = block_kernels() if values.is_cuda else None
-        if kernels is None:
-            return self.quantize_(self.dequantize() + alpha * values.float())
-        kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha)
-        return self._reset_factor()
+        if kernels is not None:
+            kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha, count)
+        else:
+            total = self.dequantize() + alpha * values.float()
+            scaled, exponent = scale_to_blocks(total, self.fmt)
+            self.data_blocks.copy_(round_stochastic(scaled, self.fmt.dtype, salts_of_values(scaled, count)))
+            self.exponent.copy_(exponent)
+            self.nonfinite.copy_(_any_nonfinite(total))
+        return self._reset(count)
 
     def fold_(self) -> GradientTensor:
         """Make the factor 1: the values are rounded again where it was another."""
@@ -110,7 +122,8 @@ class GradientTensor(BlockTensor):
             self.factor, self.multiplied = torch.ones(1, device=self.device), True
         return self.factor
 
-    def _reset_factor(self) -> GradientTensor:
+    def _reset(self, additions: int = 0) -> GradientTensor:
+        self.additions = additions
         if self.multiplied:
             self.factor.fill_(1.0)
         return self
@@ -128,7 +141,7 @@ class GradientTensor(BlockTensor):
                 this.data_blocks.zero_()
                 this.exponent.fill_(UNIT)
                 this.nonfinite.zero_()
-                return this._reset_factor()
+                return this._reset()
             if func in (aten.detach.default, aten.alias.default):
                 this.own_factor()  # which the alias shares: multiplying one multiplies the other
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat, decode
+from nemo_lowprec.formats.stochastic import round_stochastic
 
 __all__ = [
     "BLOCK",
@@ -30,6 +31,7 @@ __all__ = [
     "exponent_rule",
     "power",
     "quantize_rows",
+    "scale_to_blocks",
 ]
 
 BLOCK = 128
@@ -81,13 +83,24 @@ def scale_to_blocks(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
     return scaled.flatten(1)[:, : block_grid(values.shape)[1]].reshape(values.shape), exponent
 
 
-def quantize_rows(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
-    """Quantize a tensor of any shape in blocks, to nearest even.
+def quantize_rows(
+    values: Tensor, fmt: FloatFormat, *, salt: int | None = None, positive: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Quantize a tensor of any shape in blocks.
+
+    Args:
+        salt: round stochastically with this random stream; None rounds to nearest even.
+        positive: what is positive stays so: the format's smallest number takes the place of zero.
 
     Returns:
         data of the same shape in ``fmt``, contiguous, and exponents, uint8 [rows, blocks of a row].
     """
-    scaled, exponent = scale_to_blocks(values.float(), fmt)
+    values = values.float()
+    scaled, exponent = scale_to_blocks(values, fmt)
+    if positive:
+        scaled = torch.where(values > 0, scaled.clamp(min=fmt.smallest), scaled)
+    if salt is not None:
+        return round_stochastic(scaled, fmt.dtype, salt), exponent
     return scaled.to(fmt.dtype, memory_format=torch.contiguous_format), exponent
 
 

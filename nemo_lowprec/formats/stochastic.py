@@ -1,4 +1,4 @@
-"""Stochastic rounding to 16-bit floats with random numbers that are a function of seed, step, tensor and element.
+"""Stochastic rounding to low-bit floats with random numbers that are a function of what is rounded.
 
 Nothing is drawn from a generator: the same step of the same run rounds the same way on every device, and a resumed
 run goes on as the interrupted one would have.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["mix", "round_stochastic", "rounding_rule", "salt_of"]
+__all__ = ["mix", "round_stochastic", "rounding_rule", "salt_of", "salts_of_values"]
 
 _MASK = 0xFFFFFFFF
 
@@ -26,30 +26,42 @@ def mix(x: Tensor | int) -> Tensor | int:
     return x ^ (x >> 16)
 
 
-def salt_of(seed: int, step: int, tensor: int) -> int:
-    """The random stream of one tensor at one step."""
-    salt = mix(mix(mix(seed) ^ step) ^ tensor)
+def salt_of(seed: int, *keys: int) -> int:
+    """A random stream: of one tensor at one step, say."""
+    salt = mix(seed)
+    for key in keys:
+        salt = mix(salt ^ key)
     assert isinstance(salt, int)
     return salt
 
 
+def salts_of_values(values: Tensor, count: int) -> Tensor:
+    """A random stream for each element of FP32 ``values``, from its bits and from how often it was rounded before."""
+    return values.contiguous().view(torch.int32).long() & _MASK ^ mix(count)
+
+
 def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
-    """(mantissa bits that an FP32 number loses, smallest normal number where FP32's is another) of a 16-bit float."""
-    return {torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0)}[dtype]
+    """(mantissa bits that an FP32 number loses, smallest normal number where FP32's is another) of a low-bit float."""
+    return {torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0), torch.float8_e4m3fn: (20, 2.0**-6)}[dtype]
 
 
-def round_stochastic(values: Tensor, dtype: torch.dtype, salt: int) -> Tensor:
-    """Round FP32 ``values`` up or down to FP16 or BF16, up with the probability of the fraction that is cut off.
+def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> Tensor:
+    """Round FP32 ``values`` up or down to FP16, BF16 or E4M3, up with the probability of the fraction that is cut off.
 
-    Two elements share 32 random bits. What is not finite becomes NaN.
+    Two elements share 32 random bits where these suffice. What is not finite becomes NaN.
+
+    Args:
+        salt: of the tensor; or int64, of each element.
     """
     bits, smallest = rounding_rule(dtype)
     index = (torch.arange(values.numel(), device=values.device) & _MASK).view(values.shape)
-    pair = mix((index >> 1) ^ salt)
-    assert isinstance(pair, Tensor)
-    random = (pair >> ((index & 1) * (32 - bits))) & ((1 << bits) - 1)
+    if bits <= 16:
+        random = mix((index >> 1) ^ salt) >> ((index & 1) * (32 - bits))
+    else:
+        random = mix(index ^ salt)
+    assert isinstance(random, Tensor)
     # Numbers below the smallest normal one all have its step: added to it, they lose the same bits as the others.
     shift = torch.where(values.abs() < smallest, smallest, 0.0).copysign(values)
-    raw = (values + shift).view(torch.int32) + random.int()
+    raw = (values + shift).view(torch.int32) + (random & ((1 << bits) - 1)).int()
     rounded = (raw & -(1 << bits)).view(torch.float32) - shift
     return torch.where(values.isfinite(), rounded, torch.nan).to(dtype)

@@ -17,8 +17,20 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.multi_tensor import TILES, PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import block_grid, exponent_rule
+from nemo_lowprec.formats.stochastic import rounding_rule
+from nemo_lowprec.formats.triton_stochastic import mix, round_stochastic
 
-__all__ = ["GROUP", "accumulate", "block_exponents", "exponents_of", "norms", "power_of_two", "quantize", "to_stored"]
+__all__ = [
+    "GROUP",
+    "accumulate",
+    "block_exponents",
+    "exponents_of",
+    "keep_positive",
+    "norms",
+    "power_of_two",
+    "quantize",
+    "to_stored",
+]
 
 _BLOCKS, _WARPS = 8, 1
 _NORM_BLOCKS, _NORM_WARPS = 32, 4
@@ -59,9 +71,16 @@ def to_stored(x, exponent, dtype: tl.constexpr):
 
 
 @triton.jit
+def keep_positive(scaled, x, SMALLEST: tl.constexpr):
+    """``scaled``, but no smaller than SMALLEST where ``x`` is positive."""
+    return tl.where((x > 0) & (scaled < SMALLEST), SMALLEST, scaled)
+
+
+@triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
-    x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, cols, per_row, total, stride_r, stride_c,
-    FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
+    x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, count, cols, per_row, total, stride_r, stride_c,
+    FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, ROUND_BITS: tl.constexpr,
+    ROUND_SMALLEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     block = first + tl.arange(0, BLOCKS)
@@ -84,13 +103,19 @@ def _quantize_kernel(
     if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
         tl.store(nonfinite_ptr, 1.0)
     exponent = block_exponents(x, TOP, MANTISSA)
-    tl.store(data_ptr + offset, to_stored(x, exponent, data_ptr.dtype.element_ty), mask=inside)
+    scaled = to_stored(x, exponent, tl.float32)
+    if SMALLEST > 0:
+        scaled = keep_positive(scaled, x, SMALLEST)
+    if ACCUMULATE:
+        salts = scaled.to(tl.uint32, bitcast=True) ^ mix(count.to(tl.uint32))
+        scaled = round_stochastic(scaled, offset.to(tl.uint32), salts, ROUND_BITS, ROUND_SMALLEST)
+    tl.store(data_ptr + offset, scaled.to(data_ptr.dtype.element_ty), mask=inside)
     tl.store(exponent_ptr + block, exponent.to(tl.uint8), mask=block < total)
 
 
 def _launch(
     values: Tensor, data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, fmt: FloatFormat,
-    accumulate: bool, alpha: float,
+    alpha: float = 1.0, count: int = 0, positive: bool = False,
 ) -> None:  # fmt: skip
     rows, cols, per_row = block_grid(values.shape)
     matrix = values.reshape(rows, cols)
@@ -98,11 +123,13 @@ def _launch(
     if total == 0:
         return
     top, mantissa = exponent_rule(fmt)
+    bits, smallest = rounding_rule(fmt.dtype)
     with torch.cuda.device(values.device):
         _quantize_kernel[(triton.cdiv(total, _BLOCKS),)](
-            matrix, data, exponent, factor, nonfinite, alpha, cols, per_row, total, *matrix.stride(),
-            FLAT=matrix.is_contiguous() and cols % 128 == 0, ACCUMULATE=accumulate,
-            TOP=top, MANTISSA=mantissa, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+            matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride(),
+            FLAT=matrix.is_contiguous() and cols % 128 == 0, ACCUMULATE=count > 0,
+            TOP=top, MANTISSA=mantissa, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
+            SMALLEST=fmt.smallest if positive else 0.0, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -119,8 +146,8 @@ def _flag(device: torch.device) -> Tensor:
     return there.pop()
 
 
-def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize a CUDA tensor of any shape and strides in one pass.
+def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a CUDA tensor of any shape and strides in one pass; ``positive`` as in ``quantize_rows``.
 
     Returns:
         data of the same shape in ``fmt``; exponents, uint8 [rows, blocks of a row]; FP32 [1], 1 where an element is
@@ -130,14 +157,20 @@ def quantize(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor, Tensor]:
     data = torch.empty(values.shape, dtype=fmt.dtype, device=values.device)
     exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=values.device)
     nonfinite = _flag(values.device)
-    _launch(values, data, exponent, nonfinite, nonfinite, fmt, False, 1.0)
+    _launch(values, data, exponent, nonfinite, nonfinite, fmt, positive=positive)
     return data, exponent, nonfinite
 
 
-def accumulate(data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float) -> None:
-    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on."""
+def accumulate(
+    data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float, count: int
+) -> None:
+    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on.
+
+    Args:
+        count: how often something was added, this time included; for stochastic rounding.
+    """
     nonfinite.zero_()
-    _launch(values, data, exponent, factor, nonfinite, E4M3, True, float(alpha))
+    _launch(values, data, exponent, factor, nonfinite, E4M3, float(alpha), count)
 
 
 @triton.jit

@@ -87,7 +87,7 @@ class LowBitStates(Optimizer):
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group, updates in list(self._updates()):  # all are looked at before any steps
-            self._step(updates, StepInputs(group, grad_scale, found_inf, self._seed))
+            self._step(updates, self._inputs(group, grad_scale, found_inf))
         return loss
 
     @torch.no_grad()
@@ -101,12 +101,13 @@ class LowBitStates(Optimizer):
         _, group, index = self._places[id(param)]
         update = self._update(param, index)
         if update is not None:
-            self._step([update], StepInputs(group, seed=self._seed))
+            self._step([update], self._inputs(group))
         return True
 
-    @property
-    def _seed(self) -> int | None:
-        return self.formats.seed if self.formats.stochastic_rounding else None
+    def _inputs(
+        self, group: dict[str, Any], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> StepInputs:
+        return StepInputs(group, grad_scale, found_inf, self.formats.seed, self.formats.stochastic_rounding)
 
     def _step(self, updates: list[Update], inputs: StepInputs) -> None:
         if updates[0].param.is_cuda and block_kernels() is not None:
@@ -203,7 +204,7 @@ class LowBitStates(Optimizer):
         if name == "step":
             return _scalar(float(value), param)
         if name in _STATES:
-            return store(value.to(param.device), self.formats.of(name, param))
+            return store(value.to(param.device), self.formats.of(name, param), positive=name == "exp_avg_sq")
         if name == _MASTER:
             return store(value.to(param.device), self._master_format(param))
         return value.to(param.device)
@@ -269,7 +270,8 @@ class Adam(LowBitStates, torch.optim.Adam):  # type: ignore[override]
             128 elements of a row with power-of-two scales. Parameters of fewer than two dimensions keep FP32 states.
         master_weight_dtype: master weights of parameters below FP32: ``fp32``, ``fp16`` (in blocks) or None.
         stochastic_rounding: round the updated weight (or FP16 master) stochastically.
-        seed: of stochastic rounding.
+        seed: of stochastic rounding; also of moments whose 1 - beta is less than half a step of their format, which
+            would never fade if they were rounded to nearest (BF16 at 0.999, FP8 at 0.95).
         options: torch's arguments. ``amsgrad`` and ``differentiable`` are refused; ``foreach``, ``fused`` and
             ``capturable`` choose among torch's implementations and change nothing here: on CUDA the step is one
             fused pass that a CUDA graph can capture.

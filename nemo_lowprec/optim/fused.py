@@ -14,7 +14,15 @@ from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor, Scaled
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
-from nemo_lowprec.optim.reference import StepInputs, Update, step_by_reference, weight_storage
+from nemo_lowprec.optim.reference import (
+    STREAMS,
+    StepInputs,
+    Update,
+    step_by_reference,
+    storage_of,
+    weight_storage,
+)
+from nemo_lowprec.optim.storage import stands_still
 
 __all__ = ["FusedStep"]
 
@@ -66,7 +74,7 @@ class FusedStep:
             self._launch(self._tables[kind, first, len(members) == 1], members, inputs)
 
     def _launch(self, tables: _Tables, updates: list[Update], inputs: StepInputs) -> None:
-        group, grad_scale, found_inf, seed = inputs.group, inputs.grad_scale, inputs.found_inf, inputs.seed
+        group, grad_scale, found_inf = inputs.group, inputs.grad_scale, inputs.found_inf
         kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
         one = updates[0]
         device = one.param.device
@@ -77,10 +85,13 @@ class FusedStep:
         aligned = tiles.aligned and tables.pointers.aligned
         storage = {name: rows[0][kernels.COLUMNS.index(name)].dtype for name in ("weight", "grad", *_STATES, "master")}
         types = {name.upper(): _triton_type(dtype) for name, dtype in storage.items()}
-        rounded = storage["master"] if one.master is not None else storage["weight"]
-        stochastic = seed is not None and rounded in (torch.float16, torch.bfloat16)
-        bits, smallest = rounding_rule(rounded) if stochastic else (0, 0.0)
         lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
+        value = storage["master"] if one.master is not None else storage["weight"]
+        how = {
+            "EXP_AVG_HOW": _how(storage["exp_avg"], stands_still(beta1, storage["exp_avg"])),
+            "EXP_AVG_SQ_HOW": _how(storage["exp_avg_sq"], stands_still(beta2, storage["exp_avg_sq"]), positive=True),
+            "VALUE_HOW": _how(value, inputs.stochastic and value in (torch.float16, torch.bfloat16)),
+        }
         weight_decay = float(group["weight_decay"])
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
         rate = 0.0 if lr_tensor is not None else float(lr)
@@ -88,10 +99,10 @@ class FusedStep:
         with torch.cuda.device(device):
             kernels.prepare_kernel[(len(updates),)](
                 addresses, tables.coefficients, tables.salts, tables.amax, tables.index,
-                none if found_inf is None else found_inf, mix(seed or 0),
+                none if found_inf is None else found_inf, mix(inputs.seed),
                 *((lr_tensor, 0.0) if lr_tensor is not None else _two_floats(rate)),
                 *_two_floats(beta1), *_two_floats(beta2),
-                HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, STOCHASTIC=stochastic, num_warps=1,
+                HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, num_warps=1,
             )  # fmt: skip
             kernels.adam_kernel[(tiles.tiles,)](
                 tiles.tensor_of, tiles.grid, addresses, tables.coefficients, tables.salts, tables.amax,
@@ -103,8 +114,8 @@ class FusedStep:
                 HAS_MASTER=one.master is not None, DECOUPLED=bool(group["decoupled_weight_decay"]),
                 DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
                 HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
-                STOCHASTIC=stochastic, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
-                **_RULES, FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+                **how, FIRST_STREAM=STREAMS["exp_avg"], SECOND_STREAM=STREAMS["exp_avg_sq"],
+                FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
             if isinstance(one.param, ScaledTensor):
                 self._fit_scales(tables, addresses, one, found_inf, MASTER=types["MASTER"], ALIGNED=aligned)
@@ -114,12 +125,11 @@ class FusedStep:
     ) -> None:
         """Give FP8 weights the scales of their new amaxes; few change, and only those weights are written again."""
         kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
-        tiles = tables.tiles
+        tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
         assert tiles is not None and tables.amax is not None and isinstance(one.param, ScaledTensor)
         kernels.scale_kernel[(len(tables.amax),)](
             addresses, tables.amax, tables.changed, tables.coefficients if found_inf is None else found_inf,
-            one.param.margin, HAS_FOUND=found_inf is not None, TOP=_RULES["E4M3_TOP"],
-            MANTISSA=_RULES["E4M3_MANTISSA"], num_warps=1,
+            one.param.margin, HAS_FOUND=found_inf is not None, TOP=top, MANTISSA=mantissa, num_warps=1,
         )  # fmt: skip
         kernels.weights_kernel[(tiles.tensor_of.numel(),)](
             tiles.tensor_of, tiles.grid, addresses, tables.changed, MASTER_BLOCKED=isinstance(one.master, BlockTensor),
@@ -128,28 +138,26 @@ class FusedStep:
 
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_RULES = dict(
-    zip(
-        ("E4M3_TOP", "E4M3_MANTISSA", "FP16_TOP", "FP16_MANTISSA"),
-        (*exponent_rule(E4M3), *exponent_rule(FP16)),
-        strict=True,
-    )
-)
+_BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, FP16)}
+
+
+def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[int, int, int, float, float]:
+    """How ``triton_adam`` stores a tensor of this dtype."""
+    fmt = _BLOCK_FORMATS.get(dtype)
+    bits, smallest_normal = rounding_rule(dtype) if stochastic else (0, 0.0)
+    smallest = fmt.smallest if fmt is not None and positive else 0.0
+    return *(exponent_rule(fmt) if fmt is not None else (0, 0)), bits, smallest_normal, smallest
 
 
 def _kind(update: Update) -> tuple[Any, ...]:
     """Parameters of one kind share a launch."""
     tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
-    storage = tuple(None if t is None else (isinstance(t, BlockTensor), _plain(t).dtype) for t in tensors)
+    storage = tuple(None if t is None else (isinstance(t, BlockTensor), storage_of(t).dtype) for t in tensors)
     blocked = any(isinstance(t, BlockTensor) for t in tensors)
     shape = update.param.shape
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
     margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
     return (*storage, weight_storage(update.param).dtype, margin, in_row % 128 == 0, update.param.device)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.data_blocks if isinstance(tensor, BlockTensor) else tensor
 
 
 def _is_fused(update: Update) -> bool:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.formats import BlockTensor, CastTensor, ScaledTensor, StoredTensor
-from nemo_lowprec.formats.row_blocks import scale_to_blocks
-from nemo_lowprec.formats.stochastic import round_stochastic, salt_of
-from nemo_lowprec.optim.storage import write
+from nemo_lowprec.formats.stochastic import salt_of
+from nemo_lowprec.optim.storage import stands_still, write
 
-__all__ = ["StepInputs", "Update", "adam_step", "read", "step_by_reference", "weight_storage"]
+__all__ = ["STREAMS", "StepInputs", "Update", "adam_step", "read", "step_by_reference", "storage_of", "weight_storage"]
+
+STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # random streams of a tensor's step, beside its weight's
 
 
 @dataclass
@@ -52,6 +53,11 @@ def weight_storage(param: Tensor) -> Tensor:
     return param.data_fp16 if isinstance(param, CastTensor) else param.detach()
 
 
+def storage_of(state: Tensor) -> Tensor:
+    """The plain tensor that holds a state's elements."""
+    return state.data_blocks if isinstance(state, BlockTensor) else state
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """What a step is told beside its parameters.
@@ -61,34 +67,28 @@ class StepInputs:
             has them.
         grad_scale: the loss scale that gradients still carry, FP32 scalar.
         found_inf: nonzero skips the step, FP32 scalar.
-        seed: of stochastic rounding; None rounds to nearest.
+        seed: of stochastic rounding.
+        stochastic: whether the copy that takes the updates is rounded so, where that is a 16-bit float.
     """
 
     group: dict[str, Any]
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
-    seed: int | None = None
+    seed: int = 0
+    stochastic: bool = False
 
 
 def step_by_reference(updates: Iterable[Update], inputs: StepInputs) -> None:
     """Step parameters in place, one after the other; on a GPU this waits for the device."""
     if inputs.found_inf is not None and bool(inputs.found_inf):
         return
-    scale = inputs.grad_scale
-    inv_scale = None if scale is None else scale.float().reshape(()).reciprocal()
     for update in updates:
-        adam_step(update, inputs.group, inv_scale, inputs.seed)
+        adam_step(update, inputs)
 
 
-def adam_step(update: Update, group: dict[str, Any], inv_scale: Tensor | None, seed: int | None) -> None:
-    """Step in place.
-
-    Args:
-        update: the parameter.
-        group: see ``StepInputs``.
-        inv_scale: multiplies the gradient, FP32 scalar.
-        seed: of stochastic rounding; None rounds to nearest.
-    """
+def adam_step(update: Update, inputs: StepInputs) -> None:
+    """Step in place, whatever ``inputs.found_inf`` says."""
+    group, scale = inputs.group, inputs.grad_scale
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     update.step += 1
     step = float(update.step)
@@ -96,8 +96,8 @@ def adam_step(update: Update, group: dict[str, Any], inv_scale: Tensor | None, s
     inv_sqrt_correction = 1 / math.sqrt(1 - math.pow(beta2, step))
 
     grad = read(update.grad)
-    if inv_scale is not None:
-        grad = grad * inv_scale
+    if scale is not None:
+        grad = grad * scale.float().reshape(()).reciprocal()
     if group["maximize"]:
         grad = -grad
     value = read(update.param if update.master is None else update.master)
@@ -112,30 +112,23 @@ def adam_step(update: Update, group: dict[str, Any], inv_scale: Tensor | None, s
     denominator = exp_avg_sq.sqrt() * inv_sqrt_correction + group["eps"]
     value = value - (exp_avg / denominator) * step_size
 
-    salt = None if seed is None else salt_of(seed, int(update.step), update.index)
-    if update.master is None:
-        _write_weight(update.param, value, salt)
-    else:
-        _write_master(update.master, value, salt)
-        copy_weight(update.param, update.master)
-    write(update.exp_avg, exp_avg)
-    write(update.exp_avg_sq, exp_avg_sq)
+    salt = salt_of(inputs.seed, int(update.step), update.index)
+    _write_value(update, value, salt if inputs.stochastic else None)
+    for name, beta, moment in (("exp_avg", beta1, exp_avg), ("exp_avg_sq", beta2, exp_avg_sq)):
+        state = getattr(update, name)
+        stochastic = stands_still(float(beta), storage_of(state).dtype)
+        write(state, moment, salt_of(salt ^ STREAMS[name]) if stochastic else None, positive=name == "exp_avg_sq")
 
 
-def _write_weight(param: Tensor, value: Tensor, salt: int | None) -> None:
-    storage = weight_storage(param)
-    if salt is not None and storage.dtype != torch.float32:
-        value = round_stochastic(value, storage.dtype, salt)
-    storage.copy_(value)
-
-
-def _write_master(master: Tensor, value: Tensor, salt: int | None) -> None:
-    if salt is None or not isinstance(master, BlockTensor):
-        write(master, value)
+def _write_value(update: Update, value: Tensor, salt: int | None) -> None:
+    """Store the updated master, or parameter without one; ``salt`` is for those that are 16-bit floats."""
+    master, param = update.master, update.param
+    if master is not None:
+        write(master, value, salt if isinstance(master, BlockTensor) else None)
+        copy_weight(param, master)
         return
-    scaled, exponent = scale_to_blocks(value, master.fmt)
-    master.data_blocks.copy_(round_stochastic(scaled, master.fmt.dtype, salt))
-    master.exponent.copy_(exponent)
+    storage = weight_storage(param)
+    write(storage, value, salt if storage.dtype != torch.float32 else None)
 
 
 def copy_weight(param: Tensor, master: Tensor) -> None:

@@ -1,4 +1,9 @@
-"""How optimizer states are stored: FP32 and BF16 as they are, FP16 and FP8 in blocks with power-of-two scales."""
+"""How optimizer states are stored: FP32 and BF16 as they are, FP16 and FP8 in blocks with power-of-two scales.
+
+Two things would make Adam run away that rounds its moments to nearest. Where 1 - beta is less than half of the step
+between two numbers of a format, a moment never fades: such ones are rounded stochastically. And a second moment that
+becomes zero, while the first does not, makes a step of exp_avg / eps: positive ones stay positive.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,10 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor
+from nemo_lowprec.formats.row_blocks import quantize_rows
+from nemo_lowprec.formats.stochastic import round_stochastic
 
-__all__ = ["StateFormat", "StateFormats", "portable", "store", "write"]
+__all__ = ["StateFormat", "StateFormats", "portable", "stands_still", "store", "write"]
 
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
@@ -30,7 +37,7 @@ class StateFormats:
         exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
         master_weight: ``fp32``, ``fp16`` (in blocks) or None; of parameters below FP32.
         stochastic_rounding: of the copy that takes the updates, where that is a 16-bit float.
-        seed: of stochastic rounding.
+        seed: of stochastic rounding, that of moments included (see ``stands_still``).
     """
 
     exp_avg: StateFormat = "fp32"
@@ -58,10 +65,15 @@ class StateFormats:
         return found
 
 
-def store(values: Tensor, fmt: StateFormat) -> Tensor:
-    """A new tensor that holds ``values`` in ``fmt``."""
+def stands_still(beta: float, dtype: torch.dtype) -> bool:
+    """Whether a moment of this beta would not fade if it were rounded to nearest."""
+    return dtype != torch.float32 and 1 - beta < torch.finfo(dtype).eps / 2
+
+
+def store(values: Tensor, fmt: StateFormat, positive: bool = False) -> Tensor:
+    """A new tensor that holds ``values`` in ``fmt``; see ``write``."""
     if fmt in _BLOCKS:
-        return BlockTensor.from_float(values, _BLOCKS[fmt])
+        return BlockTensor.from_float(values, _BLOCKS[fmt], positive)
     return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
 
 
@@ -72,12 +84,19 @@ def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
     return torch.zeros(param.shape, dtype=_PLAIN[fmt], device=param.device)
 
 
-def write(state: Tensor, values: Tensor) -> None:
-    """Store ``values`` in an existing state."""
+def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool = False) -> None:
+    """Store FP32 ``values`` in an existing state.
+
+    Args:
+        salt: round stochastically with this random stream; None rounds to nearest.
+        positive: where states are stored in blocks, what is positive stays so.
+    """
     if isinstance(state, BlockTensor):
-        state.quantize_(values)
+        data, exponent = quantize_rows(values, state.fmt, salt=salt, positive=positive)
+        state.data_blocks.copy_(data)
+        state.exponent.copy_(exponent)
     else:
-        state.copy_(values)
+        state.copy_(values if salt is None else round_stochastic(values, state.dtype, salt))
 
 
 def portable(state: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ Results are bit for bit those of ``reference``, since the compiler may not fuse 
 states' always; the weights' but for one unit in the last place where ``_quotient`` is off and for what ``_square_root``
 does not cover. The module needs Triton; importing it without raises ImportError.
 
-A row of the table of addresses is a parameter: see ``COLUMNS``.
+A row of the table of addresses is a parameter: see ``COLUMNS``. How a tensor is stored, a tuple: what
+``exponent_rule`` and ``rounding_rule`` say of its format, the latter's bits 0 for rounding to nearest; and the smallest
+number for positive elements, or 0.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from nemo_lowprec.formats.triton_blocks import GROUP, block_exponents, exponents_of, power_of_two, to_stored
+from nemo_lowprec.formats.triton_blocks import (
+    GROUP,
+    block_exponents,
+    exponents_of,
+    keep_positive,
+    power_of_two,
+    to_stored,
+)
+from nemo_lowprec.formats.triton_stochastic import mix, round_stochastic
 
 __all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
 
@@ -60,31 +70,10 @@ def _quotient(x, y):
     return tl.fma(tl.fma(y * -1.0, quotient, x), inverse, quotient)
 
 
-@triton.jit
-def _mix(x):
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _round(x, index, salt, BITS: tl.constexpr, SMALLEST: tl.constexpr):
-    """``round_stochastic`` of formats/: FP32 values of the 16-bit format."""
-    random = (_mix((index >> 1) ^ salt) >> ((index & 1) * (32 - BITS))) & ((1 << BITS) - 1)
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    shift = tl.where(tl.abs(x) < SMALLEST, SMALLEST, 0.0).to(tl.int32, bitcast=True) | sign
-    shift = shift.to(tl.float32, bitcast=True)
-    raw = (x + shift).to(tl.int32, bitcast=True) + random.to(tl.int32, bitcast=True)
-    rounded = (raw & -(1 << BITS)).to(tl.float32, bitcast=True) - shift  # a NaN's bits may have run over
-    return tl.fma(x, 0.0, rounded)
-
-
 @triton.jit(do_not_specialize=["seed"])
 def prepare_kernel(
     address_ptr, coefficient_ptr, salt_ptr, amax_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low,
-    beta2, beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr, STOCHASTIC: tl.constexpr,
+    beta2, beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr,
 ):  # fmt: skip
     """Count the step of one parameter and compute what depends on it, in FP64."""
     tensor = tl.program_id(0)
@@ -107,9 +96,8 @@ def prepare_kernel(
     tl.store(coefficient_ptr + tensor * 2, (rate / (one - libdevice.pow(first, step))).to(tl.float32))
     correction = one / tl.sqrt(one - libdevice.pow(second, step))
     tl.store(coefficient_ptr + tensor * 2 + 1, correction.to(tl.float32))
-    if STOCHASTIC:
-        salt = _mix(_mix(seed.to(tl.uint32) ^ step.to(tl.uint32)) ^ tl.load(index_ptr + tensor).to(tl.uint32))
-        tl.store(salt_ptr + tensor, salt.to(tl.int32, bitcast=True))
+    salt = mix(mix(seed.to(tl.uint32) ^ step.to(tl.uint32)) ^ tl.load(index_ptr + tensor).to(tl.uint32))
+    tl.store(salt_ptr + tensor, salt.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -145,14 +133,25 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 
 @triton.jit
-def _write(place, BLOCKED: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, x, block, live, offset, inside):
+def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
+    """Store a tile as HOW says (see above); returns the values that the stored elements stand for."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     if BLOCKED:
-        exponent = block_exponents(x, TOP, MANTISSA)
+        exponent = block_exponents(x, HOW[0], HOW[1])
         tl.store(place[1] + block, exponent.to(tl.uint8), mask=live)
-        tl.store(place[0] + offset, to_stored(x, exponent, dtype), mask=inside)
+        scaled = to_stored(x, exponent, tl.float32)
+        if HOW[4] > 0:
+            scaled = keep_positive(scaled, x, HOW[4])
     else:
-        tl.store(place[0] + offset, x.to(dtype), mask=inside)
+        scaled = x
+    if HOW[2] > 0:
+        scaled = round_stochastic(scaled, index, salt, HOW[2], HOW[3])
+    stored = scaled.to(dtype)
+    tl.store(place[0] + offset, stored, mask=inside)
+    if BLOCKED:
+        return stored.to(tl.float32) * power_of_two(exponent)[:, None]
+    else:
+        return x
 
 
 @triton.jit
@@ -175,9 +174,8 @@ def adam_kernel(
     GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr, EXP_AVG_SQ_BLOCKED: tl.constexpr,
     MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_BITS: tl.constexpr, ROUND_SMALLEST: tl.constexpr,
-    E4M3_TOP: tl.constexpr, E4M3_MANTISSA: tl.constexpr, FP16_TOP: tl.constexpr, FP16_MANTISSA: tl.constexpr,
-    FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+    EXP_AVG_HOW: tl.constexpr, EXP_AVG_SQ_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
+    SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Unscale, decay, update and store a tile of one parameter and its states."""
     tensor, first, block, live, base, offset, inside = _tile(tl.program_id(0), tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
@@ -219,31 +217,14 @@ def adam_kernel(
     denominator = _square_root(exp_avg_sq) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
     value = value - _quotient(exp_avg, denominator) * step_size
 
-    if tl.float8e4nv == EXP_AVG:
-        _write(exp_avg_at, True, E4M3_TOP, E4M3_MANTISSA, exp_avg, block, live, offset, inside)
-    else:
-        _write(exp_avg_at, EXP_AVG_BLOCKED, FP16_TOP, FP16_MANTISSA, exp_avg, block, live, offset, inside)
-    if tl.float8e4nv == EXP_AVG_SQ:
-        _write(exp_avg_sq_at, True, E4M3_TOP, E4M3_MANTISSA, exp_avg_sq, block, live, offset, inside)
-    else:
-        _write(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, FP16_TOP, FP16_MANTISSA, exp_avg_sq, block, live, offset, inside)
-
-    if STOCHASTIC:
-        index = base.to(tl.uint32) + offset.to(tl.uint32)
-        salt = tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True)
+    index = base.to(tl.uint32) + offset.to(tl.uint32)
+    salt = tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True)
+    stream = mix(salt ^ FIRST_STREAM)
+    _store(exp_avg_at, EXP_AVG_BLOCKED, EXP_AVG_HOW, exp_avg, index, stream, block, live, offset, inside)
+    stream = mix(salt ^ SECOND_STREAM)
+    _store(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, EXP_AVG_SQ_HOW, exp_avg_sq, index, stream, block, live, offset, inside)
     if HAS_MASTER:
-        if MASTER_BLOCKED:
-            exponent = block_exponents(value, FP16_TOP, FP16_MANTISSA)
-            if STOCHASTIC:
-                scaled = to_stored(value, exponent, tl.float32)
-                stored = _round(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST).to(MASTER)
-            else:
-                stored = to_stored(value, exponent, MASTER)
-            tl.store(master_at[0] + offset, stored, mask=inside)
-            tl.store(master_at[1] + block, exponent.to(tl.uint8), mask=live)
-            value = stored.to(tl.float32) * power_of_two(exponent)[:, None]
-        else:
-            _write(master_at, False, 0, 0, value, block, live, offset, inside)
+        value = _store(master_at, MASTER_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
         if tl.float8e4nv == WEIGHT:
             # In the scale that it has: where the tensor's new amax asks for another, weights_kernel writes it again.
             scale = _inverse(tl.load(_address(row, 1, tl.float32, 4)))
@@ -253,11 +234,9 @@ def adam_kernel(
             if largest > tl.load(amax_ptr + tensor):
                 tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
         else:
-            _write(weight_at, False, 0, 0, value, block, live, offset, inside)
+            tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
     else:
-        if STOCHASTIC:
-            value = _round(value, index, salt, ROUND_BITS, ROUND_SMALLEST)
-        _write(weight_at, False, 0, 0, value, block, live, offset, inside)
+        _store(weight_at, False, VALUE_HOW, value, index, salt, block, live, offset, inside)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def tolerance(dtype, fast=False):
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize("kind", OPERANDS)
-@pytest.mark.parametrize("shape", [(32, 64), (128, 256), (16, 48), (37, 48), (256, 1040)])
+@pytest.mark.parametrize("shape", [(32, 64), (128, 256), (16, 48), (37, 48), (256, 1040), (4096, 4128)])
 @pytest.mark.parametrize("special", [None, "zeros", "inf"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_te_quantizes_as_the_reference(scaling, kind, shape, special, dtype):
@@ -152,11 +152,16 @@ def test_margin(scaling):
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
 @pytest.mark.parametrize("kind", OPERANDS)
-def test_columnwise_only(scaling, kind):
+@pytest.mark.parametrize("shape", [(128, 64), (4096, 4096)])
+def test_columnwise_only(scaling, kind, shape):
     recipe = recipe_of(scaling)
-    te, x = backend_of("te", recipe), make(128, 64)
-    both = te.quantize(x, operands_of(recipe)[0][kind], rowwise=True, columnwise=True, record=False)
-    one = te.quantize(x, operands_of(recipe)[0][kind], rowwise=False, columnwise=True, record=False)
+    te, x = backend_of("te", recipe), make(*shape)
+    operands, histories = operands_of(recipe)
+    if histories is not None:  # a warm scale
+        te.quantize(x, operands[kind], rowwise=True, columnwise=False, record=True)
+        histories.update()
+    both = te.quantize(x, operands[kind], rowwise=True, columnwise=True, record=False)
+    one = te.quantize(x, operands[kind], rowwise=False, columnwise=True, record=False)
     assert torch.equal(values_of(one, True), values_of(both, True))
     tensors, _ = te.save(one)
     fp8 = [t for t in tensors if t is not None and t.dtype == torch.uint8]

@@ -16,7 +16,7 @@ import nemo_lowprec
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, GradientTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.optim import Adam, AdamW
-from nemo_lowprec.optim.reference import adam_step, read
+from nemo_lowprec.optim.reference import read, step_by_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -143,11 +143,9 @@ def follow(target, source):
 
 
 @torch.no_grad()
-def reference_step(optimizer, inv_scale=None):
-    seed = optimizer.formats.seed if optimizer.formats.stochastic_rounding else None
+def reference_step(optimizer, grad_scale=None):
     for group, updates in optimizer._updates():
-        for update in updates:
-            adam_step(update, group, inv_scale, seed)
+        step_by_reference(updates, optimizer._inputs(group, grad_scale))
 
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 5}
@@ -175,6 +173,22 @@ def test_every_pair_of_state_formats(first, second):
         assert (param.detach().float() - start.detach().float()).abs().max() > 1e-4
     assert all(s["step"] == 3 for p, s in ours.state.items() if p.numel())
     assert all(s["step"].is_cuda == (DEVICE == "cuda") for s in ours.state.values())
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.95, 0.9999), (0.999, 0.9)], ids=str)
+@pytest.mark.parametrize("first,second", [(f, f) for f in FORMATS[1:]])
+def test_moments_that_would_not_fade_are_rounded_stochastically(betas, first, second):
+    """A format's second moment stays positive; which moments are rounded how, ``stands_still`` says."""
+    weights = ((torch.float16, None, True), (torch.float32, None, False), (torch.bfloat16, "fp16", True))
+    for weight, master, stochastic in weights:
+        ours = compare(
+            weight=weight, betas=betas, exp_avg_dtype=first, exp_avg_sq_dtype=second, master_weight_dtype=master,
+            stochastic_rounding=stochastic,
+        )  # fmt: skip
+        for param in params_of(ours):
+            if second != "bf16" and param.dim() > 1 and param.numel():
+                data, grad = ours.state[param]["exp_avg_sq"].data_blocks.float(), read(param.grad)
+                assert ((data > 0) | (grad.square() * (1 - betas[1]) == 0)).all()
 
 
 @pytest.mark.parametrize("first,second", [("fp32", "fp32"), ("fp8", "fp16"), ("bf16", "fp8"), ("fp16", "bf16")])
@@ -419,7 +433,7 @@ def test_grad_scale_and_found_inf(weight, scale):
         ours.found_inf = torch.tensor(0.0, device=DEVICE)
         ours.step()
         del ours.grad_scale, ours.found_inf
-        reference_step(reference, scale_tensor.reciprocal())
+        reference_step(reference, scale_tensor)
         assert_as_the_reference(ours, reference)
         follow(reference, ours)
     assert all(s["step"] == 3 for p, s in ours.state.items() if p.numel())

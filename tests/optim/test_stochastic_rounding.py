@@ -3,6 +3,7 @@
 import pytest
 import torch
 from low_bit import all_bits, make_params, run, values
+from numerics import grid
 from support import assert_same
 
 from nemo_lowprec.formats import GradientTensor
@@ -19,14 +20,24 @@ def many(value, dtype, count=40_000, seed=0):
 
 def neighbours(value, dtype):
     """The numbers of the format around a value."""
+    if dtype == torch.float8_e4m3fn:
+        numbers = torch.from_numpy(grid("e4m3"))
+        numbers = torch.cat([-numbers.flip(0), numbers[1:]])
+        at = int(torch.searchsorted(numbers, value))
+        return numbers[at - 1].item(), numbers[at].item()
     near = torch.tensor(value).to(dtype)
     way = torch.tensor(INF if near.double() < value else -INF, dtype=dtype)
     return sorted((near.double().item(), torch.nextafter(near, way).double().item()))
 
 
-@DTYPES
+VALUES = [1.0003, -1.0003, 0.7003, 3.1415927, -1234.56, 1e-3, 2.0**-14 * 1.0007, 2.0**-15 * 1.003, 3.3e-7, -3e-8]
+E4M3_VALUES = [1.03, -1.03, 0.7003, 3.1415927, -123.4, 447.9, 2.0**-6 * 1.07, 2.0**-7 * 1.03, -1.3e-3, 4e-4]
+
+
 @pytest.mark.parametrize(
-    "value", [1.0003, -1.0003, 0.7003, 3.1415927, -1234.56, 1e-3, 2.0**-14 * 1.0007, 2.0**-15 * 1.003, 3.3e-7, -3e-8]
+    "dtype,value",
+    [(dtype, value) for dtype in (torch.float16, torch.bfloat16) for value in VALUES]
+    + [(torch.float8_e4m3fn, value) for value in E4M3_VALUES],
 )
 def test_rounds_to_a_neighbour_and_unbiased(dtype, value):
     rounded = many(value, dtype)
@@ -44,6 +55,9 @@ def test_every_number_of_the_format_stays(dtype):
     numbers = numbers[numbers.isfinite()]
     for seed in range(3):
         assert torch.equal(round_stochastic(numbers.float(), dtype, salt_of(seed, 1, 0)), numbers)
+        e4m3 = torch.from_numpy(grid("e4m3")).float()
+        assert torch.equal(round_stochastic(e4m3, torch.float8_e4m3fn, salt_of(seed, 1, 0)).float(), e4m3)
+        assert torch.equal(round_stochastic(-e4m3, torch.float8_e4m3fn, salt_of(seed, 1, 0)).float(), -e4m3)
 
 
 @DTYPES
