@@ -7,7 +7,8 @@ from support import kernels_or_skip
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.formats.multi_tensor import PointerTable
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
+from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -43,11 +44,12 @@ def assert_same(actual, expected):
 
 
 def assert_as_the_reference(kernels, values, fmt):
-    data, exponent, nonfinite = kernels.quantize(values, fmt)
-    want, want_exponent = quantize_rows(values, fmt)
-    assert_same(data, want)
-    assert_same(exponent, want_exponent)
-    assert nonfinite.shape == (1,) and nonfinite.item() == float(not values.isfinite().all())
+    for positive in (False, True):
+        data, exponent, nonfinite = kernels.quantize(values, fmt, positive)
+        want, want_exponent = quantize_rows(values, fmt, positive=positive)
+        assert_same(data, want)
+        assert_same(exponent, want_exponent)
+        assert nonfinite.shape == (1,) and nonfinite.item() == float(not values.isfinite().all())
 
 
 @FORMATS
@@ -126,13 +128,15 @@ def assert_same_gradient(actual, expected):
 def test_accumulate(kernels, dtype, shape, alpha, factor):
     data, exponent, flag = kernels.quantize(make(shape), E4M3)
     grad = GradientTensor(data, exponent, torch.ones(1, device="cuda"), flag).mul_(factor)
-    values = make(shape, dtype, seed=1)
-    total = (dequantize_rows(data, exponent) * grad.factor).view(shape) + alpha * values.float()
-    nonfinite = torch.full((1,), float(not total.isfinite().all()))
-    want = GradientTensor(*quantize_rows(total, E4M3), torch.ones(1), nonfinite)
-    grad.accumulate_(values, alpha)
-    assert grad.data_blocks is data and grad.exponent is exponent
-    assert_same_gradient(grad, want)
+    for count in (1, 2):
+        values = make(shape, dtype, seed=count)
+        total = (dequantize_rows(data, exponent) * grad.factor).view(shape) + alpha * values.float()
+        nonfinite = torch.full((1,), float(not total.isfinite().all()))
+        scaled, want_exponent = scale_to_blocks(total, E4M3)
+        want = round_stochastic(scaled, E4M3.dtype, salts_of_values(scaled, count))
+        grad.accumulate_(values, alpha)
+        assert grad.data_blocks is data and grad.exponent is exponent
+        assert_same_gradient(grad, GradientTensor(want, want_exponent, torch.ones(1), nonfinite))
 
 
 @pytest.mark.parametrize("shape", [(300, 333), (33, 256)], ids=str)
@@ -252,7 +256,7 @@ def test_beyond_31_bit_offsets(kernels, cols):
     if free < 24 * 2**30:
         pytest.skip("needs 24 GiB of free GPU memory")
     values = torch.zeros(2**17 + 8, cols, device="cuda", dtype=torch.bfloat16)
-    values[-1] = make((cols,), torch.bfloat16)
+    values[-1] = GradientTensor.from_float(make((cols,))).dequantize()  # which another rounding leaves as it is
     grad = GradientTensor.from_float(values)
     for _ in range(2):
         assert_same(grad.data_blocks[-1:], quantize_rows(values[-1:], E4M3)[0])
