@@ -19,7 +19,7 @@ from nemo_lowprec.formats.floats import FloatFormat
 
 __all__ = ["amax", "is_supported", "quantize", "quantize_current"]
 
-_TILE_ROWS, _TILE_COLS, _WARPS = 128, 64, 4
+_TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 
 
 def is_supported() -> bool:
