@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import GradientTensor, StoredTensor
+from nemo_lowprec.formats import E4M3, GradientTensor, StoredTensor
+from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 from nemo_lowprec.optim import Adam, AdamW
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
@@ -75,6 +77,17 @@ def values(tensor: Tensor) -> Tensor:
     """FP32 values of a stored or plain tensor, a copy."""
     tensor = tensor.detach()
     return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.float().clone()
+
+
+def rounded(gradient: Tensor) -> Tensor:
+    """What a stored gradient reads as."""
+    return dequantize_rows(*quantize_rows(gradient, E4M3))
+
+
+def rounded_sum(gradient: Tensor, count: int = 1) -> Tensor:
+    """The same once something was added to it ``count`` times, the last time with this sum."""
+    scaled, exponent = scale_to_blocks(gradient, E4M3)
+    return dequantize_rows(round_stochastic(scaled, E4M3.dtype, salts_of_values(scaled, count)), exponent)
 
 
 def bits(tensor: Tensor) -> list[Tensor]:

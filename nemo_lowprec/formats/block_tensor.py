@@ -12,7 +12,7 @@ from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.formats.row_blocks import UNIT, block_grid, dequantize_rows, quantize_rows
 from nemo_lowprec.formats.stored import StoredTensor
 
-__all__ = ["BlockTensor"]
+__all__ = ["BlockTensor", "quantize_blocks_of_rows"]
 
 
 class BlockTensor(StoredTensor):
@@ -42,9 +42,9 @@ class BlockTensor(StoredTensor):
         return cls(torch.zeros(shape, dtype=fmt.dtype, device=device), exponent, fmt)
 
     @classmethod
-    def from_float(cls, values: Tensor, fmt: FloatFormat, positive: bool = False) -> Any:
-        """Quantize ``values``; ``positive`` as in ``quantize_rows``."""
-        return cls(*quantize_blocks_of_rows(values.detach(), fmt, positive), fmt)
+    def from_float(cls, values: Tensor, fmt: FloatFormat) -> Any:
+        """Quantize ``values``."""
+        return cls(*quantize_blocks_of_rows(values.detach(), fmt), fmt)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> Any:

@@ -72,14 +72,19 @@ def _blocks(values: Tensor) -> Tensor:
     return padded.view(rows, blocks, BLOCK)
 
 
-def scale_to_blocks(values: Tensor, fmt: FloatFormat) -> tuple[Tensor, Tensor]:
-    """``values`` (FP32) times their blocks' scales, non-finite ones as NaN, and the exponents [rows, blocks]."""
+def scale_to_blocks(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor]:
+    """``values`` (FP32) times their blocks' scales, non-finite ones as NaN, and the exponents [rows, blocks].
+
+    ``positive`` as in ``quantize_rows``.
+    """
     blocks = _blocks(values)
     finite = blocks.isfinite()
     amax = torch.where(finite, blocks.abs(), 0.0).amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:2])
     exponent = block_exponent(amax, fmt)
     scaled = blocks * power(254 - exponent.int())[..., None]
     scaled = torch.where(finite, scaled, torch.nan)
+    if positive:
+        scaled = scaled.maximum(torch.where(amax > 0, fmt.smallest, 0.0)[..., None])
     return scaled.flatten(1)[:, : block_grid(values.shape)[1]].reshape(values.shape), exponent
 
 
@@ -90,15 +95,13 @@ def quantize_rows(
 
     Args:
         salt: round stochastically with this random stream; None rounds to nearest even.
-        positive: what is positive stays so: the format's smallest number takes the place of zero.
+        positive: for values none of which is negative: in a block with a positive one, the format's smallest positive
+            number takes the place of what is smaller, zeros included.
 
     Returns:
         data of the same shape in ``fmt``, contiguous, and exponents, uint8 [rows, blocks of a row].
     """
-    values = values.float()
-    scaled, exponent = scale_to_blocks(values, fmt)
-    if positive:
-        scaled = torch.where(values > 0, scaled.clamp(min=fmt.smallest), scaled)
+    scaled, exponent = scale_to_blocks(values.float(), fmt, positive)
     if salt is not None:
         return round_stochastic(scaled, fmt.dtype, salt), exponent
     return scaled.to(fmt.dtype, memory_format=torch.contiguous_format), exponent

@@ -55,11 +55,11 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> 
     """
     bits, smallest = rounding_rule(dtype)
     index = (torch.arange(values.numel(), device=values.device) & _MASK).view(values.shape)
-    if bits <= 16:
-        random = mix((index >> 1) ^ salt) >> ((index & 1) * (32 - bits))
-    else:
-        random = mix(index ^ salt)
+    shared = bits <= 16
+    random = mix((index >> 1 if shared else index) ^ salt)
     assert isinstance(random, Tensor)
+    if shared:
+        random = random >> ((index & 1) * (32 - bits))
     # Numbers below the smallest normal one all have its step: added to it, they lose the same bits as the others.
     shift = torch.where(values.abs() < smallest, smallest, 0.0).copysign(values)
     raw = (values + shift).view(torch.int32) + (random & ((1 << bits) - 1)).int()

@@ -23,7 +23,7 @@ from nemo_lowprec.formats.triton_stochastic import mix, round_stochastic
 __all__ = [
     "GROUP",
     "accumulate",
-    "block_exponents",
+    "block_amax",
     "exponents_of",
     "keep_positive",
     "norms",
@@ -52,10 +52,10 @@ def exponents_of(amax, TOP: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def block_exponents(x, TOP: tl.constexpr, MANTISSA: tl.constexpr):
-    """Stored exponents (int32) [blocks] of a tile [blocks, 128]; TOP and MANTISSA are ``exponent_rule``."""
+def block_amax(x):
+    """Largest finite magnitudes of the blocks of a tile [blocks, 128], as the bits of FP32 numbers (int32)."""
     largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
-    return exponents_of(tl.maximum(largest, 0.0).to(tl.int32, bitcast=True), TOP, MANTISSA)
+    return tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -71,9 +71,10 @@ def to_stored(x, exponent, dtype: tl.constexpr):
 
 
 @triton.jit
-def keep_positive(scaled, x, SMALLEST: tl.constexpr):
-    """``scaled``, but no smaller than SMALLEST where ``x`` is positive."""
-    return tl.where((x > 0) & (scaled < SMALLEST), SMALLEST, scaled)
+def keep_positive(scaled, amax, SMALLEST: tl.constexpr):
+    """``scaled``, but no smaller than SMALLEST in blocks of a positive amax."""
+    least = tl.where(amax > 0, SMALLEST, 0.0)[:, None]
+    return tl.maximum(scaled, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -102,10 +103,11 @@ def _quantize_kernel(
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
         tl.store(nonfinite_ptr, 1.0)
-    exponent = block_exponents(x, TOP, MANTISSA)
+    amax = block_amax(x)
+    exponent = exponents_of(amax, TOP, MANTISSA)
     scaled = to_stored(x, exponent, tl.float32)
     if SMALLEST > 0:
-        scaled = keep_positive(scaled, x, SMALLEST)
+        scaled = keep_positive(scaled, amax, SMALLEST)
     if ACCUMULATE:
         salts = scaled.to(tl.uint32, bitcast=True) ^ mix(count.to(tl.uint32))
         scaled = round_stochastic(scaled, offset.to(tl.uint32), salts, ROUND_BITS, ROUND_SMALLEST)

@@ -2,7 +2,8 @@
 
 Two things would make Adam run away that rounds its moments to nearest. Where 1 - beta is less than half of the step
 between two numbers of a format, a moment never fades: such ones are rounded stochastically. And a second moment that
-becomes zero, while the first does not, makes a step of exp_avg / eps: positive ones stay positive.
+becomes zero, while the first does not, makes a step of exp_avg / eps: zeros are stored in blocks of zeros only, and as
+the smallest positive number elsewhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor
+from nemo_lowprec.formats.block_tensor import quantize_blocks_of_rows
 from nemo_lowprec.formats.row_blocks import quantize_rows
 from nemo_lowprec.formats.stochastic import round_stochastic
 
@@ -73,7 +75,7 @@ def stands_still(beta: float, dtype: torch.dtype) -> bool:
 def store(values: Tensor, fmt: StateFormat, positive: bool = False) -> Tensor:
     """A new tensor that holds ``values`` in ``fmt``; see ``write``."""
     if fmt in _BLOCKS:
-        return BlockTensor.from_float(values, _BLOCKS[fmt], positive)
+        return BlockTensor(*quantize_blocks_of_rows(values.detach(), _BLOCKS[fmt], positive), _BLOCKS[fmt])
     return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
 
 
@@ -89,7 +91,7 @@ def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool
 
     Args:
         salt: round stochastically with this random stream; None rounds to nearest.
-        positive: where states are stored in blocks, what is positive stays so.
+        positive: where states are stored in blocks, as in ``quantize_rows``.
     """
     if isinstance(state, BlockTensor):
         data, exponent = quantize_rows(values, state.fmt, salt=salt, positive=positive)

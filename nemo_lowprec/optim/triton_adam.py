@@ -6,7 +6,7 @@ does not cover. The module needs Triton; importing it without raises ImportError
 
 A row of the table of addresses is a parameter: see ``COLUMNS``. How a tensor is stored, a tuple: what
 ``exponent_rule`` and ``rounding_rule`` say of its format, the latter's bits 0 for rounding to nearest; and the smallest
-number for positive elements, or 0.
+number that stands in a block with a positive one, or 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton.language.extra import libdevice
 
 from nemo_lowprec.formats.triton_blocks import (
     GROUP,
-    block_exponents,
+    block_amax,
     exponents_of,
     keep_positive,
     power_of_two,
@@ -137,11 +137,12 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
     """Store a tile as HOW says (see above); returns the values that the stored elements stand for."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     if BLOCKED:
-        exponent = block_exponents(x, HOW[0], HOW[1])
+        amax = block_amax(x)
+        exponent = exponents_of(amax, HOW[0], HOW[1])
         tl.store(place[1] + block, exponent.to(tl.uint8), mask=live)
         scaled = to_stored(x, exponent, tl.float32)
         if HOW[4] > 0:
-            scaled = keep_positive(scaled, x, HOW[4])
+            scaled = keep_positive(scaled, amax, HOW[4])
     else:
         scaled = x
     if HOW[2] > 0:

@@ -5,22 +5,11 @@ import weakref
 
 import pytest
 import torch
-from low_bit import randn
+from low_bit import randn, rounded, rounded_sum
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import E4M3, GradientTensor
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
-from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
+from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.grads import StoredGradients
-
-
-def rounded(values):
-    return dequantize_rows(*quantize_rows(values, E4M3))
-
-
-def rounded_sum(values, count):
-    scaled, exponent = scale_to_blocks(values, E4M3)
-    return dequantize_rows(round_stochastic(scaled, E4M3.dtype, salts_of_values(scaled, count)), exponent)
 
 
 def make(dtype=torch.float32):
