@@ -4,7 +4,9 @@
 
 Errors are relative, ||out - expected|| / ||expected||. ``to_reference`` is what a kernel adds to the numerics of the
 recipe (accumulation, rounding of the result); ``to_float64`` is the error of the recipe as a whole, on the same
-half-precision operands. Times are of quantization and GEMM together, at the MLP shape of Llama-8B.
+half-precision operands. Times are of quantization and GEMM together, at the MLP shape of Llama-8B. ``backends_cast`` is
+the te backend's quantization into both orientations, by delayed scaling, beside that of TE's own kernel; both read two
+bytes an element and write two.
 """
 
 from __future__ import annotations
@@ -79,6 +81,36 @@ def milliseconds(work: Callable[[], object]) -> float:
     return do_bench(work, warmup=50, rep=200, return_mode="median")
 
 
+def casts(record: Record, values: dict[str, Tensor], rounds: int = 3) -> None:
+    """Measure the te backend's quantization and TE's, in turns."""
+    import transformer_engine.pytorch as te
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.constants import TE_DType
+
+    recipe = Recipe("delayed")
+    backend, operands = BACKENDS["te"](), warm_operands(recipe, values)
+    for kind, operand in operands.items():
+        x, slot = values[kind], operand.slot
+        assert slot is not None
+        theirs = te.Float8Quantizer(slot.scale, slot.amax, TE_DType[operand.fmt.dtype])
+        theirs.internal = True
+        ways = {
+            "te backend": lambda x=x, o=operand: backend.quantize(x, o, rowwise=True, columnwise=True, record=True),
+            "Transformer Engine": lambda x=x, q=theirs: tex.quantize(x, q),
+        }
+        ms: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, work in ways.items():
+                ms[name].append(milliseconds(work))
+        for name, unsorted in ms.items():
+            times = sorted(unsorted)
+            speed = [round(4 * x.numel() / t / 1e6) for t in reversed(times)]
+            record.add(
+                benchmark="backends_cast", name=name, operand=kind, shape=list(x.shape), gb_per_s=speed[rounds // 2],
+                gb_per_s_min=speed[0], gb_per_s_max=speed[-1], rounds=rounds,
+            )  # fmt: skip
+
+
 def half_gemms(values: dict[str, Tensor]) -> list[Tensor]:
     """The layer in BF16, for comparison."""
     x, w, dy = (values[k] for k in OPERANDS)
@@ -91,6 +123,7 @@ def main() -> None:
     small, large = tensors(1024, 2048, 1024), tensors(ROWS, INS, OUTS)
     expected = exact(small)
     record.add(benchmark="backends_time", backend="bf16", ms=round(milliseconds(lambda: half_gemms(large)), 3))
+    casts(record, large)
     for scaling in dict.fromkeys(level.scaling for level in CHART.values() if level.scaling):
         recipe = Recipe(scaling, fp8="e4m3" if scaling in ("blockwise", "mxfp8", "nvfp4") else "hybrid")
         reference = run(BACKENDS["reference"](), warm_operands(recipe, small), small)

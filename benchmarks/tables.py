@@ -137,7 +137,7 @@ def parity() -> str:
 
 
 def backends() -> str:
-    """Errors of the backends' GEMMs, from backends_h200.jsonl."""
+    """Errors of the backends' GEMMs and speed of their casts, from backends_h200.jsonl."""
     origins, figures = read(RESULTS / "backends_h200.jsonl")
     cells: dict[tuple[str, str], dict[str, dict]] = {}
     for f in figures:
@@ -149,7 +149,15 @@ def backends() -> str:
         errors = (f"{100 * g['to_float64']:.2f} ({100 * g['to_reference']:.3f})" for g in gemms.values())
         rows.append((scaling, backend, *errors, times.get((scaling, backend), "–")))
     table = rst_table(("Scaling", "Backend", "fprop", "dgrad", "wgrad", "ms at Llama-8B's MLP"), rows)
-    return f"{_origin(origins)}\n\n{table}"
+    casts = rst_table(
+        ("Quantization in both orientations", "Operand", "GB/s: median (min – max)"),
+        [
+            (f["name"], f"{f['operand']}, {f['shape']}", f"{f['gb_per_s']} ({f['gb_per_s_min']} – {f['gb_per_s_max']})")
+            for f in figures
+            if f["benchmark"] == "backends_cast"
+        ],
+    )
+    return f"{_origin(origins)}\n\n{table}\n\n{casts}"
 
 
 def optimizer_step() -> str:

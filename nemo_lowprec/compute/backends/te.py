@@ -3,8 +3,8 @@
 Only TE's stateless parts are used, its quantizers and ``general_gemm``; scales and histories stay those of the
 operands. TE is imported when a backend is asked for, never with this module.
 
-Large tensors wanted in both orientations go through the fused kernel of formats/, which on an H200 moves their bytes 5
-to 8 % faster than TE's; smaller ones do not, since TE's launches cost the host less.
+Large tensors wanted in both orientations go through the fused kernel of formats/, which is the faster one on an H200
+(``benchmarks/backends.py``); smaller ones do not, since TE's launches cost the host less.
 
 Where TE's kernels differ from the reference: they skip NaN when they take an amax. A tensor that holds a NaN is
 recorded with, and under current scaling scaled by, the largest of its other elements, where the reference records
