@@ -1,12 +1,17 @@
 """The outcome of the tests that need a GPU, by file, with the reasons of those that were skipped.
 
 python -m benchmarks.gpu_tests
+
+Most of their time goes into compiling kernels, so each file has a process of its own, all at once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -27,16 +32,25 @@ class Outcomes:
             self.reasons[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
 
+def outcomes_of(file: Path) -> tuple[int, Outcomes]:
+    """Run the tests of a file; pytest's exit code and what it counted."""
+    outcomes = Outcomes()
+    code = pytest.main([str(file), "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[outcomes])
+    return int(code), outcomes
+
+
 def main() -> None:
     args = arguments(__doc__.split("\n")[0], "gpu_tests_h200.jsonl").parse_args()
-    outcomes = Outcomes()
-    code = pytest.main(["tests/gpu", "-q", "--no-header", "-p", "no:cacheprovider"], plugins=[outcomes])
+    files = sorted(Path("tests/gpu").glob("test_*.py"))
+    with ProcessPoolExecutor(len(files), multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(outcomes_of, files))
     record = Record(args.out)
-    for file, counts in outcomes.by_file.items():
-        record.add(benchmark="gpu_tests", file=file, **{k: counts[k] for k in ("passed", "failed", "skipped")})
-    for reason, count in outcomes.reasons.most_common():
+    for _, outcomes in results:
+        for file, counts in outcomes.by_file.items():
+            record.add(benchmark="gpu_tests", file=file, **{k: counts[k] for k in ("passed", "failed", "skipped")})
+    for reason, count in sum((outcomes.reasons for _, outcomes in results), Counter()).most_common():
         record.add(benchmark="gpu_tests_skipped", reason=reason, tests=count)
-    sys.exit(code)
+    sys.exit(max(code for code, _ in results))
 
 
 if __name__ == "__main__":

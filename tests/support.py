@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from nemo_lowprec import CHART, LowPrecision
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor
+from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.weights import master_of
 
@@ -75,7 +76,7 @@ def kept_state(case: str, key: str, value: Tensor) -> Tensor:
         return value
     if key == "exp_avg":
         return BlockTensor.from_float(value.float(), E4M3).dequantize(torch.bfloat16)
-    return BlockTensor.from_float(value.float(), FP16).dequantize()
+    return dequantize_rows(*quantize_rows(value, FP16, positive=True))
 
 
 def linear_optimizer(case: str, lr: float) -> Any:
