@@ -79,7 +79,7 @@ class LowPrecisionConv1D(LowPrecisionLinear):
 
 
 class _AutocastOff:
-    """``torch.autocast(device, enabled=False)`` at a tenth of what that costs the host."""
+    """``torch.autocast(device, enabled=False)`` at half of what that costs the host."""
 
     __slots__ = ("device", "was")
 
