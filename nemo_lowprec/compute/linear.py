@@ -79,7 +79,7 @@ class LowPrecisionConv1D(LowPrecisionLinear):
 
 
 class _AutocastOff:
-    """``torch.autocast(device, enabled=False)`` at half of what that costs the host."""
+    """``torch.autocast(device, enabled=False)`` at half of what that costs the host, for code that is not compiled."""
 
     __slots__ = ("device", "was")
 

@@ -49,7 +49,11 @@ class BlockTensor(StoredTensor):
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> Any:
         """Store ``values`` anew."""
-        data, exponent = quantize_blocks_of_rows(values, self.fmt)
+        return self.set_blocks_(*quantize_blocks_of_rows(values, self.fmt))
+
+    @torch.no_grad()
+    def set_blocks_(self, data: Tensor, exponent: Tensor) -> Any:
+        """Take quantized values over into this tensor's own storage."""
         self.data_blocks.copy_(data)
         self.exponent.copy_(exponent)
         return self

@@ -81,8 +81,8 @@ class GradientTensor(BlockTensor):
     def quantize_(self, values: Tensor) -> GradientTensor:
         """Store ``values`` anew."""
         fresh = self.from_float(values)
-        for name in ("data_blocks", "exponent", "nonfinite"):
-            getattr(self, name).copy_(getattr(fresh, name))
+        self.set_blocks_(fresh.data_blocks, fresh.exponent)
+        self.nonfinite.copy_(fresh.nonfinite)
         return self._reset()
 
     @torch.no_grad()
@@ -95,8 +95,7 @@ class GradientTensor(BlockTensor):
         else:
             total = self.dequantize() + alpha * values.float()
             scaled, exponent = scale_to_blocks(total, self.fmt)
-            self.data_blocks.copy_(round_stochastic(scaled, self.fmt.dtype, salts_of_values(scaled, count)))
-            self.exponent.copy_(exponent)
+            self.set_blocks_(round_stochastic(scaled, self.fmt.dtype, salts_of_values(scaled, count)), exponent)
             self.nonfinite.copy_(_any_nonfinite(total))
         return self._reset(count)
 

@@ -37,7 +37,7 @@ def salt_of(seed: int, *keys: int) -> int:
 
 def salts_of_values(values: Tensor, count: int) -> Tensor:
     """A random stream for each element of FP32 ``values``, from its bits and from how often it was rounded before."""
-    return values.contiguous().view(torch.int32).long() & _MASK ^ mix(count)
+    return (values.contiguous().view(torch.int32).long() & _MASK) ^ mix(count)
 
 
 def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:

@@ -87,16 +87,14 @@ def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
 
 
 def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool = False) -> None:
-    """Store FP32 ``values`` in an existing state.
+    """Store FP32 ``values`` in an existing state, master or weight.
 
     Args:
         salt: round stochastically with this random stream; None rounds to nearest.
         positive: where states are stored in blocks, as in ``quantize_rows``.
     """
     if isinstance(state, BlockTensor):
-        data, exponent = quantize_rows(values, state.fmt, salt=salt, positive=positive)
-        state.data_blocks.copy_(data)
-        state.exponent.copy_(exponent)
+        state.set_blocks_(*quantize_rows(values, state.fmt, salt=salt, positive=positive))
     else:
         state.copy_(values if salt is None else round_stochastic(values, state.dtype, salt))
 

@@ -136,17 +136,22 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
     """Store a tile as HOW says (see above); returns the values that the stored elements stand for."""
     dtype: tl.constexpr = place[0].dtype.element_ty
+    TOP: tl.constexpr = HOW[0]
+    MANTISSA: tl.constexpr = HOW[1]
+    ROUND_BITS: tl.constexpr = HOW[2]
+    ROUND_SMALLEST: tl.constexpr = HOW[3]
+    SMALLEST: tl.constexpr = HOW[4]
     if BLOCKED:
         amax = block_amax(x)
-        exponent = exponents_of(amax, HOW[0], HOW[1])
+        exponent = exponents_of(amax, TOP, MANTISSA)
         tl.store(place[1] + block, exponent.to(tl.uint8), mask=live)
         scaled = to_stored(x, exponent, tl.float32)
-        if HOW[4] > 0:
-            scaled = keep_positive(scaled, amax, HOW[4])
+        if SMALLEST > 0:
+            scaled = keep_positive(scaled, amax, SMALLEST)
     else:
         scaled = x
-    if HOW[2] > 0:
-        scaled = round_stochastic(scaled, index, salt, HOW[2], HOW[3])
+    if ROUND_BITS > 0:
+        scaled = round_stochastic(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST)
     stored = scaled.to(dtype)
     tl.store(place[0] + offset, stored, mask=inside)
     if BLOCKED:
