@@ -7,17 +7,20 @@ hooks and adds nothing to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.comm import GradientReducer, broadcast_weights, reduce_amax
 from nemo_lowprec.compute import (
     Backend,
     Conversion,
@@ -101,6 +104,7 @@ class Engine:
         self.masters: MasterWeights | None = None
         self.stored: StoredWeights | None = None
         self.gradients: StoredGradients | None = None
+        self.reducer: GradientReducer | None = None
         self.conversion = Conversion()
         self.model: nn.Module | None = None
         self.device = torch.device("cpu")
@@ -213,6 +217,11 @@ class Engine:
         if self.model is None or self.model.__dict__.pop(_ENGINE, None) is not self:
             return
         self._attention_kernels.close()
+        if self.reducer is not None:
+            self.reducer.remove()
+            self.reducer = None
+        if self.histories is not None:
+            self.histories.reduce_amax = None
         if self.gradients is not None:
             self.gradients.remove()
             self.gradients = None
@@ -284,10 +293,58 @@ class Engine:
         if self.level.is_low_bit and optimizer not in self._optimizers:
             check_adoptable(optimizer)
 
+    # Several processes
+
     def check_averaging(self) -> None:
         """Raise ValueError where gradients cannot be averaged over processes."""
         if self.low_bit.gradient_release:
             raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
+
+    def share_amaxes(self, group: dist.ProcessGroup | None) -> None:
+        """Scale by the amaxes of all processes of ``group``."""
+        if self.histories is not None:
+            self.histories.reduce_amax = partial(reduce_amax, group=group)
+
+    def average_over(self, group: dist.ProcessGroup | None, bucket_bytes: int | None = None) -> GradientReducer:
+        """Average gradients over the processes of ``group`` (see ``averaging``), and scale by all their amaxes.
+
+        Args:
+            bucket_bytes: size of a bucket on the wire; None for the default.
+
+        Raises:
+            ValueError: with ``gradient_release``, whose steps come too early.
+        """
+        self.check_averaging()
+        assert self.model is not None
+        if self.reducer is None or self.reducer.group is not group:
+            if self.reducer is not None:
+                self.reducer.remove()
+            self.reducer = GradientReducer(self.model.parameters(), group, self.wire_dtype, bucket_bytes)
+            self.share_amaxes(group)
+        return self.reducer
+
+    def broadcast(self) -> None:
+        """Give every process of the group the weights of its first one."""
+        assert self.reducer is not None and self.model is not None
+        broadcast_weights(self.model.parameters(), self.reducer.group)
+
+    def wire_dtype(self, param: Tensor) -> torch.dtype:
+        """Dtype of a parameter's gradient on the wire."""
+        if self.stored is not None:
+            return torch.float8_e4m3fn if self.stored.is_matrix(param) else torch.float32
+        if param.dtype == torch.float16 and self.level.comm == "fp16":
+            return torch.float16
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    @contextmanager
+    def averaging(self, wanted: bool = True) -> Iterator[None]:
+        """A backward pass whose gradients are averaged, where ``average_over`` was called and it is ``wanted``."""
+        if self.reducer is None or not wanted:
+            yield
+            return
+        self.reducer.begin()
+        yield
+        self.reducer.finish()
 
     def _forget_released(self, optimizer: Optimizer, *_: Any) -> None:
         self._released -= {id(param) for param in _params(optimizer)}

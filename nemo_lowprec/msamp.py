@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.comm import average_gradients
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import StoredTensor
@@ -124,6 +124,9 @@ def _all_reduce_grads(model: nn.Module, group: Any = None) -> None:
         ValueError: with ``gradient_release``, whose steps were taken already.
     """
     engine = Engine.of(model)
-    if engine is not None:
+    if engine is None:
+        raise ValueError("This model is none that initialize has converted.")
+    if dist.is_initialized():
+        engine.average_over(group).reduce()
+    else:
         engine.check_averaging()
-    average_gradients(model.parameters(), group)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from nemo_lowprec.comm import average_gradients, broadcast_weights
+from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
 
 __all__ = ["PlainLoop", "UnderDDP"]
@@ -63,62 +63,54 @@ class PlainLoop:
 
 
 class UnderDDP:
-    """Averages FP8 gradients at the end of a backward pass of torch's DistributedDataParallel.
+    """Averages gradients while backward goes on, under torch's DistributedDataParallel and in the level's formats.
 
-    DDP is told to leave the matrices alone: its buckets hold gradients of the parameters' dtype. It goes on
-    averaging the vectors, which are FP32 (and one matrix, in FP32, where no vector is trained: it wants something to
-    do). ``no_sync()`` is respected.
+    ``no_sync()`` is respected.
     """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
-        self._group: Any = None
-        self._synced: Any = None
+        self._wanted = False
+        self._wrapper: Any = None
         self._entered = False
         self._waiting = False
-        lazy = nn.parameter.UninitializedParameter
-        params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
-        matrices = {n: p for n, p in params.items() if p.dim() > 1}
-        if not any(p.requires_grad for n, p in params.items() if n not in matrices):
-            trained = [p for p in matrices.values() if p.requires_grad]
-            left = min(trained, key=lambda p: p.numel(), default=None)
-            matrices = {n: p for n, p in matrices.items() if p is not left}
-        self._params = list({id(p): p for p in matrices.values()}.values())
-        ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored | set(matrices)))
+        leave_to_ddp(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy of the model is in no process group
-        return {**self.__dict__, "_group": None, "_synced": None}
+        return {**self.__dict__, "_wanted": False, "_wrapper": None}
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         ddp = DistributedDataParallel._get_active_ddp_module()
         if ddp is None or ddp.module is not model:
             return
-        self._engine.check_averaging()
-        if self._synced is None or self._synced() is not ddp:
-            broadcast_weights(self._params, ddp.process_group)
-            self._synced = ref(ddp)
+        if self._wrapper is None or self._wrapper() is not ddp:
+            self._engine.average_over(ddp.process_group, ddp.bucket_bytes_cap)
+            self._engine.broadcast()
+            take_from_ddp(ddp)
+            self._wrapper = ref(ddp)
         if torch.is_grad_enabled():
-            self._group = ddp.process_group if ddp.require_backward_grad_sync else None
+            self._wanted = ddp.require_backward_grad_sync
             self._entered, self._waiting = True, False
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Wait for the backward pass to come by: every process's does, whichever parameters it used."""
         entered, self._entered = self._entered, False
-        if entered and self._group is not None:
+        if entered and self._wanted:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._begin)
 
     def _begin(self, _: Tensor) -> None:
         # Here and not at a parameter's gradient: with reentrant checkpointing that belongs to a backward of its own.
-        if self._group is not None and not self._waiting:
+        if self._wanted and not self._waiting:
             self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._average)  # type: ignore[attr-defined]
+            assert self._engine.reducer is not None
+            self._engine.reducer.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
-    def _average(self) -> None:
-        self._waiting = False
-        group, self._group = self._group, None
-        average_gradients(self._params, group)
+    def _finish(self) -> None:
+        self._waiting = self._wanted = False
+        assert self._engine.reducer is not None
+        self._engine.reducer.finish()

@@ -15,6 +15,7 @@ Differences to Transformer Engine's recipe, each on purpose:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -65,6 +66,9 @@ class DelayedScaling:
         algo: ``max`` over the history, or the ``most_recent`` amax.
         margin: scales are divided by 2**margin.
         interval: scales are recomputed every ``interval`` updates; amaxes are recorded at every one.
+
+    Attributes:
+        reduce_amax: makes amaxes the maxima over the processes that train together, in place; None for one process.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class DelayedScaling:
         self.algo = algo
         self.margin = margin
         self.interval = interval
+        self.reduce_amax: Callable[[Tensor], None] | None = None
         self.updates = 0
         self.slots: dict[str, Slot] = {}
         self._shared: dict[int, tuple[Slot, Slot]] = {}
@@ -139,6 +144,8 @@ class DelayedScaling:
         if not self.slots:
             return
         self._fold_shared()
+        if self.reduce_amax is not None:
+            self.reduce_amax(self.amax)
         amax = torch.where(torch.isfinite(self.amax), self.amax, torch.zeros_like(self.amax))
         self.history[self.updates % self.history_len] = amax
         self.updates += 1
@@ -162,7 +169,9 @@ class DelayedScaling:
         self.scale /= factors
 
     def nonfinite(self) -> Tensor:
-        """Whether any amax since the last update is not finite, as a tensor on the device."""
+        """Whether any amax since the last update is not finite, on any process, as a tensor on the device."""
+        if self.reduce_amax is not None:
+            self.reduce_amax(self.amax)
         return (~torch.isfinite(self.amax)).any()
 
     def overflowed(self) -> bool:

@@ -83,7 +83,7 @@ class GradientTensor(BlockTensor):
         fresh = self.from_float(values)
         self.set_blocks_(fresh.data_blocks, fresh.exponent)
         self.nonfinite.copy_(fresh.nonfinite)
-        return self._reset()
+        return self.written_()
 
     @torch.no_grad()
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
@@ -97,7 +97,7 @@ class GradientTensor(BlockTensor):
             scaled, exponent = scale_to_blocks(total, self.fmt)
             self.set_blocks_(round_stochastic(scaled, self.fmt.dtype, salts_of_values(scaled, count)), exponent)
             self.nonfinite.copy_(_any_nonfinite(total))
-        return self._reset(count)
+        return self.written_(count)
 
     def fold_(self) -> GradientTensor:
         """Make the factor 1: the values are rounded again where it was another."""
@@ -121,7 +121,8 @@ class GradientTensor(BlockTensor):
             self.factor, self.multiplied = torch.ones(1, device=self.device), True
         return self.factor
 
-    def _reset(self, additions: int = 0) -> GradientTensor:
+    def written_(self, additions: int = 0) -> GradientTensor:
+        """Note that values were stored: those of the blocks alone, after so many additions."""
         self.additions = additions
         if self.multiplied:
             self.factor.fill_(1.0)
@@ -140,7 +141,7 @@ class GradientTensor(BlockTensor):
                 this.data_blocks.zero_()
                 this.exponent.fill_(UNIT)
                 this.nonfinite.zero_()
-                return this._reset()
+                return this.written_()
             if func in (aten.detach.default, aten.alias.default):
                 this.own_factor()  # which the alias shares: multiplying one multiplies the other
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):

@@ -20,6 +20,7 @@ from nemo_lowprec.chart import get_level
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import option_defaults, parse_options
+from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
@@ -68,12 +69,10 @@ class LowPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer = getattr(module, "_trainer", None)
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
-        if trainer is not None and trainer.world_size > 1 and (self.level.has_half_weights or self.level.has_fp8):
-            raise ValueError(
-                f"{self.level.name} trains on one process so far, and the Trainer has {trainer.world_size}. "
-                "Use devices=1, or fp16_amp."
-            )
-        if trainer is not None and trainer.state.fn == "fit" and self.level.has_half_weights:
+        trains = trainer is not None and trainer.state.fn == "fit"
+        if trains:
+            processes.prepare(module, trainer.strategy, self.engine)
+        if trains and self.level.has_half_weights:
             for callback in trainer.callbacks:
                 if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
                     raise ValueError(
@@ -82,7 +81,7 @@ class LowPrecision(Precision):
                     )
         if trainer is not None and self.engine.low_bit.gradient_release:
             _check_release(trainer)
-        self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
+        self.engine.convert(module, device, training=trainer is None or trains)
         return module
 
     @override
@@ -91,10 +90,16 @@ class LowPrecision(Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
             self.engine.check_optimizer(optimizer)
+        module = self.engine.model  # ``model`` may be a wrapper around it
+        strategy = module.trainer.strategy if isinstance(module, pl.LightningModule) and module._trainer else None
+        trains = strategy is not None and module.trainer.state.fn == "fit"  # type: ignore[union-attr]
+        if trains:
+            processes.release_ddp(model, strategy, self.engine)
         self.engine.settle()
         for optimizer in optimizers:
             self.engine.attach(optimizer)
-        module = self.engine.model  # ``model`` may be a wrapper around it
+        if trains:
+            processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self._module = module
             if self.level.has_loss_scale:
@@ -135,7 +140,8 @@ class LowPrecision(Precision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         # Manual optimization comes here from inside training_step, whose autocast would round the GEMMs to half.
-        with torch.autocast(self.engine.device.type, enabled=False):
+        wanted = model._trainer is None or processes.synchronizes(model.trainer.strategy)
+        with torch.autocast(self.engine.device.type, enabled=False), self.engine.averaging(wanted):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override

@@ -144,7 +144,12 @@ class StoredWeights:
     def matrices(self) -> Iterator[nn.Parameter]:
         """The model's parameters in low-bit storage, each once."""
         assert self._model is not None
-        return (p for p in self._model.parameters() if isinstance(p, StoredTensor) or _is_fp16_matrix(p))
+        return (p for p in self._model.parameters() if self.is_matrix(p))
+
+    @staticmethod
+    def is_matrix(param: Tensor) -> bool:
+        """Whether a parameter is in low-bit storage."""
+        return isinstance(param, StoredTensor) or _is_fp16_matrix(param)
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
         """Give the parameters their values back as plain FP32; returns those that others had to take the places of."""

@@ -15,8 +15,7 @@ FLOORS = [
     {"chart", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
-    {"plugins", "msamp", "plain_loop"},
-    {"strategies"},
+    {"plugins", "msamp", "plain_loop", "strategies"},  # the plugins register the strategies' names
     {"models", "data", "report"},
     {"recipes", "cli", "conf", "train"},
 ]

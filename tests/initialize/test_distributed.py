@@ -1,22 +1,18 @@
 """Plain loops on two processes of gloo: torch's DDP, and ``all_reduce_grads`` without it."""
 
 import copy
-import datetime
-import os
-import socket
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import nemo_lowprec
-from nemo_lowprec.comm import all_reduce
+from nemo_lowprec.comm.buckets import Fp8Bucket
 from nemo_lowprec.formats import GradientTensor, StoredTensor
+from tests.processes import on_processes
 
 LEVELS = ["O1", "O2", "O3"]
 AT_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -76,11 +72,8 @@ def make(rank, level, ddp=True, same=False, **options):
 
 def accumulated(rank, level):
     """Gradients of two micro-batches, by DDP (the first under no_sync) and without."""
-    sent = []
-    average, all_reduce.all_reduce_mean = (
-        all_reduce.all_reduce_mean,
-        lambda g, *a: (sent.append(len(g)), average(g, *a)),
-    )
+    sent, launch = [], Fp8Bucket.launch
+    Fp8Bucket.launch = lambda bucket: (sent.append(len(bucket.params)), launch(bucket))
     try:
         model, _, wrapped = make(rank, level, same=True)
         for part in range(2):
@@ -90,7 +83,7 @@ def accumulated(rank, level):
                 local = grads(model)
         by_ddp, calls = grads(model), list(sent)
     finally:
-        all_reduce.all_reduce_mean = average
+        Fp8Bucket.launch = launch
     model, optimizer, _ = make(rank, level, ddp=False, same=True)
     for part in range(2):
         backward(model, rank, part, 2)
@@ -232,24 +225,14 @@ def unusual(rank, level):
 CASES = {f.__name__: f for f in (accumulated, trained, released, wrapped_before, unusual)}
 
 
-def start(rank, port, folder):
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-    found = {name: {level: case(rank, level) for level in LEVELS} for name, case in CASES.items()}
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+def every_case(rank):
+    return {name: {level: case(rank, level) for level in LEVELS} for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What every case returned on each of two processes, all run by one pair of them."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(start, (port, str(folder)), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case)
 
 
 # What is asserted of it.
@@ -274,7 +257,7 @@ def test_gradients_are_the_same_on_both_with_and_without_ddp(ranks, level):
 @AT_LEVELS
 def test_no_sync_averages_once_and_all_of_it(ranks, level):
     first, second = (rank["accumulated"][level] for rank in ranks)
-    assert first["calls"] == second["calls"] == [3]  # conv, mid, head
+    assert first["calls"] == second["calls"] == [4]  # conv, mid, unused, head
     for name, value in first["local"].items():  # nothing was sent yet
         assert not torch.equal(value, second["local"][name]), name
     names = [n for n, _ in Net(0).named_parameters() if not n.startswith(("frozen", "unused"))]

@@ -1,0 +1,34 @@
+"""What processes must agree on beside gradients: the weights that they start from, and amaxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_lowprec.formats import StoredTensor
+
+__all__ = ["broadcast_weights", "reduce_amax"]
+
+
+@torch.no_grad()
+def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every process the weights (and masters) that the first one of ``group`` has."""
+    source = dist.get_global_rank(group, 0) if group is not None else 0
+    for param in params:
+        for tensor in (param, getattr(param, "master_weight", None)):
+            for part in tensor.parts() if isinstance(tensor, StoredTensor) else () if tensor is None else (tensor,):
+                plain = part.detach()
+                dist.broadcast(plain.view(torch.uint8) if plain.element_size() == 1 else plain, source, group)
+
+
+@torch.no_grad()
+def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Make amaxes (FP32, any shape) the maxima over the processes, in place; infinite where one is not finite.
+
+    A maximum of NaN and a number is the number in some collectives.
+    """
+    amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group)

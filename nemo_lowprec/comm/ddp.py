@@ -1,0 +1,29 @@
+"""torch's DistributedDataParallel without its reducer, whose buckets can hold a parameter's own dtype only.
+
+DDP goes on wrapping the model, broadcasting buffers and keeping ``no_sync``; gradients are averaged by
+``GradientReducer``. DDP's buckets hold nothing but one FP32 number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["leave_to_ddp", "take_from_ddp"]
+
+
+def leave_to_ddp(model: nn.Module) -> None:
+    """Before DDP wraps ``model``: have it ignore all parameters but one, without which it refuses to be built."""
+    lazy = nn.parameter.UninitializedParameter  # which it must see, to refuse them
+    params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
+    left = min((p for p in params.values() if p.requires_grad), key=lambda p: p.numel(), default=None)
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored |= {n for n, p in params.items() if p is not left}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+
+
+def take_from_ddp(ddp: DistributedDataParallel) -> None:
+    """Take that one from it too: its reducer gets a number in its place that no gradient ever comes for."""
+    stand_in = torch.zeros(1, device=ddp.device, requires_grad=True)
+    ddp._ddp_init_helper([stand_in], [False], {0: "stand_in"}, ddp.static_graph)

@@ -1,0 +1,204 @@
+"""Average gradients over processes while backward goes on.
+
+Sources: bucketing in reverse order and overlap with backward are torch's DistributedDataParallel (arXiv:2006.15704).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, PlainBucket
+
+__all__ = ["GradientReducer", "Wire"]
+
+Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
+
+_BUCKET = 32 * 2**20  # bytes on the wire
+
+
+class GradientReducer:
+    """Makes the gradient of every parameter the mean over the processes of a group, and equal on all of them.
+
+    Between ``begin`` and ``finish`` lies a backward pass. As soon as it has made the gradients of a bucket (and of all
+    before it, so that every process sends in the same order), the bucket is sent. A parameter that has a gradient on
+    some processes only counts as zero on the others; one that has none anywhere keeps none.
+
+    The first pass sends at its end, and learns how often each parameter's gradient is added to: several times where
+    reentrant activation checkpointing recomputes a layer that is used more than once.
+
+    Args:
+        params: the same ones, in the same order, on every process; those that are trained at ``begin`` are averaged.
+        group: the processes; None for all.
+        wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for one stored in FP8.
+        bucket_bytes: size of a bucket on the wire.
+
+    Raises:
+        RuntimeError: in backward, a gradient that grows after it was sent.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        group: dist.ProcessGroup | None,
+        wire: Callable[[Tensor], Wire],
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.group = group
+        self._params = list({id(p): p for p in params}.values())
+        self._wire = wire
+        self._bucket_bytes = bucket_bytes or _BUCKET
+        self._buckets: list[Bucket] = []
+        self._built_for: list[tuple[int, torch.device]] = []
+        self._bucket_of: dict[int, int] = {}
+        self._handles: list[Any] = []
+        self._expected: dict[int, int] = {}
+        self._arrivals: Counter[int] = Counter()
+        self._missing: list[int] = []
+        self._launched = 0
+        self._active = False
+        self._made: list[Tensor] = []
+        self._all_there: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("A GradientReducer belongs to a process group, and cannot be copied.")
+
+    def begin(self) -> None:
+        """A backward pass begins whose gradients, and those that earlier ones have left, are to be averaged."""
+        if dist.get_world_size(self.group) == 1:
+            return
+        self._fit()
+        self._arrivals.clear()
+        self._missing = [len(b.params) for b in self._buckets]
+        self._launched = 0
+        self._active = True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """The backward pass is over: average what was not yet, and wait (on a GPU, let its stream wait)."""
+        if dist.get_world_size(self.group) == 1:
+            return
+        self._active = False
+        while self._launched < len(self._buckets):
+            self._launch()
+        with self._on_side_stream():
+            for bucket in self._buckets[-1:]:
+                bucket.advance()
+            for bucket in self._buckets[-2:]:
+                bucket.complete()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._forget_unused()
+        for key in self._bucket_of:
+            self._expected[key] = max(self._expected.get(key, 1), self._arrivals[key])
+
+    def reduce(self) -> None:
+        """Average the gradients that are there."""
+        self.begin()
+        self.finish()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._built_for = []
+
+    def _fit(self) -> None:
+        """Cut the parameters that are trained by now into buckets, in about the order that backward reaches them."""
+        trained = [p for p in self._params if p.requires_grad]
+        wanted = [(id(p), p.device) for p in trained]
+        if wanted == self._built_for:
+            return
+        self.remove()
+        self._built_for = wanted
+        self._expected.clear()
+        self._buckets = []
+        self._all_there = None
+        open_buckets: dict[Wire, list[Tensor]] = {}
+        filled: Counter[Wire] = Counter()
+        for param in reversed(trained):
+            wire = self._wire(param)
+            open_buckets.setdefault(wire, []).append(param)
+            filled[wire] += param.numel() * wire.itemsize
+            if filled[wire] >= self._bucket_bytes:
+                self._close(wire, open_buckets.pop(wire))
+                del filled[wire]
+        for wire, params in open_buckets.items():
+            self._close(wire, params)
+        self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
+        if trained and trained[0].is_cuda:
+            self._stream = torch.cuda.Stream(trained[0].device)
+
+    def _close(self, wire: Wire, params: list[Tensor]) -> None:
+        fp8 = wire == torch.float8_e4m3fn
+        self._buckets.append(Fp8Bucket(params, self.group) if fp8 else PlainBucket(params, self.group, wire))
+
+    def _arrived(self, param: Tensor) -> None:
+        if not self._active:
+            return
+        key = id(param)
+        index = self._bucket_of[key]
+        self._arrivals[key] += 1
+        if key not in self._expected:
+            return
+        if index < self._launched:
+            self._active = False
+            raise RuntimeError(
+                "A gradient was added to after it had been sent to the other processes. Reentrant activation "
+                "checkpointing of layers that share a parameter does this: use use_reentrant=False."
+            )
+        if self._arrivals[key] == self._expected[key]:
+            self._missing[index] -= 1
+            while self._launched < len(self._buckets) and not self._missing[self._launched]:
+                self._launch()
+
+    @torch.no_grad()
+    def _launch(self) -> None:
+        """Send the next bucket, while the one before is summed and the one before that is stored."""
+        index, self._launched = self._launched, self._launched + 1
+        bucket = self._buckets[index]
+        for param in bucket.params:
+            if param.grad is None:
+                param.grad = bucket.zeros(param)
+                self._made.append(param)
+        with self._on_side_stream(after_current=True):
+            bucket.launch()
+            if index > 0:
+                self._buckets[index - 1].advance()
+            if index > 1:
+                self._buckets[index - 2].complete()
+
+    def _on_side_stream(self, after_current: bool = False) -> Any:
+        if self._stream is None:
+            return nullcontext()
+        if after_current:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def _forget_unused(self) -> None:
+        """Take the zeros away that stand for gradients which no process has."""
+        params = [p for b in self._buckets for p in b.params]
+        if not params:
+            return
+        device = params[0].device
+        made, self._made = {id(p) for p in self._made}, []
+        if self._all_there is None:
+            self._all_there = torch.ones(len(params), dtype=torch.uint8, device=device)
+        # The maximum of ones is ones: what is sent where nothing is missing need not be made anew.
+        there = self._all_there
+        if made:
+            there = torch.tensor([id(p) not in made for p in params], dtype=torch.uint8, device=device)
+        dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
+        if made:
+            for param, flag in zip(params, there.tolist(), strict=True):
+                if not flag:
+                    param.grad = None

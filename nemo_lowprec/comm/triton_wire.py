@@ -1,0 +1,140 @@
+"""Fused kernels for FP8 messages, bit for bit ``wire``. The module needs Triton; importing it without raises ImportError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_lowprec.formats import E4M3, GradientTensor
+from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
+from nemo_lowprec.formats.row_blocks import BLOCK, exponent_rule
+from nemo_lowprec.formats.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, to_stored
+
+if TYPE_CHECKING:
+    from nemo_lowprec.comm.wire import Messages
+
+__all__ = ["mean", "pack", "unpack"]
+
+_BLOCKS, _WARPS = 8, 1
+_COPY_BLOCKS, _COPY_WARPS = 32, 4
+
+
+@triton.jit
+def _copy_kernel(
+    tensor_of_ptr, grid_ptr, first_ptr, address_ptr, wire_ptr, chunk,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Copy a tile of one gradient into its messages, or out of them."""
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + tile // GROUP)
+    grid = grid_ptr + tensor * 4
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    address = address_ptr + tensor * (2 if PACK else 3)
+    data = tl.load(address).to(tl.pointer_type(tl.uint8))
+    exponents = tl.load(address + 1).to(tl.pointer_type(tl.uint8))
+    first = (tile - tl.load(grid)) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    there = block < total
+    inside = there[:, None] & (lane >= 0)[None, :]
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = (block // per_row)[:, None] * cols + col
+    at = tl.load(first_ptr + tensor) + block
+    chunk = chunk.to(tl.int64)
+    base = (at // chunk) * (chunk * 129)
+    within = at % chunk
+    place = (base + within * 128)[:, None] + lane[None, :]
+    exponent_place = base + chunk * 128 + within
+    if PACK:
+        values = tl.load(data + offset, mask=inside, other=0)
+        tl.store(wire_ptr + place, values, mask=there[:, None] & (lane >= 0)[None, :])
+        tl.store(wire_ptr + exponent_place, tl.load(exponents + block, mask=there, other=0), mask=there)
+    else:
+        values = tl.load(wire_ptr + place, mask=inside, other=0)
+        tl.store(data + offset, values, mask=inside)
+        tl.store(exponents + block, tl.load(wire_ptr + exponent_place, mask=there, other=0), mask=there)
+        if tl.max(tl.max((values & 0x7F).to(tl.int32), axis=1), axis=0) == 0x7F:  # E4M3's NaN
+            tl.store(tl.load(address + 2).to(tl.pointer_type(tl.float32)), 1.0)
+
+
+@triton.jit(do_not_specialize=["inverse"])
+def _mean_kernel(
+    received_ptr, out_ptr, chunk, inverse, WORLD: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    chunk = chunk.to(tl.int64)
+    place = block[:, None] * 128 + lane[None, :]
+    total = tl.zeros((BLOCKS, 128), tl.float32)
+    for source in tl.static_range(WORLD):
+        base = received_ptr + source * (chunk * 129)
+        data = tl.load(base.to(tl.pointer_type(tl.float8e4nv)) + place).to(tl.float32)
+        exponent = tl.load(base + chunk * 128 + block).to(tl.int32)
+        total += data * power_of_two(exponent)[:, None]
+    mean = total * inverse
+    exponent = exponents_of(block_amax(mean), TOP, MANTISSA)
+    stored = to_stored(mean, exponent, tl.float8e4nv)
+    tl.store(out_ptr.to(tl.pointer_type(tl.float8e4nv)) + place, stored)
+    tl.store(out_ptr + chunk * 128 + block, exponent.to(tl.uint8))
+
+
+@lru_cache(maxsize=256)
+def _tables(layout: Messages, device: torch.device) -> tuple[TileTable, Tensor]:
+    tiles = TileTable(layout.shapes, _COPY_BLOCKS, device)
+    return tiles, torch.tensor(layout.first, dtype=torch.int64).to(device)
+
+
+def _copy(rows: Sequence[Sequence[Tensor]], layout: Messages, messages: Tensor, packs: bool) -> None:
+    device = messages.device
+    full = [i for i, row in enumerate(rows) if row[0].numel()]
+    if len(full) < len(rows):
+        rows = [rows[i] for i in full]
+        shapes, first = (tuple(t[i] for i in full) for t in (layout.shapes, layout.first))
+        layout = type(layout)(shapes, first, layout.chunk, layout.world)
+    if not rows:
+        return
+    tiles, first_blocks = _tables(layout, device)
+    pointers = PointerTable()
+    addresses = pointers.get(rows, device)
+    aligned = tiles.aligned and all(row[0].data_ptr() % 16 == 0 for row in rows)
+    with torch.cuda.device(device):
+        _copy_kernel[(tiles.tiles,)](
+            tiles.tensor_of, tiles.grid, first_blocks, addresses, messages, layout.chunk,
+            PACK=packs, ALIGNED=aligned, BLOCKS=_COPY_BLOCKS, num_warps=_COPY_WARPS,
+        )  # fmt: skip
+
+
+def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages, messages: Tensor) -> None:
+    """Copy gradients, (data, exponents) of each, into ``messages``."""
+    _copy(gradients, layout, messages, packs=True)
+
+
+def unpack(messages: Tensor, gradients: Sequence[GradientTensor], layout: Messages) -> None:
+    """Copy ``messages`` into gradients, and note which are not finite."""
+    torch._foreach_zero_([g.nonfinite for g in gradients])
+    _copy([(g.data_blocks, g.exponent, g.nonfinite) for g in gradients], layout, messages, packs=False)
+
+
+def mean(received: Tensor, layout: Messages) -> Tensor:
+    """uint8 [bytes]: the mean of messages [world, bytes]."""
+    top, mantissa = exponent_rule(E4M3)
+    out = torch.empty(layout.bytes, dtype=torch.uint8, device=received.device)
+    assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and layout.bytes == layout.chunk * (BLOCK + 1)
+    with torch.cuda.device(received.device):
+        _mean_kernel[(layout.chunk // _BLOCKS,)](
+            received, out, layout.chunk, 1.0 / layout.world, WORLD=layout.world, TOP=top, MANTISSA=mantissa,
+            BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

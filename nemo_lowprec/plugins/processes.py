@@ -1,0 +1,87 @@
+"""What the plugin does where a Trainer has several processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
+from nemo_lowprec.engine import Engine
+
+__all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes"]
+
+_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+def prepare(module: nn.Module, strategy: Strategy, engine: Engine) -> None:
+    """Before the strategy wraps ``module`` for training.
+
+    Raises:
+        ValueError: a strategy that the level does not train with, or an option that has no effect at it.
+    """
+    if not isinstance(strategy, ParallelStrategy):
+        return
+    level = engine.level
+    if not isinstance(strategy, DDPStrategy):
+        raise ValueError(
+            f"{level.name} does not train with {type(strategy).__name__}. Use strategy='ddp' or 'lowprec_ddp'."
+        )
+    engine.check_averaging()
+    if not _replaces_ddp(strategy, engine):
+        return
+    for name in _HOOKS:
+        if getattr(strategy, f"_{name}", None) is not None:
+            raise ValueError(
+                f"{name} would have no effect: {level.name} averages gradients in {level.comm.upper()} itself. "
+                "Leave it out, or use fp16_amp or te_fp8, whose gradients torch's DDP averages."
+            )
+    if strategy._ddp_kwargs.get("mixed_precision") is not None:
+        raise ValueError(f"mixed_precision of DDP cannot go with {level.name}, which is one. Leave it out.")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
+            raise ValueError(
+                f"{name} has sparse gradients, which {level.name} does not average over processes. "
+                "Build it with sparse=False."
+            )
+    if wraps(strategy):
+        leave_to_ddp(module)
+
+
+def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
+    """Once ``model`` is wrapped, and its weights are stored: average its gradients, and let all start from the same."""
+    if not isinstance(strategy, DDPStrategy):
+        return
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    group = None if ddp is None else ddp.process_group
+    if not _replaces_ddp(strategy, engine):
+        engine.share_amaxes(group)
+        return
+    megabytes = strategy._ddp_kwargs.get("bucket_cap_mb")
+    engine.average_over(group, None if megabytes is None else int(megabytes * 2**20))
+    engine.broadcast()
+
+
+def release_ddp(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
+    """Once ``model`` is wrapped: DDP lets go of the parameters of a level that averages by itself."""
+    if isinstance(model, DistributedDataParallel) and _replaces_ddp(strategy, engine):
+        take_from_ddp(model)
+
+
+def synchronizes(strategy: Strategy) -> bool:
+    """Whether the next backward pass is the one whose gradients are averaged, and not one that accumulates."""
+    wrapper: Any = strategy.model if isinstance(strategy.model, DistributedDataParallel) else strategy
+    return getattr(wrapper, "require_backward_grad_sync", True)
+
+
+def wraps(strategy: DDPStrategy) -> bool:
+    """Whether the strategy wraps the model in torch's DDP; ``lowprec_ddp`` does not."""
+    return not hasattr(strategy, "require_backward_grad_sync")
+
+
+def _replaces_ddp(strategy: Strategy, engine: Engine) -> bool:
+    """Whether gradients are averaged by our reducer: DDP's own holds a parameter's dtype only."""
+    return isinstance(strategy, DDPStrategy) and (engine.level.has_half_weights or not wraps(strategy))

@@ -1,0 +1,83 @@
+"""``strategy="lowprec_ddp"``: data parallelism without torch's DistributedDataParallel and its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from typing_extensions import override
+
+from nemo_lowprec.plugins.precision import LowPrecision
+
+__all__ = ["LowPrecisionDDPStrategy"]
+
+
+class LowPrecisionDDPStrategy(DDPStrategy):
+    """Every process has the whole model; gradients are averaged in the level's format while backward goes on.
+
+    What ``strategy="ddp"`` does at a level of this package, without a wrapper around the model: at ``fp16_amp`` and
+    ``te_fp8`` this saves DDP's buckets, 4 bytes a parameter.
+
+    Args:
+        bucket_cap_mb: size of a bucket on the wire, MiB.
+        broadcast_buffers: whether the first process's buffers (statistics of a BatchNorm) are everyone's at each
+            training step.
+        options: of Lightning's ``DDPStrategy`` but for those of torch's wrapper.
+
+    Raises:
+        TypeError: an option of torch's wrapper.
+    """
+
+    strategy_name = "lowprec_ddp"
+
+    def __init__(self, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True, **options: Any) -> None:
+        super().__init__(**options)
+        if self._ddp_kwargs:
+            raise TypeError(
+                f"lowprec_ddp has no wrapper of torch's, whose options these are: {', '.join(self._ddp_kwargs)}. "
+                "Leave them out, or use strategy='ddp'."
+            )
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number.")
+        self._ddp_kwargs = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+        self._broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if not isinstance(self.precision_plugin, LowPrecision):
+            raise ValueError("lowprec_ddp needs a level of nemo_lowprec among the Trainer's plugins. Use strategy='ddp'.")
+        super().setup(trainer)
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = True
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._broadcast_buffers and self.require_backward_grad_sync and self.world_size > 1:
+            assert self.model is not None
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+        return super().training_step(*args, **kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.split("\n")[0])  # type: ignore[union-attr]
