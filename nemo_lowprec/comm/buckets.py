@@ -43,8 +43,8 @@ class Bucket(ABC):
     def launch(self) -> None:
         """Send the gradients that are there; all are."""
 
-    def advance(self) -> None:
-        """Go on when the first exchange is through."""
+    def advance(self) -> None:  # noqa: B027
+        """Go on when the first exchange is through; nothing where there is one."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -137,5 +137,7 @@ class PlainBucket(Bucket):
         if self._flat is not None:
             small = self._flattened()
             means = self._flat.split([g.numel() for g in small])
-            torch._foreach_copy_([g.detach() for g in small], [m.view(g.shape) for g, m in zip(small, means, strict=True)])
+            torch._foreach_copy_(
+                [g.detach() for g in small], [m.view(g.shape) for g, m in zip(small, means, strict=True)]
+            )
             self._flat = None

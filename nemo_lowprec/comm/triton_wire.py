@@ -1,4 +1,7 @@
-"""Fused kernels for FP8 messages, bit for bit ``wire``. The module needs Triton; importing it without raises ImportError."""
+"""Fused kernels for FP8 messages, bit for bit those of ``wire``.
+
+The module needs Triton; importing it without raises ImportError.
+"""
 
 from __future__ import annotations
 

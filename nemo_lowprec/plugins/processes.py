@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
 from typing_extensions import override
 
 from nemo_lowprec.plugins.precision import LowPrecision
@@ -52,7 +51,9 @@ class LowPrecisionDDPStrategy(DDPStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if not isinstance(self.precision_plugin, LowPrecision):
-            raise ValueError("lowprec_ddp needs a level of nemo_lowprec among the Trainer's plugins. Use strategy='ddp'.")
+            raise ValueError(
+                "lowprec_ddp needs a level of nemo_lowprec among the Trainer's plugins. Use strategy='ddp'."
+            )
         super().setup(trainer)
 
     @override
