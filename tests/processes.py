@@ -1,4 +1,4 @@
-"""Functions run by two (or more) processes of gloo, as torchrun would start them."""
+"""Functions run by two (or more) processes, of gloo or NCCL, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,28 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def on_processes(world: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_processes(
+    world: int, folder: Path, function: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
     """What ``function(rank, *args)`` returned on each of ``world`` processes that are in one process group.
 
     Lightning's Trainer finds the environment variables of torchrun there, and starts no processes of its own.
     """
-    mp.spawn(_start, (world, free_port(), str(folder), function, args), nprocs=world)
+    mp.spawn(_start, (world, free_port(), str(folder), backend, function, args), nprocs=world)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
-def _start(rank: int, world: int, port: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _start(
+    rank: int, world: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=SECONDS))
+    if backend == "nccl":
+        with suppress(ImportError):  # before anything touches CUDA
+            import transformer_engine.pytorch  # noqa: F401
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=SECONDS))
     torch.save(function(rank, *args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from nemo_lowprec.formats import GradientTensor
 
 __all__ = ["Bucket", "Fp8Bucket", "PlainBucket"]
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 _IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
 
 
@@ -84,7 +85,7 @@ class Fp8Bucket(Bucket):
         self._work.wait()
         mean = mean_of_messages(self._received, self._layout)
         self._received = None
-        self._work = dist.all_gather_into_tensor(self._sent.view(-1), mean, group=self.group, async_op=True)
+        self._work = _all_gather(self._sent.view(-1), mean, group=self.group, async_op=True)
 
     def complete(self) -> None:
         assert self._sent is not None

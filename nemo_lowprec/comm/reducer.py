@@ -192,11 +192,11 @@ class GradientReducer:
         device = params[0].device
         made, self._made = {id(p) for p in self._made}, []
         if self._all_there is None:
-            self._all_there = torch.ones(len(params), dtype=torch.uint8, device=device)
+            self._all_there = torch.ones(len(params), dtype=torch.int8, device=device)
         # The maximum of ones is ones: what is sent where nothing is missing need not be made anew.
         there = self._all_there
         if made:
-            there = torch.tensor([id(p) not in made for p in params], dtype=torch.uint8, device=device)
+            there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
         dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
         if made:
             for param, flag in zip(params, there.tolist(), strict=True):

@@ -87,12 +87,7 @@ def ranks(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone():
     """The same on one process, which accumulates the micro-batches of both."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as there: torch's LayerNorm sums in another order with more
-    try:
-        return {case: {name: run(case, **options) for name, options in OPTIONS.items()} for case in ALL}
-    finally:
-        torch.set_num_threads(threads)
+    return {case: {name: run(case, **options) for name, options in OPTIONS.items()} for case in ALL}
 
 
 # What is asserted of it.

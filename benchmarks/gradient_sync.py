@@ -1,0 +1,204 @@
+"""Gradients averaged over all GPUs of a machine: FP8 beside all_reduce of FP32 and BF16 and NCCL's own sum of float8.
+
+    python -m benchmarks.gradient_sync
+
+268 M gradients, as of 16 matrices of 4096 x 4096. A pass lets every process sleep on its GPU while the host queues the
+work (in training it runs ahead of the GPU, too) and measures from the end of the sleep to the end of the work; a round
+times one pass of each contestant, and rounds repeat. The time of a pass is that of the slowest process.
+
+``fp8`` is what training runs: a backward pass hands out BF16 gradients, each is quantized and stored, and buckets are
+sent as they fill. ``fp8, stored before`` is the same without quantization. ``nccl float8 sum`` adds up float8 in NCCL:
+blocks need a scale that all processes share (an all_reduce of their exponents) and room for the sum; its time here is
+that of the two collectives alone, without the kernels that it would need.
+
+Errors are relative to the mean in FP64 of the BF16 gradients, as Euclidean norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from benchmarks.record import Record, arguments
+from nemo_lowprec.comm import GradientReducer
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.row_blocks import BLOCK, block_exponent, power
+from nemo_lowprec.grads import StoredGradients
+from nemo_lowprec.report.traffic import Traffic
+
+SLEEP = 20_000_000  # cycles, about 10 ms
+
+
+class _HandOut(torch.autograd.Function):
+    """Nothing forward; backward hands a given gradient out."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return torch.zeros((), device=param.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+class Stored:
+    """Parameters whose gradients are stored in FP8 and averaged while backward goes on."""
+
+    def __init__(self, gradients: list[Tensor], bucket_bytes: int) -> None:
+        self.gradients = gradients
+        # Of no size in memory: nothing reads the weights.
+        self.params = [nn.Parameter(torch.zeros((), device=g.device).expand(g.shape)) for g in gradients]
+        for param in self.params:
+            param.grad_dtype = None
+        self.hooks = StoredGradients()
+        self.hooks.cover(self.params)
+        self.reducer = GradientReducer(self.params, None, lambda _: torch.float8_e4m3fn, bucket_bytes)
+        self.backward()  # the first pass learns
+
+    def backward(self) -> None:
+        for param in self.params:
+            param.grad = None
+        pairs = zip(self.params, self.gradients, strict=True)
+        total = torch.stack([_HandOut.apply(p, g) for p, g in pairs]).sum()
+        self.reducer.begin()
+        total.backward()
+        self.reducer.finish()
+
+    def reduce(self) -> None:
+        self.reducer.reduce()
+
+    def result(self) -> list[Tensor]:
+        return [p.grad.dequantize() for p in self.params]  # type: ignore[union-attr]
+
+
+def nccl_sum(gradients: list[Tensor]) -> list[Tensor]:
+    """Means by a sum of float8 in NCCL, with exponents that all processes share and room for the sum."""
+    world = dist.get_world_size()
+    means = []
+    for gradient in gradients:
+        blocks = gradient.float().view(-1, BLOCK)
+        exponent = block_exponent(blocks.abs().amax(1), E4M3).int() + (world - 1).bit_length()
+        dist.all_reduce(exponent, dist.ReduceOp.MAX)
+        data = (blocks * power(254 - exponent)[:, None]).to(torch.float8_e4m3fn)
+        dist.all_reduce(data)
+        means.append((data.float() * power(exponent)[:, None] / world).view(gradient.shape))
+    return means
+
+
+def error(got: list[Tensor], want: list[Tensor]) -> float:
+    distance = sum(float((g.double() - w).square().sum()) for g, w in zip(got, want, strict=True))
+    return (distance / sum(float(w.square().sum()) for w in want)) ** 0.5
+
+
+def milliseconds(work: Callable[[], None], device: torch.device) -> float:
+    """Of one pass, on the slowest process."""
+    dist.barrier()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)
+    start.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    worst = torch.tensor(start.elapsed_time(end), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def run(rank: int, world: int, args: argparse.Namespace) -> None:
+    cuda = torch.cuda.is_available()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world)
+    record = Record(args.out) if rank == 0 else None
+
+    generator = torch.Generator(device).manual_seed(rank)
+    shape = (args.size, args.size)
+    # Magnitudes that differ by a factor of a hundred between rows, as gradients' do.
+    spread = torch.logspace(-4, -2, args.size, device=device)[:, None]
+    gradients = [
+        (torch.randn(shape, generator=generator, device=device) * spread).bfloat16() for _ in range(args.count)
+    ]
+    want = []
+    for gradient in gradients:
+        total = gradient.double()
+        dist.all_reduce(total)
+        want.append(total / world)
+
+    flat = {d: torch.cat([g.flatten().to(d) for g in gradients]) for d in (torch.float32, torch.bfloat16)}
+    bytes_8 = torch.zeros(flat[torch.float32].numel(), dtype=torch.uint8, device=device)
+    exponents = torch.zeros(bytes_8.numel() // BLOCK, dtype=torch.uint8, device=device)
+    stored = {mib: Stored(gradients, mib * 2**20) for mib in args.buckets}
+
+    mean = dist.ReduceOp.AVG if cuda else dist.ReduceOp.SUM
+
+    def float8_sum() -> None:
+        dist.all_reduce(exponents, dist.ReduceOp.MAX)
+        dist.all_reduce(bytes_8.view(torch.float8_e4m3fn))
+
+    contestants: dict[str, tuple[Callable[[], None], Callable[[], list[Tensor]] | None]] = {
+        "fp32 all_reduce": (lambda: dist.all_reduce(flat[torch.float32], mean), None),
+        "bf16 all_reduce": (lambda: dist.all_reduce(flat[torch.bfloat16], mean), lambda: _bf16_mean(gradients)),
+    }
+    if cuda:
+        contestants["nccl float8 sum"] = (float8_sum, lambda: nccl_sum(gradients))
+    for mib, one in stored.items():
+        contestants[f"fp8, buckets of {mib} MiB"] = (one.backward, one.result)
+        contestants[f"fp8, stored before, buckets of {mib} MiB"] = (one.reduce, None)
+
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    if cuda:
+        for round_ in range(args.rounds + 3):
+            for name, (work, _) in contestants.items():
+                elapsed = milliseconds(work, device)
+                if round_ >= 3:
+                    times[name].append(elapsed)
+    for name, (work, result) in contestants.items():
+        with Traffic() as traffic:
+            work()
+        figures: dict[str, Any] = {"bytes_sent": sum(s.bytes for s in traffic.sent), "messages": len(traffic.sent)}
+        if result is not None:
+            figures["error"] = error(result(), want)
+        if cuda:
+            middle = statistics.median(times[name])
+            figures |= {"ms": middle, "ms_min": min(times[name]), "ms_max": max(times[name])}
+            figures["of_bf16"] = middle / statistics.median(times["bf16 all_reduce"])
+        if record is not None:
+            record.add(benchmark="gradient_sync", contestant=name, gpus=world, elements=bytes_8.numel(), **figures)
+    dist.destroy_process_group()
+
+
+def _bf16_mean(gradients: list[Tensor]) -> list[Tensor]:
+    means = []
+    for gradient in gradients:
+        mean = gradient / dist.get_world_size()
+        dist.all_reduce(mean)
+        means.append(mean)
+    return means
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "", "gradient_sync_h200.jsonl")
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--buckets", type=int, nargs="+", default=[16, 32, 64], help="MiB")
+    parser.add_argument("--port", type=int, default=29511)
+    args = parser.parse_args()
+    world = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    mp.spawn(run, (world, args), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What collectives send: every call that reaches a process group, from Python and from C++ (torch's DDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Sent", "Traffic"]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective.
+
+    Attributes:
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+        dtype: of its elements.
+        bytes: that each process sends (and receives), by the algorithm that sends the least.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    bytes: int
+
+
+_SHARE: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda world: 2 * (world - 1) / world,
+    "all_gather": lambda world: world - 1,  # of what one process puts in
+    "reduce_scatter": lambda world: (world - 1) / world,
+    "all_to_all": lambda world: (world - 1) / world,
+    "broadcast": lambda world: 1,
+}
+# Kind, and which argument holds what a process puts in.
+_KINDS = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Context in which ``sent`` fills with the collectives of this process, those of its backward passes included.
+
+    Args:
+        ignored: tensors that do not count.
+    """
+
+    def __init__(self, ignored: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        super().__init__()
+        self.sent: list[Sent] = []
+        self._ignored = ignored
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d" and name in _KINDS:
+            self._note(name, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: Any) -> None:
+        kind, position = _KINDS[name]
+        world = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None).size()
+        for tensor in tree_leaves(args[position]):
+            if not self._ignored(tensor):
+                size = tensor.numel() * tensor.element_size()
+                self.sent.append(Sent(kind, tensor.dtype, round(size * _SHARE[kind](world))))
+
+
+def _as_group(box: Any) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(box)
+    except RuntimeError:  # another object, the operation of a reduction
+        return None

@@ -1,0 +1,117 @@
+"""Every level on two GPUs, over NCCL."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_lowprec.comm import GradientReducer
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.formats import GradientTensor
+from tests.processes import on_processes
+from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin, train, values_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+]
+
+STRATEGIES = ["ddp", "lowprec_ddp"]
+ALL = [c for c in [*CASES, *FP16_HALF] if level_of(c).scaling not in ("mxfp8", "nvfp4")]  # those need Blackwell
+SHAPES = [(1024, 4096), (37, 129), (300,), (64, 256), (8, 3, 5, 5)]
+
+
+def on_cpu(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {k: on_cpu(v) for k, v in tree.items()}
+    return [on_cpu(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def run(case, rank, strategy):
+    processes = {}
+    if rank is not None:
+        processes = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+    data = ResumableLoader(Samples(128), 16, 3, rank or 0, 1 if rank is None else 2, global_batch_size=32)
+    model = Net()
+    precision = plugin(case, **({"backend": "te"} if level_of(case).has_fp8 else {}))
+    observer = train(
+        model, precision, data=data, accelerator="gpu", gradient_clip_val=1.0,
+        accumulate_grad_batches=2 if rank is None else 1, **processes,
+    )  # fmt: skip
+    grads = [{n: values_of(g) for n, g in step.items()} for step in observer.grads]
+    return on_cpu({"grads": grads, "losses": model.losses, "weights": observer.state["weights"]})
+
+
+def reduced(rank):
+    """Several backward passes of a network of many buckets, without and with the one before in flight."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.zeros(s, device="cuda")) for s in SHAPES]
+    wire = lambda p: torch.float8_e4m3fn if p.dim() > 1 else torch.float32  # noqa: E731
+    for param in params:
+        if param.dim() > 1:
+            param.grad_dtype = None
+            param.register_post_accumulate_grad_hook(_store)
+    reducer = GradientReducer(params, None, wire, bucket_bytes=2**16)
+    found = []
+    for step in range(3):
+        generator = torch.Generator("cuda").manual_seed(10 * step + rank)
+        factors = [torch.randn(s, device="cuda", generator=generator) for s in SHAPES]
+        for param in params:
+            param.grad = None
+        loss = sum((p * f).sum() for p, f in zip(params, factors, strict=True))
+        reducer.begin()
+        loss.backward()
+        reducer.finish()
+        found.append({"own": factors, "mean": [values_of(p.grad) for p in params]})
+    return on_cpu(found)
+
+
+def _store(param):
+    param.grad = GradientTensor.from_float(param.grad)
+
+
+def every_case(rank):
+    found = {"reduced": reduced(rank)}
+    for case in ALL:
+        for strategy in STRATEGIES:
+            found[f"{case} {strategy}"] = run(case, rank, strategy)
+            dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case, backend="nccl")
+
+
+def test_means_that_were_sent_during_backward_are_those_of_the_definition(ranks):
+    for step in range(3):
+        first, second = (rank["reduced"][step] for rank in ranks)
+        assert_same(first["mean"], second["mean"])
+        for a, b, got in zip(first["own"], second["own"], first["mean"], strict=True):
+            if a.dim() > 1:
+                a, b = (GradientTensor.from_float(t).dequantize() for t in (a, b))
+                assert torch.equal(got, GradientTensor.from_float((a + b) * 0.5).dequantize())
+            else:
+                assert torch.equal(got, a / 2 + b / 2)
+
+
+@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_end_the_same(ranks, case, strategy):
+    first, second = (rank[f"{case} {strategy}"] for rank in ranks)
+    for key in ("grads", "weights"):
+        assert_same(first[key], second[key], key)
+    assert first["losses"] != second["losses"]
+
+
+@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_those_of_one_process_within_their_rounding(ranks, case, strategy):
+    got, want = ranks[0][f"{case} {strategy}"]["grads"][0], run(case, None, strategy)["grads"][0]
+    bound = 0.1 if is_low_bit(case) else 0.01
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert (got[key] - value).norm() <= bound * value.norm(), key

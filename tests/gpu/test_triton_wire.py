@@ -1,0 +1,75 @@
+"""The fused kernels for FP8 messages: bit for bit the plain-torch reference."""
+
+import pytest
+import torch
+from support import kernels_or_skip
+
+from nemo_lowprec.comm import wire
+from nemo_lowprec.comm.wire import Messages, fused_wire, mean_of_messages, pack, unpack
+from nemo_lowprec.formats import GradientTensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+# Whole blocks only; ragged rows; what is empty; many tiles.
+SHAPES = {
+    "aligned": [(64, 256), (1, 128), (300, 1024)],
+    "ragged": [(37, 129), (5, 3), (64, 256), (3, 5, 7, 9), (1, 1)],
+    "empty": [(0, 4), (7, 300), (4, 0)],
+    "only_empty": [(0, 4)],
+}
+WORLDS = [1, 2, 3, 8]
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    return kernels_or_skip(fused_wire())
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(wire, "fused_wire", lambda: None)
+
+
+def make(shapes, seed):
+    torch.manual_seed(seed)
+    values = [torch.randn(s, device="cuda") * torch.exp2(torch.randint(-20, 20, s, device="cuda")) for s in shapes]
+    return [GradientTensor.from_float(v) for v in values]
+
+
+def bits(gradients):
+    return [[p.view(torch.uint8) if p.element_size() == 1 else p for p in g.parts()] for g in gradients]
+
+
+def assert_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("world", WORLDS)
+def test_messages_are_packed_averaged_and_unpacked_as_by_the_reference(shapes, world, monkeypatch):
+    shapes = [torch.Size(s) for s in shapes]
+    layout = Messages.in_turn(shapes, world)
+    sources = [make(shapes, seed) for seed in range(world)]
+    if sources[0][0].numel() > 300:
+        spoilt = sources[-1][0].dequantize()
+        spoilt.view(-1)[200] = float("inf")
+        sources[-1][0] = GradientTensor.from_float(spoilt)
+
+    def everything():
+        packed = [pack([g.parts()[:2] for g in gradients], layout) for gradients in sources]
+        # What one process receives: the first message of each.
+        mean = mean_of_messages(torch.stack([p[0] for p in packed]), layout)
+        into = make(shapes, 99)
+        unpack(packed[-1], into, layout)
+        return packed, mean, into
+
+    packed, mean, into = everything()
+    without_kernels(monkeypatch)
+    want_packed, want_mean, want_into = everything()
+    assert all(torch.equal(a, b) for a, b in zip(packed, want_packed, strict=True))
+    nan = (want_mean[: layout.chunk * 128] & 0x7F) == 0x7F  # which of the NaNs does not matter
+    same = mean == want_mean
+    same[: nan.numel()] |= nan & ((mean[: nan.numel()] & 0x7F) == 0x7F)
+    assert same.all()
+    assert_equal(bits(into), bits(want_into))
+    assert_equal(bits(into), bits(sources[-1]))
