@@ -41,19 +41,23 @@ class _HandOut(torch.autograd.Function):
     """Nothing forward; backward hands a given gradient out."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, param: Tensor, gradients: list[Tensor]) -> Tensor:
+        ctx.gradients = gradients
         return torch.zeros((), device=param.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.gradient, None
+        return ctx.gradients.pop(), None  # nobody else holds it: autograd would make a copy
 
 
 class Stored:
-    """Parameters whose gradients are stored in FP8 and averaged while backward goes on."""
+    """Parameters whose gradients are stored in FP8 and averaged while backward goes on.
 
-    def __init__(self, gradients: list[Tensor], bucket_bytes: int) -> None:
+    Args:
+        collectives: whether NCCL's collectives are used where GPUs reach each other's memory.
+    """
+
+    def __init__(self, gradients: list[Tensor], bucket_bytes: int, collectives: bool = False) -> None:
         self.gradients = gradients
         # Of no size in memory: nothing reads the weights.
         self.params = [nn.Parameter(torch.zeros((), device=g.device).expand(g.shape)) for g in gradients]
@@ -62,15 +66,20 @@ class Stored:
         self.hooks = StoredGradients()
         self.hooks.cover(self.params)
         self.reducer = GradientReducer(self.params, None, lambda _: torch.float8_e4m3fn, bucket_bytes)
+        if collectives:
+            self.reducer._peer_memory = lambda *_: None  # type: ignore[method-assign]
+        self.prepare()
         self.backward()  # the first pass learns
 
-    def backward(self) -> None:
-        for param in self.params:
+    def prepare(self) -> None:
+        self.losses = []
+        for param, gradient in zip(self.params, self.gradients, strict=True):
             param.grad = None
-        pairs = zip(self.params, self.gradients, strict=True)
-        total = torch.stack([_HandOut.apply(p, g) for p, g in pairs]).sum()
+            self.losses.append(_HandOut.apply(param, [gradient.clone()]))
+
+    def backward(self) -> None:
         self.reducer.begin()
-        total.backward()
+        torch.autograd.backward(self.losses, [torch.ones_like(loss) for loss in self.losses])
         self.reducer.finish()
 
     def reduce(self) -> None:
@@ -99,8 +108,9 @@ def error(got: list[Tensor], want: list[Tensor]) -> float:
     return (distance / sum(float(w.square().sum()) for w in want)) ** 0.5
 
 
-def milliseconds(work: Callable[[], None], device: torch.device) -> float:
+def milliseconds(work: Callable[[], None], prepare: Callable[[], None], device: torch.device) -> float:
     """Of one pass, on the slowest process."""
+    prepare()
     dist.barrier()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -139,7 +149,10 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
     flat = {d: torch.cat([g.flatten().to(d) for g in gradients]) for d in (torch.float32, torch.bfloat16)}
     bytes_8 = torch.zeros(flat[torch.float32].numel(), dtype=torch.uint8, device=device)
     exponents = torch.zeros(bytes_8.numel() // BLOCK, dtype=torch.uint8, device=device)
-    stored = {mib: Stored(gradients, mib * 2**20) for mib in args.buckets}
+    stored = {f"buckets of {mib} MiB": Stored(gradients, mib * 2**20) for mib in args.buckets}
+    if cuda:
+        for mib in args.buckets:
+            stored[f"by collectives, buckets of {mib} MiB"] = Stored(gradients, mib * 2**20, collectives=True)
 
     mean = dist.ReduceOp.AVG if cuda else dist.ReduceOp.SUM
 
@@ -147,24 +160,29 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
         dist.all_reduce(exponents, dist.ReduceOp.MAX)
         dist.all_reduce(bytes_8.view(torch.float8_e4m3fn))
 
-    contestants: dict[str, tuple[Callable[[], None], Callable[[], list[Tensor]] | None]] = {
-        "fp32 all_reduce": (lambda: dist.all_reduce(flat[torch.float32], mean), None),
-        "bf16 all_reduce": (lambda: dist.all_reduce(flat[torch.bfloat16], mean), lambda: _bf16_mean(gradients)),
+    def nothing() -> None:
+        pass
+
+    Contestant = tuple[Callable[[], None], Callable[[], None], Callable[[], list[Tensor]] | None]
+    contestants: dict[str, Contestant] = {
+        "fp32 all_reduce": (nothing, lambda: dist.all_reduce(flat[torch.float32], mean), None),
+        "bf16 all_reduce": (nothing, lambda: dist.all_reduce(flat[torch.bfloat16], mean), lambda: _bf16(gradients)),
     }
     if cuda:
-        contestants["nccl float8 sum"] = (float8_sum, lambda: nccl_sum(gradients))
-    for mib, one in stored.items():
-        contestants[f"fp8, buckets of {mib} MiB"] = (one.backward, one.result)
-        contestants[f"fp8, stored before, buckets of {mib} MiB"] = (one.reduce, None)
+        contestants["nccl float8 sum"] = (nothing, float8_sum, lambda: nccl_sum(gradients))
+    for name, one in stored.items():
+        contestants[f"fp8, {name}"] = (one.prepare, one.backward, one.result)
+        contestants[f"fp8, stored before, {name}"] = (nothing, one.reduce, None)
 
     times: dict[str, list[float]] = {name: [] for name in contestants}
     if cuda:
         for round_ in range(args.rounds + 3):
-            for name, (work, _) in contestants.items():
-                elapsed = milliseconds(work, device)
+            for name, (prepare, work, _) in contestants.items():
+                elapsed = milliseconds(work, prepare, device)
                 if round_ >= 3:
                     times[name].append(elapsed)
-    for name, (work, result) in contestants.items():
+    for name, (prepare, work, result) in contestants.items():
+        prepare()
         with Traffic() as traffic:
             work()
         figures: dict[str, Any] = {"bytes_sent": sum(s.bytes for s in traffic.sent), "messages": len(traffic.sent)}
@@ -179,7 +197,7 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _bf16_mean(gradients: list[Tensor]) -> list[Tensor]:
+def _bf16(gradients: list[Tensor]) -> list[Tensor]:
     means = []
     for gradient in gradients:
         mean = gradient / dist.get_world_size()

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.comm.exchange import Slot
 from nemo_lowprec.comm.wire import Messages, mean_of_messages, pack, unpack
 from nemo_lowprec.formats import GradientTensor
 
 __all__ = ["Bucket", "Fp8Bucket", "PlainBucket"]
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 _IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
 
 
@@ -56,14 +56,17 @@ class Fp8Bucket(Bucket):
     """Gradients stored in FP8: all_to_all, sum in FP32, quantize, all_gather; about two bytes an element in all.
 
     One rounding each way, no patched NCCL, no exchange of amaxes and no headroom factor.
+
+    Attributes:
+        layout: of the messages.
+        slot: what they travel by; set before the first launch.
     """
+
+    slot: Slot
 
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         super().__init__(params, group)
-        self._layout = Messages.in_turn([p.shape for p in params], self.world)
-        self._work: Any = None
-        self._sent: Tensor | None = None
-        self._received: Tensor | None = None
+        self.layout = Messages.in_turn([p.shape for p in params], self.world)
 
     def zeros(self, param: Tensor) -> Tensor:
         return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
@@ -76,22 +79,15 @@ class Fp8Bucket(Bucket):
         return [p.grad.fold_() for p in self.params]  # type: ignore[union-attr]
 
     def launch(self) -> None:
-        self._sent = pack([g.parts()[:2] for g in self._gradients()], self._layout)  # type: ignore[misc]
-        self._received = torch.empty_like(self._sent)
-        self._work = dist.all_to_all_single(self._received, self._sent, group=self.group, async_op=True)
+        pack([(g.data_blocks, g.exponent) for g in self._gradients()], self.layout, self.slot.messages())
+        self.slot.exchange()
 
     def advance(self) -> None:
-        assert self._received is not None and self._sent is not None
-        self._work.wait()
-        mean = mean_of_messages(self._received, self._layout)
-        self._received = None
-        self._work = _all_gather(self._sent.view(-1), mean, group=self.group, async_op=True)
+        mean_of_messages(self.slot.received(), self.layout, self.slot.mean())
+        self.slot.gather()
 
     def complete(self) -> None:
-        assert self._sent is not None
-        self._work.wait()
-        unpack(self._sent, self._gradients(), self._layout)
-        self._work = self._sent = None
+        unpack(self.slot.gathered(), self._gradients(), self.layout)
 
 
 class PlainBucket(Bucket):

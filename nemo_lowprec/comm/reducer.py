@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, PlainBucket
+from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
 
 __all__ = ["GradientReducer", "Wire"]
 
@@ -66,6 +67,7 @@ class GradientReducer:
         self._made: list[Tensor] = []
         self._all_there: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._peers: PeerMemory | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A GradientReducer belongs to a process group, and cannot be copied.")
@@ -133,6 +135,7 @@ class GradientReducer:
                 del filled[wire]
         for wire, params in open_buckets.items():
             self._close(wire, params)
+        self._give_slots()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
         if trained and trained[0].is_cuda:
@@ -141,6 +144,26 @@ class GradientReducer:
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         fp8 = wire == torch.float8_e4m3fn
         self._buckets.append(Fp8Bucket(params, self.group) if fp8 else PlainBucket(params, self.group, wire))
+
+    def _give_slots(self) -> None:
+        buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket)]
+        if not buckets:
+            return
+        device = buckets[0].params[0].device
+        self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), device)
+        for i, bucket in enumerate(buckets):
+            if self._peers is not None:
+                bucket.slot = PeerSlot(bucket.layout, self._peers, i)
+            else:
+                bucket.slot = CollectiveSlot(bucket.layout, self.group, device)
+
+    def _peer_memory(self, capacity: int, device: torch.device) -> PeerMemory | None:
+        if device.type != "cuda":
+            return None
+        if self._peers is not None and self._peers.capacity >= capacity:
+            return self._peers
+        torch.cuda.synchronize(device)  # nobody reads what is given back
+        return PeerMemory.try_for(capacity, self.group, device)
 
     def _arrived(self, param: Tensor) -> None:
         if not self._active:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, GradientTensor
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
-from nemo_lowprec.formats.row_blocks import BLOCK, exponent_rule
+from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, to_stored
 
 if TYPE_CHECKING:
@@ -130,14 +130,12 @@ def unpack(messages: Tensor, gradients: Sequence[GradientTensor], layout: Messag
     _copy([(g.data_blocks, g.exponent, g.nonfinite) for g in gradients], layout, messages, packs=False)
 
 
-def mean(received: Tensor, layout: Messages) -> Tensor:
-    """uint8 [bytes]: the mean of messages [world, bytes]."""
+def mean(received: Tensor, layout: Messages, out: Tensor) -> None:
+    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes]."""
     top, mantissa = exponent_rule(E4M3)
-    out = torch.empty(layout.bytes, dtype=torch.uint8, device=received.device)
-    assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and layout.bytes == layout.chunk * (BLOCK + 1)
+    assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and out.is_contiguous()
     with torch.cuda.device(received.device):
         _mean_kernel[(layout.chunk // _BLOCKS,)](
             received, out, layout.chunk, 1.0 / layout.world, WORLD=layout.world, TOP=top, MANTISSA=mantissa,
             BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-    return out

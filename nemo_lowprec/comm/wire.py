@@ -57,12 +57,6 @@ class Messages:
         """Size of one message."""
         return self.chunk * (BLOCK + 1)
 
-    def empty(self, device: torch.device) -> Tensor:
-        """uint8 [world, bytes] to pack into, zero (which reads as zero) where no gradient lies."""
-        full = sum(map(blocks_of, self.shapes)) == self.world * self.chunk
-        make = torch.empty if full else torch.zeros
-        return make(self.world, self.bytes, dtype=torch.uint8, device=device)
-
     def parts(self, messages: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the data [messages, chunk, 128] and the exponents [messages, chunk] of uint8 [messages, bytes]."""
         data, exponent = messages.split([self.chunk * BLOCK, self.chunk], dim=1)
@@ -75,13 +69,15 @@ def blocks_of(shape: torch.Size) -> int:
     return rows * per_row
 
 
-def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages) -> Tensor:
-    """Messages, uint8 [world, bytes], that hold ``gradients``: contiguous E4M3 data and exponents of each."""
-    kernels = _kernels(gradients[0][0])
-    messages = layout.empty(gradients[0][0].device)
+def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages, messages: Tensor) -> None:
+    """Fill ``messages``, uint8 [world, bytes], with gradients: contiguous E4M3 data and exponents of each.
+
+    Bytes where no gradient lies stay what they are.
+    """
+    kernels = _kernels(messages)
     if kernels is not None:
         kernels.pack(gradients, layout, messages)
-        return messages
+        return
     data, exponents = layout.parts(messages)
     for (stored, exponent), first in zip(gradients, layout.first, strict=True):
         rows, cols, per_row = block_grid(stored.shape)
@@ -89,20 +85,20 @@ def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages) -> Tensor
         place = _places(first, rows * per_row, layout, stored.device)
         data[place] = padded.view(-1, BLOCK)
         exponents[place] = exponent.view(-1)
-    return messages
 
 
-def mean_of_messages(received: Tensor, layout: Messages) -> Tensor:
-    """uint8 [bytes]: the mean of messages [world, bytes], summed in FP32 in the order of the processes."""
+def mean_of_messages(received: Tensor, layout: Messages, out: Tensor) -> None:
+    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes], summed in FP32 in their order."""
     kernels = _kernels(received)
     if kernels is not None:
-        return kernels.mean(received, layout)
+        kernels.mean(received, layout, out)
+        return
     data, exponents = layout.parts(received)
     total = torch.zeros(layout.chunk, BLOCK, device=received.device)
     for i in range(layout.world):
         total += dequantize_rows(data[i].view(torch.float8_e4m3fn), exponents[i].reshape(-1, 1))
     mean, exponent = quantize_rows(total * (1.0 / layout.world), E4M3)
-    return torch.cat([mean.view(torch.uint8).view(-1), exponent.view(-1)])
+    torch.cat([mean.view(torch.uint8).view(-1), exponent.view(-1)], out=out)
 
 
 def unpack(messages: Tensor, gradients: Sequence[GradientTensor], layout: Messages) -> None:

@@ -1,4 +1,4 @@
-"""What collectives send: every call that reaches a process group, from Python and from C++ (torch's DDP)."""
+"""What is sent: every call that reaches a process group, from Python and from C++ (torch's DDP), and copies to peers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from nemo_lowprec.comm.exchange import watchers
 
 __all__ = ["Sent", "Traffic"]
 
@@ -64,6 +66,18 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: list[Sent] = []
         self._ignored = ignored
+
+    def __enter__(self) -> Traffic:
+        watchers.append(self._note_peers)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        watchers.remove(self._note_peers)
+        super().__exit__(*exc_info)
+
+    def _note_peers(self, kind: str, size: int) -> None:
+        self.sent.append(Sent(kind, torch.uint8, size))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")

@@ -56,9 +56,12 @@ def test_messages_are_packed_averaged_and_unpacked_as_by_the_reference(shapes, w
         sources[-1][0] = GradientTensor.from_float(spoilt)
 
     def everything():
-        packed = [pack([g.parts()[:2] for g in gradients], layout) for gradients in sources]
+        packed = [torch.zeros(world, layout.bytes, dtype=torch.uint8, device="cuda") for _ in sources]
+        for gradients, messages in zip(sources, packed, strict=True):
+            pack([g.parts()[:2] for g in gradients], layout, messages)
         # What one process receives: the first message of each.
-        mean = mean_of_messages(torch.stack([p[0] for p in packed]), layout)
+        mean = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
+        mean_of_messages(torch.stack([p[0] for p in packed]), layout, mean)
         into = make(shapes, 99)
         unpack(packed[-1], into, layout)
         return packed, mean, into

@@ -1,0 +1,211 @@
+"""How messages get from each process to every other one, and means back to all.
+
+``CollectiveSlot`` uses the process group's collectives, everywhere. ``PeerSlot`` is for GPUs of one machine that reach
+each other's memory: their copy engines move the messages, which takes no multiprocessor from a backward pass that
+goes on, and wastes less of the links than NCCL's kernels do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_lowprec.comm.wire import Messages
+
+__all__ = ["CollectiveSlot", "PeerMemory", "PeerSlot", "Slot", "watchers"]
+
+SLOTS = 3  # buckets in flight: one is sent, one is summed, one is stored
+
+# Called with the kind of each exchange between peers and the bytes that this process sends: no process group sees it.
+watchers: list[Callable[[str, int], None]] = []
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
+
+class Slot(ABC):
+    """The buffers of one bucket in flight. All but the constructor only queues work on a GPU."""
+
+    @abstractmethod
+    def messages(self) -> Tensor:
+        """uint8 [world, bytes]: to be filled with this process's messages."""
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Send message ``i`` to process ``i``."""
+
+    @abstractmethod
+    def received(self) -> Tensor:
+        """uint8 [world, bytes]: the messages to this process, once they are there."""
+
+    @abstractmethod
+    def mean(self) -> Tensor:
+        """uint8 [bytes]: to be filled with the mean of the messages."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Send the mean to all processes."""
+
+    @abstractmethod
+    def gathered(self) -> Tensor:
+        """uint8 [world, bytes]: the means of all processes, once they are there."""
+
+
+class CollectiveSlot(Slot):
+    """By all_to_all and all_gather of the process group."""
+
+    def __init__(self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._layout, self._group, self._device = layout, group, device
+        self._work: Any = None
+        self._sent: Tensor | None = None
+        self._received: Tensor | None = None
+        self._mean: Tensor | None = None
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=self._device)
+
+    def messages(self) -> Tensor:
+        self._sent = self._empty(self._layout.world, self._layout.bytes)
+        return self._sent
+
+    def exchange(self) -> None:
+        assert self._sent is not None
+        self._received = torch.empty_like(self._sent)
+        self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
+
+    def received(self) -> Tensor:
+        self._work.wait()
+        received, self._received = self._received, None
+        assert received is not None
+        return received
+
+    def mean(self) -> Tensor:
+        self._mean = self._empty(self._layout.bytes)
+        return self._mean
+
+    def gather(self) -> None:
+        assert self._sent is not None and self._mean is not None
+        self._work = _all_gather(self._sent.view(-1), self._mean, group=self._group, async_op=True)
+
+    def gathered(self) -> Tensor:
+        self._work.wait()
+        gathered, self._work, self._sent, self._mean = self._sent, None, None, None
+        assert gathered is not None
+        return gathered
+
+
+class PeerMemory:
+    """Memory for ``SLOTS`` buckets in flight that all processes of a group reach, and a stream that copies.
+
+    Buckets take slots in turn. A slot is used again when its last bucket was stored; every process has passed a
+    barrier since.
+
+    Args:
+        capacity: bytes of the largest message.
+
+    Raises:
+        RuntimeError: the GPUs do not reach each other's memory.
+    """
+
+    def __init__(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.capacity, self.device = capacity, device
+        self._timeout = int(_timeout(group).total_seconds() * 1000)
+        self.stream = torch.cuda.Stream(device)
+        size = self.world * capacity
+        # Sent and gathered, of each slot.
+        self._shared = symmetric.empty(2 * SLOTS * size, dtype=torch.uint8, device=device)
+        self._handle = symmetric.rendezvous(self._shared, group or dist.group.WORLD)
+        every = [
+            self._handle.get_buffer(rank, (SLOTS, 2, size), torch.uint8) if rank != self.rank
+            else self._shared.view(SLOTS, 2, size)
+            for rank in range(self.world)
+        ]  # fmt: skip
+        self.sent = [buffer[:, 0] for buffer in every]
+        self.gathered = [buffer[:, 1] for buffer in every]
+        self.received = torch.empty(SLOTS, size, dtype=torch.uint8, device=device)
+
+    def barrier(self) -> None:
+        """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""
+        self._handle.barrier(channel=0, timeout_ms=self._timeout)
+
+    @classmethod
+    def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
+        """The same; None on all processes where one cannot have it."""
+        memory = None
+        local = torch.cuda.device_count()
+        if dist.get_backend(group) == "nccl" and dist.get_world_size(group) <= local:
+            try:
+                memory = cls(capacity, group, device)
+            except (RuntimeError, ImportError, AttributeError):
+                memory = None
+        there = torch.tensor(memory is not None, dtype=torch.int8, device=device)
+        dist.all_reduce(there, dist.ReduceOp.MIN, group)
+        return memory if bool(there) else None
+
+
+def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    timeout: datetime.timedelta = backend.options._timeout
+    return timeout
+
+
+class PeerSlot(Slot):
+    """By copies between the memories of GPUs."""
+
+    def __init__(self, layout: Messages, memory: PeerMemory, index: int) -> None:
+        world, size, self._index = layout.world, layout.bytes, index % SLOTS
+        self._memory = memory
+        view = lambda buffers: buffers[self._index][: world * size].view(world, size)  # noqa: E731
+        self._sent = [view(b) for b in memory.sent]
+        self._gathered = [view(b) for b in memory.gathered]
+        self._received = view(memory.received)
+        self._event = torch.cuda.Event()
+        self._others = [(memory.rank + i) % world for i in range(1, world)]  # all start with another one
+        self._bytes = size * (world - 1)
+
+    def messages(self) -> Tensor:
+        return self._sent[self._memory.rank]
+
+    def exchange(self) -> None:
+        memory, me = self._memory, self._memory.rank
+        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(memory.stream):
+            self._received[me].copy_(self._sent[me][me], non_blocking=True)
+            memory.barrier()  # all have filled theirs
+            for other in self._others:
+                self._received[other].copy_(self._sent[other][me], non_blocking=True)
+            self._event.record()
+        self._tell("all_to_all")
+
+    def received(self) -> Tensor:
+        self._event.wait()
+        return self._received
+
+    def mean(self) -> Tensor:
+        return self._gathered[self._memory.rank][self._memory.rank]
+
+    def gather(self) -> None:
+        memory, me = self._memory, self._memory.rank
+        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(memory.stream):
+            for other in self._others:
+                self._gathered[other][me].copy_(self._gathered[me][me], non_blocking=True)
+            memory.barrier()  # all have sent theirs
+            self._event.record()
+        self._tell("all_gather")
+
+    def gathered(self) -> Tensor:
+        self._event.wait()
+        return self._gathered[self._memory.rank]
+
+    def _tell(self, kind: str) -> None:
+        for watcher in watchers:
+            watcher(kind, self._bytes)
