@@ -34,7 +34,7 @@ from nemo_lowprec.formats.row_blocks import BLOCK, block_exponent, power
 from nemo_lowprec.grads import StoredGradients
 from nemo_lowprec.report.traffic import Traffic
 
-SLEEP = 20_000_000  # cycles, about 10 ms
+SLEEP = 60_000_000  # cycles, about 30 ms
 
 
 class _HandOut(torch.autograd.Function):

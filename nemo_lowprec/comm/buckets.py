@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.exchange import Slot
-from nemo_lowprec.comm.wire import Messages, mean_of_messages, pack, unpack
+from nemo_lowprec.comm.wire import Messages, Packer, Row, mean_of_messages
 from nemo_lowprec.formats import GradientTensor
 
 __all__ = ["Bucket", "Fp8Bucket", "PlainBucket"]
@@ -67,19 +67,24 @@ class Fp8Bucket(Bucket):
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         super().__init__(params, group)
         self.layout = Messages.in_turn([p.shape for p in params], self.world)
+        self._packer = Packer(self.layout)
 
     def zeros(self, param: Tensor) -> Tensor:
         return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
 
-    def _gradients(self) -> list[GradientTensor]:
+    def _rows(self) -> list[Row]:
+        rows = []
         for param in self.params:
-            if not isinstance(param.grad, GradientTensor):  # somebody has put another one there
-                assert param.grad is not None
-                param.grad = GradientTensor.from_float(param.grad)
-        return [p.grad.fold_() for p in self.params]  # type: ignore[union-attr]
+            grad = param.grad
+            assert grad is not None
+            if not isinstance(grad, GradientTensor):  # somebody has put another one there
+                param.grad = grad = GradientTensor.from_float(grad)
+            grad.fold_()
+            rows.append((grad.data_blocks, grad.exponent, grad.nonfinite))
+        return rows
 
     def launch(self) -> None:
-        pack([(g.data_blocks, g.exponent) for g in self._gradients()], self.layout, self.slot.messages())
+        self._packer.pack(self._rows(), self.slot.messages())
         self.slot.exchange()
 
     def advance(self) -> None:
@@ -87,7 +92,9 @@ class Fp8Bucket(Bucket):
         self.slot.gather()
 
     def complete(self) -> None:
-        unpack(self.slot.gathered(), self._gradients(), self.layout)
+        self._packer.unpack(self.slot.gathered(), self._rows())
+        for param in self.params:
+            param.grad.written_()  # type: ignore[union-attr]
 
 
 class PlainBucket(Bucket):

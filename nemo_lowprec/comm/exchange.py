@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from nemo_lowprec.comm.wire import Messages
 
 __all__ = ["CollectiveSlot", "PeerMemory", "PeerSlot", "Slot", "watchers"]
 
+_CHANNELS = {"all_to_all": 0, "all_gather": 1}  # of barriers; each kind of exchange has a stream, too
 SLOTS = 3  # buckets in flight: one is sent, one is summed, one is stored
 
 # Called with the kind of each exchange between peers and the bytes that this process sends: no process group sees it.
@@ -118,7 +120,8 @@ class PeerMemory:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
         self._timeout = int(_timeout(group).total_seconds() * 1000)
-        self.stream = torch.cuda.Stream(device)
+        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up.
+        self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in _CHANNELS}
         size = self.world * capacity
         # Sent and gathered, of each slot.
         self._shared = symmetric.empty(2 * SLOTS * size, dtype=torch.uint8, device=device)
@@ -132,9 +135,9 @@ class PeerMemory:
         self.gathered = [buffer[:, 1] for buffer in every]
         self.received = torch.empty(SLOTS, size, dtype=torch.uint8, device=device)
 
-    def barrier(self) -> None:
+    def barrier(self, kind: str) -> None:
         """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""
-        self._handle.barrier(channel=0, timeout_ms=self._timeout)
+        self._handle.barrier(channel=_CHANNELS[kind], timeout_ms=self._timeout)
 
     @classmethod
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
@@ -175,15 +178,23 @@ class PeerSlot(Slot):
         return self._sent[self._memory.rank]
 
     def exchange(self) -> None:
-        memory, me = self._memory, self._memory.rank
-        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
-        with torch.cuda.stream(memory.stream):
-            self._received[me].copy_(self._sent[me][me], non_blocking=True)
-            memory.barrier()  # all have filled theirs
+        me = self._memory.rank
+        with self._copying("all_to_all"):
+            self._memory.barrier("all_to_all")  # all have filled theirs
             for other in self._others:
                 self._received[other].copy_(self._sent[other][me], non_blocking=True)
+        self._received[me].copy_(self._sent[me][me], non_blocking=True)
+
+    @contextmanager
+    def _copying(self, kind: str) -> Iterator[None]:
+        memory = self._memory
+        stream = memory.streams[kind]
+        stream.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(stream):
+            yield
             self._event.record()
-        self._tell("all_to_all")
+        for watcher in watchers:
+            watcher(kind, self._bytes)
 
     def received(self) -> Tensor:
         self._event.wait()
@@ -193,19 +204,12 @@ class PeerSlot(Slot):
         return self._gathered[self._memory.rank][self._memory.rank]
 
     def gather(self) -> None:
-        memory, me = self._memory, self._memory.rank
-        memory.stream.wait_stream(torch.cuda.current_stream(memory.device))
-        with torch.cuda.stream(memory.stream):
+        me = self._memory.rank
+        with self._copying("all_gather"):
             for other in self._others:
                 self._gathered[other][me].copy_(self._gathered[me][me], non_blocking=True)
-            memory.barrier()  # all have sent theirs
-            self._event.record()
-        self._tell("all_gather")
+            self._memory.barrier("all_gather")  # all have sent theirs
 
     def gathered(self) -> Tensor:
         self._event.wait()
         return self._gathered[self._memory.rank]
-
-    def _tell(self, kind: str) -> None:
-        for watcher in watchers:
-            watcher(kind, self._bytes)

@@ -21,7 +21,7 @@ __all__ = ["GradientReducer", "Wire"]
 
 Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
 
-_BUCKET = 32 * 2**20  # bytes on the wire
+_BUCKET = 64 * 2**20  # bytes on the wire
 
 
 class GradientReducer:

@@ -6,7 +6,6 @@ The module needs Triton; importing it without raises ImportError.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, GradientTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, to_stored
 
 if TYPE_CHECKING:
-    from nemo_lowprec.comm.wire import Messages
+    from nemo_lowprec.comm.wire import Messages, Row
 
-__all__ = ["mean", "pack", "unpack"]
+__all__ = ["FusedPacker", "mean"]
 
 _BLOCKS, _WARPS = 8, 1
 _COPY_BLOCKS, _COPY_WARPS = 32, 4
@@ -38,7 +37,7 @@ def _copy_kernel(
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
-    address = address_ptr + tensor * (2 if PACK else 3)
+    address = address_ptr + tensor * 3
     data = tl.load(address).to(tl.pointer_type(tl.uint8))
     exponents = tl.load(address + 1).to(tl.pointer_type(tl.uint8))
     first = (tile - tl.load(grid)) * BLOCKS
@@ -93,41 +92,33 @@ def _mean_kernel(
     tl.store(out_ptr + chunk * 128 + block, exponent.to(tl.uint8))
 
 
-@lru_cache(maxsize=256)
-def _tables(layout: Messages, device: torch.device) -> tuple[TileTable, Tensor]:
-    tiles = TileTable(layout.shapes, _COPY_BLOCKS, device)
-    return tiles, torch.tensor(layout.first, dtype=torch.int64).to(device)
+class FusedPacker:
+    """``wire.Packer`` in one launch each way; the addresses of gradients are uploaded where they have changed."""
 
+    def __init__(self, layout: Messages, device: torch.device) -> None:
+        self._layout = layout
+        self._full = [i for i, shape in enumerate(layout.shapes) if shape.numel()]
+        self._tiles = TileTable([layout.shapes[i] for i in self._full], _COPY_BLOCKS, device)
+        self._first = torch.tensor([layout.first[i] for i in self._full], dtype=torch.int64).to(device)
+        self._pointers = PointerTable()
 
-def _copy(rows: Sequence[Sequence[Tensor]], layout: Messages, messages: Tensor, packs: bool) -> None:
-    device = messages.device
-    full = [i for i, row in enumerate(rows) if row[0].numel()]
-    if len(full) < len(rows):
-        rows = [rows[i] for i in full]
-        shapes, first = (tuple(t[i] for i in full) for t in (layout.shapes, layout.first))
-        layout = type(layout)(shapes, first, layout.chunk, layout.world)
-    if not rows:
-        return
-    tiles, first_blocks = _tables(layout, device)
-    pointers = PointerTable()
-    addresses = pointers.get(rows, device)
-    aligned = tiles.aligned and all(row[0].data_ptr() % 16 == 0 for row in rows)
-    with torch.cuda.device(device):
-        _copy_kernel[(tiles.tiles,)](
-            tiles.tensor_of, tiles.grid, first_blocks, addresses, messages, layout.chunk,
-            PACK=packs, ALIGNED=aligned, BLOCKS=_COPY_BLOCKS, num_warps=_COPY_WARPS,
-        )  # fmt: skip
+    def pack(self, rows: Sequence[Row], messages: Tensor) -> None:
+        self._copy(rows, messages, packs=True)
 
+    def unpack(self, messages: Tensor, rows: Sequence[Row]) -> None:
+        self._copy(rows, messages, packs=False)
 
-def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages, messages: Tensor) -> None:
-    """Copy gradients, (data, exponents) of each, into ``messages``."""
-    _copy(gradients, layout, messages, packs=True)
-
-
-def unpack(messages: Tensor, gradients: Sequence[GradientTensor], layout: Messages) -> None:
-    """Copy ``messages`` into gradients, and note which are not finite."""
-    torch._foreach_zero_([g.nonfinite for g in gradients])
-    _copy([(g.data_blocks, g.exponent, g.nonfinite) for g in gradients], layout, messages, packs=False)
+    def _copy(self, rows: Sequence[Row], messages: Tensor, packs: bool) -> None:
+        if not self._full:
+            return
+        device = messages.device
+        addresses = self._pointers.get([rows[i] for i in self._full], device)
+        with torch.cuda.device(device):
+            _copy_kernel[(self._tiles.tiles,)](
+                self._tiles.tensor_of, self._tiles.grid, self._first, addresses, messages, self._layout.chunk,
+                PACK=packs, ALIGNED=self._tiles.aligned and self._pointers.aligned, BLOCKS=_COPY_BLOCKS,
+                num_warps=_COPY_WARPS,
+            )  # fmt: skip
 
 
 def mean(received: Tensor, layout: Messages, out: Tensor) -> None:

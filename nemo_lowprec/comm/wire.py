@@ -8,20 +8,23 @@ uint8, since gloo knows no float8.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, GradientTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.formats.row_blocks import BLOCK, block_grid, dequantize_rows, quantize_rows
 
-__all__ = ["Messages", "blocks_of", "fused_wire", "mean_of_messages", "pack", "unpack"]
+__all__ = ["Messages", "Packer", "Row", "blocks_of", "fused_wire", "mean_of_messages"]
+
+Row = tuple[Tensor, Tensor, Tensor]
 
 _ALIGNED = 16  # blocks: messages and their exponents begin at multiples of 16 bytes
 
@@ -69,22 +72,52 @@ def blocks_of(shape: torch.Size) -> int:
     return rows * per_row
 
 
-def pack(gradients: Sequence[tuple[Tensor, Tensor]], layout: Messages, messages: Tensor) -> None:
-    """Fill ``messages``, uint8 [world, bytes], with gradients: contiguous E4M3 data and exponents of each.
+class Packer:
+    """Copies gradients into messages and out of them.
 
-    Bytes where no gradient lies stay what they are.
+    Gradients are rows of (data, exponents, nonfinite): contiguous E4M3, uint8 and FP32 [1], as in ``GradientTensor``.
     """
-    kernels = _kernels(messages)
-    if kernels is not None:
-        kernels.pack(gradients, layout, messages)
-        return
-    data, exponents = layout.parts(messages)
-    for (stored, exponent), first in zip(gradients, layout.first, strict=True):
-        rows, cols, per_row = block_grid(stored.shape)
-        padded = F.pad(stored.view(torch.uint8).view(rows, cols), (0, per_row * BLOCK - cols))
-        place = _places(first, rows * per_row, layout, stored.device)
-        data[place] = padded.view(-1, BLOCK)
-        exponents[place] = exponent.view(-1)
+
+    def __init__(self, layout: Messages) -> None:
+        self.layout = layout
+        self._fused: Any = None
+
+    def pack(self, rows: Sequence[Row], messages: Tensor) -> None:
+        """Fill ``messages``, uint8 [world, bytes]; bytes where no gradient lies stay what they are."""
+        if self._kernels(messages) is not None:
+            self._fused.pack(rows, messages)
+            return
+        data, exponents = self.layout.parts(messages)
+        for (stored, exponent, _), place in zip(rows, self._places(messages.device), strict=True):
+            tensor_rows, cols, per_row = block_grid(stored.shape)
+            padded = F.pad(stored.view(torch.uint8).view(tensor_rows, cols), (0, per_row * BLOCK - cols))
+            data[place] = padded.view(-1, BLOCK)
+            exponents[place] = exponent.view(-1)
+
+    def unpack(self, messages: Tensor, rows: Sequence[Row]) -> None:
+        """Fill the gradients; those that were noted as not finite stay so, as a mean with them is none either."""
+        if self._kernels(messages) is not None:
+            self._fused.unpack(messages, rows)
+            return
+        data, exponents = self.layout.parts(messages)
+        for (stored, exponent, nonfinite), place in zip(rows, self._places(messages.device), strict=True):
+            tensor_rows, cols, per_row = block_grid(stored.shape)
+            mine = data[place].view(tensor_rows, per_row * BLOCK)[:, :cols]
+            stored.view(torch.uint8).copy_(mine.reshape(stored.shape))
+            exponent.copy_(exponents[place].view(exponent.shape))
+            nonfinite.logical_or_(((mine & 0x7F) == 0x7F).any())  # E4M3's NaN
+
+    def _places(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """(message, block in it) of every block, by gradient."""
+        for first, shape in zip(self.layout.first, self.layout.shapes, strict=True):
+            block = torch.arange(first, first + blocks_of(shape), device=device)
+            yield block // self.layout.chunk, block % self.layout.chunk
+
+    def _kernels(self, messages: Tensor) -> ModuleType | None:
+        kernels = _kernels(messages)
+        if kernels is not None and self._fused is None:
+            self._fused = kernels.FusedPacker(self.layout, messages.device)
+        return kernels
 
 
 def mean_of_messages(received: Tensor, layout: Messages, out: Tensor) -> None:
@@ -99,30 +132,6 @@ def mean_of_messages(received: Tensor, layout: Messages, out: Tensor) -> None:
         total += dequantize_rows(data[i].view(torch.float8_e4m3fn), exponents[i].reshape(-1, 1))
     mean, exponent = quantize_rows(total * (1.0 / layout.world), E4M3)
     torch.cat([mean.view(torch.uint8).view(-1), exponent.view(-1)], out=out)
-
-
-def unpack(messages: Tensor, gradients: Sequence[GradientTensor], layout: Messages) -> None:
-    """Store the values of ``messages``, uint8 [world, bytes], in ``gradients``."""
-    kernels = _kernels(messages)
-    if kernels is not None:
-        kernels.unpack(messages, gradients, layout)
-    else:
-        data, exponents = layout.parts(messages)
-        for gradient, first in zip(gradients, layout.first, strict=True):
-            rows, cols, per_row = block_grid(gradient.shape)
-            place = _places(first, rows * per_row, layout, messages.device)
-            mine = data[place].view(rows, per_row * BLOCK)[:, :cols]
-            stored = mine.reshape(gradient.shape).view(torch.float8_e4m3fn)
-            gradient.set_blocks_(stored, exponents[place].view(rows, per_row))
-            gradient.nonfinite.copy_(((mine & 0x7F) == 0x7F).any())  # E4M3's NaN
-    for gradient in gradients:
-        gradient.written_()
-
-
-def _places(first: int, count: int, layout: Messages, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(message, block in it) of ``count`` blocks from ``first`` on."""
-    block = torch.arange(first, first + count, device=device)
-    return block // layout.chunk, block % layout.chunk
 
 
 def _kernels(tensor: Tensor) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""What is sent: every call that reaches a process group, from Python and from C++ (torch's DDP), and copies to peers."""
+"""What is sent: every call that reaches a process group, from Python or from C++ (torch's DDP), and copies to peers."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ import torch
 from support import kernels_or_skip
 
 from nemo_lowprec.comm import wire
-from nemo_lowprec.comm.wire import Messages, fused_wire, mean_of_messages, pack, unpack
+from nemo_lowprec.comm.wire import Messages, Packer, fused_wire, mean_of_messages
 from nemo_lowprec.formats import GradientTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -55,15 +55,19 @@ def test_messages_are_packed_averaged_and_unpacked_as_by_the_reference(shapes, w
         spoilt.view(-1)[200] = float("inf")
         sources[-1][0] = GradientTensor.from_float(spoilt)
 
+    def rows(gradients):
+        return [(g.data_blocks, g.exponent, g.nonfinite) for g in gradients]
+
     def everything():
+        packer = Packer(layout)
         packed = [torch.zeros(world, layout.bytes, dtype=torch.uint8, device="cuda") for _ in sources]
         for gradients, messages in zip(sources, packed, strict=True):
-            pack([g.parts()[:2] for g in gradients], layout, messages)
+            packer.pack(rows(gradients), messages)
         # What one process receives: the first message of each.
         mean = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
         mean_of_messages(torch.stack([p[0] for p in packed]), layout, mean)
         into = make(shapes, 99)
-        unpack(packed[-1], into, layout)
+        packer.unpack(packed[-1], rows(into))
         return packed, mean, into
 
     packed, mean, into = everything()
