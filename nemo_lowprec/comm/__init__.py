@@ -1,7 +1,7 @@
 """Column Comm: gradients averaged over processes in the level's format, on stock collectives."""
 
-from nemo_lowprec.comm.agree import broadcast_weights, reduce_amax
+from nemo_lowprec.comm.agree import broadcast_weights, check_same, reduce_amax
 from nemo_lowprec.comm.ddp import leave_to_ddp, take_from_ddp
 from nemo_lowprec.comm.reducer import GradientReducer
 
-__all__ = ["GradientReducer", "broadcast_weights", "leave_to_ddp", "reduce_amax", "take_from_ddp"]
+__all__ = ["GradientReducer", "broadcast_weights", "check_same", "leave_to_ddp", "reduce_amax", "take_from_ddp"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import StoredTensor
 
-__all__ = ["broadcast_weights", "reduce_amax"]
+__all__ = ["broadcast_weights", "check_same", "reduce_amax"]
 
 
 @torch.no_grad()
@@ -32,3 +32,24 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+
+
+def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
+    """Compare what every process of ``group`` is about to train, and with what.
+
+    Raises:
+        ValueError: on every process, where two differ; naming what differs, and on which processes.
+    """
+    gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(gathered, dict(facts), group=group)
+    for name in facts:
+        processes: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(gathered):
+            processes.setdefault(theirs.get(name, "missing"), []).append(rank)
+        if len(processes) > 1:
+            found = "; ".join(f"{value} on rank {_some(ranks)}" for value, ranks in processes.items())
+            raise ValueError(f"Processes that train one model must agree on {name}. There is {found}.")
+
+
+def _some(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -124,22 +124,39 @@ class GradientReducer:
         self._expected.clear()
         self._buckets = []
         self._all_there = None
-        open_buckets: dict[Wire, list[Tensor]] = {}
-        filled: Counter[Wire] = Counter()
-        for param in reversed(trained):
-            wire = self._wire(param)
-            open_buckets.setdefault(wire, []).append(param)
-            filled[wire] += param.numel() * wire.itemsize
-            if filled[wire] >= self._bucket_bytes:
-                self._close(wire, open_buckets.pop(wire))
-                del filled[wire]
-        for wire, params in open_buckets.items():
-            self._close(wire, params)
+        self._cut(list(reversed(trained)))
         self._give_slots()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
         if trained and trained[0].is_cuda:
             self._stream = torch.cuda.Stream(trained[0].device)
+
+    def _cut(self, params: list[Tensor]) -> None:
+        """Cut parameters into buckets of each wire format; smaller ones where nothing else is under way.
+
+        Those are the first, before which nothing is sent, and the last, after which backward is over.
+        """
+        sizes = [(p, self._wire(p), p.numel() * self._wire(p).itemsize) for p in params]
+        left: Counter[Wire] = Counter()
+        for _, wire, size in sizes:
+            left[wire] += size
+        filling: dict[Wire, list[Tensor]] = {}
+        filled: Counter[Wire] = Counter()
+        limit = {wire: self._bucket_bytes // 4 for wire in left}
+        for param, wire, size in sizes:
+            filling.setdefault(wire, []).append(param)
+            filled[wire] += size
+            if filled[wire] >= limit[wire]:
+                left[wire] -= filled.pop(wire)
+                self._close(wire, filling.pop(wire))
+                limit[wire] = self._next_limit(left[wire])
+        for wire, rest in filling.items():
+            self._close(wire, rest)
+
+    def _next_limit(self, left: int) -> int:
+        if left > self._bucket_bytes:
+            return self._bucket_bytes
+        return left * 3 // 4 if left > self._bucket_bytes // 4 else left
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         fp8 = wire == torch.float8_e4m3fn

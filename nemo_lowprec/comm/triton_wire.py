@@ -98,6 +98,8 @@ class FusedPacker:
     def __init__(self, layout: Messages, device: torch.device) -> None:
         self._layout = layout
         self._full = [i for i, shape in enumerate(layout.shapes) if shape.numel()]
+        if not self._full:
+            return
         self._tiles = TileTable([layout.shapes[i] for i in self._full], _COPY_BLOCKS, device)
         self._first = torch.tensor([layout.first[i] for i in self._full], dtype=torch.int64).to(device)
         self._pointers = PointerTable()

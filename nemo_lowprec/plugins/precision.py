@@ -69,19 +69,13 @@ class LowPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer = getattr(module, "_trainer", None)
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
-        trains = trainer is not None and trainer.state.fn == "fit"
-        if trains:
-            processes.prepare(module, trainer.strategy, self.engine)
-        if trains and self.level.has_half_weights:
-            for callback in trainer.callbacks:
-                if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-                    raise ValueError(
-                        f"{type(callback).__name__} averages the model's parameters, which at {self.level.name} are "
-                        "half copies of the weights. Use te_fp8 or fp16_amp, or leave the callback out."
-                    )
+        if trainer is not None and trainer.state.fn == "fit":
+            processes.prepare(module, trainer.strategy, self.engine, repr(self))
+            if self.level.has_half_weights:
+                _check_callbacks(trainer, self.level.name)
         if trainer is not None and self.engine.low_bit.gradient_release:
             _check_release(trainer)
-        self.engine.convert(module, device, training=trainer is None or trains)
+        self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
         return module
 
     @override
@@ -91,14 +85,14 @@ class LowPrecision(Precision):
         for optimizer in optimizers:
             self.engine.check_optimizer(optimizer)
         module = self.engine.model  # ``model`` may be a wrapper around it
-        strategy = module.trainer.strategy if isinstance(module, pl.LightningModule) and module._trainer else None
-        trains = strategy is not None and module.trainer.state.fn == "fit"  # type: ignore[union-attr]
-        if trains:
+        trainer = module._trainer if isinstance(module, pl.LightningModule) else None
+        strategy = trainer.strategy if trainer is not None and trainer.state.fn == "fit" else None
+        if strategy is not None:
             processes.release_ddp(model, strategy, self.engine)
         self.engine.settle()
         for optimizer in optimizers:
             self.engine.attach(optimizer)
-        if trains:
+        if strategy is not None:
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self._module = module
@@ -191,6 +185,15 @@ class LowPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self._resume.load_state_dict(state_dict, self._module)
+
+
+def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            raise ValueError(
+                f"{type(callback).__name__} averages the model's parameters, which at {level} are half copies of the "
+                "weights. Use te_fp8 or fp16_amp, or leave the callback out."
+            )
 
 
 def _check_release(trainer: pl.Trainer) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
+from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
 
 __all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes"]
@@ -16,11 +19,15 @@ __all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes"]
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-def prepare(module: nn.Module, strategy: Strategy, engine: Engine) -> None:
+def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -> None:
     """Before the strategy wraps ``module`` for training.
 
+    Args:
+        title: the level and its options.
+
     Raises:
-        ValueError: a strategy that the level does not train with, or an option that has no effect at it.
+        ValueError: a strategy that the level does not train with, an option that has no effect at it, or processes
+            that are about to train something else.
     """
     if not isinstance(strategy, ParallelStrategy):
         return
@@ -29,6 +36,13 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine) -> None:
         raise ValueError(
             f"{level.name} does not train with {type(strategy).__name__}. Use strategy='ddp' or 'lowprec_ddp'."
         )
+    check_same(
+        {
+            "the level": re.sub(r" at 0x[0-9a-f]+", "", title),
+            **_versions(),
+            "the model's parameters": _parameters(module),
+        }
+    )
     engine.check_averaging()
     if not _replaces_ddp(strategy, engine):
         return
@@ -48,6 +62,26 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine) -> None:
             )
     if wraps(strategy):
         leave_to_ddp(module)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("nemo-lowprec", "torch", "lightning", "transformer-engine", "triton"):
+        try:
+            found[f"the version of {name}"] = version(name)
+        except PackageNotFoundError:
+            found[f"the version of {name}"] = "none"
+    return found
+
+
+def _parameters(module: nn.Module) -> str:
+    """A short name for what parameters there are."""
+    shapes = [(n, str(p.dtype), p.requires_grad, *_shape(p)) for n, p in module.named_parameters()]
+    return f"{len(shapes)} tensors ({hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]})"
+
+
+def _shape(param: nn.Parameter) -> tuple[int, ...]:
+    return () if isinstance(param, nn.parameter.UninitializedParameter) else tuple(param.shape)
 
 
 def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:

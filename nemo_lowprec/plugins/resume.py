@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 __all__ = ["ResumeState"]
@@ -28,13 +29,17 @@ class ResumeState:
         if in_mid_epoch and not self._warned and not _loader_is_stateful(module.trainer):
             self._warned = True
             _warn("saved")
-        return {"rng": _rng_states(), "mid_epoch": in_mid_epoch}
+        return {"rng": _of_all_processes(_rng_states()), "mid_epoch": in_mid_epoch}
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
         """Put the random states back, now and once more before the first batch of a continued epoch."""
-        if "rng" in state and module is not None and module.trainer.state.fn == "fit":
-            self._pending = state["rng"] if state["mid_epoch"] else None
-            _set_rng_states(state["rng"])
+        if "rng" not in state or module is None or module.trainer.state.fn != "fit":
+            return
+        rank = module.trainer.global_rank
+        if rank < len(state["rng"]):  # a process that the interrupted run did not have keeps its own states
+            mine = state["rng"][rank]
+            self._pending = mine if state["mid_epoch"] else None
+            _set_rng_states(mine)
 
     def before_first_step(self, module: pl.LightningModule | None) -> None:
         """Called before every training step."""
@@ -68,6 +73,15 @@ def _warn(when: str) -> None:
     )
 
 
+def _of_all_processes(states: dict[str, Any]) -> list[dict[str, Any]]:
+    """By rank; Lightning dumps a checkpoint on every process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [states]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, states)
+    return gathered
+
+
 def _rng_states() -> dict[str, Any]:
     # Plain values and tensors, so that the file opens with weights_only=True.
     version, internal, gauss = random.getstate()
@@ -79,7 +93,7 @@ def _rng_states() -> dict[str, Any]:
                   float(cached)],
     }  # fmt: skip
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
@@ -90,5 +104,4 @@ def _set_rng_states(states: dict[str, Any]) -> None:
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
     if "cuda" in states and torch.cuda.is_available():
-        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state.cpu(), device)
+        torch.cuda.set_rng_state(states["cuda"].cpu())

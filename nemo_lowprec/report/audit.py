@@ -4,7 +4,8 @@
 
 * at the GEMM operands as the layers hand them to the backend, in forward and backward,
 * at the gradients right after backward, before they are unscaled or clipped,
-* at weights, masters and optimizer states after the step.
+* at weights, masters and optimizer states after the step,
+* at what is sent to other processes in all of this.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.formats import BlockTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.gemms import watch_gemms
+from nemo_lowprec.report.traffic import Traffic
 from nemo_lowprec.weights import master_of
 
 __all__ = ["Audit", "AuditReport", "Finding"]
@@ -30,6 +32,7 @@ __all__ = ["Audit", "AuditReport", "Finding"]
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _AT = {
     "Computation (GEMM)": "operands, forward and backward",
+    "Comm": "gradients sent in a step",
     "Weight": "after the step",
     "Master weight": "after the step",
     "Weight gradient": "after backward, before unscaling",
@@ -44,9 +47,11 @@ class Finding:
     Attributes:
         column: title as in the chart.
         part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and
-            ``vectors`` (fewer than two dimensions) at a level that keeps these apart.
+            ``vectors`` (fewer than two dimensions) at a level that keeps these apart. For gradients on the wire,
+            ``matrices`` and ``vectors``, or ``all``.
         declared, observed: formats, ``+`` between several, ``–`` for none.
-        bytes_per_param: bytes found over the parameters of this part; None where nothing is stored.
+        bytes_per_param: bytes found over the parameters of this part; None where nothing is stored. On the wire, bytes
+            that each process sends in a step.
     """
 
     column: str
@@ -96,6 +101,7 @@ class Audit(pl.Callback):
     def __init__(self) -> None:
         self.report: AuditReport | None = None
         self._gemms: Any = None
+        self._traffic: Traffic | None = None
         self._seen: dict[str, set[str]] = {}
         self._gradients: dict[str, _Bytes] = {}
 
@@ -112,6 +118,9 @@ class Audit(pl.Callback):
             self._seen = defaultdict(set)
             self._gemms = watch_gemms(pl_module, self._seen)
             self._gemms.__enter__()
+            if trainer.world_size > 1:
+                self._traffic = Traffic(lambda tensor: _is_bookkeeping(tensor, trainer))
+                self._traffic.__enter__()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._gemms is not None:
@@ -122,6 +131,8 @@ class Audit(pl.Callback):
     ) -> None:
         if self._gemms is None or trainer.global_step <= self.STEP:
             return
+        if self._traffic is not None:
+            self._traffic.__exit__(None, None, None)
         self._gemms.__exit__(None, None, None)
         self._gemms = None
         self.report = self._report(trainer, pl_module)
@@ -169,6 +180,11 @@ class Audit(pl.Callback):
                     size = found.per_param(count)
                     report.findings.append(Finding("Optimizer states", part, declared, found.formats, size))
                     totals["Optimizer states"] += found.total
+        if self._traffic is not None:
+            for finding, size in _sent(self._traffic, trainer, module):
+                report.findings.append(finding)
+                totals["Comm"] += size
+            self._traffic = None
         report.total_bytes = dict(totals)
         return report
 
@@ -210,6 +226,37 @@ def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[n
         return
     yield "rest", [p for p in rest if p.dim() > 1]
     yield "vectors", [p for p in rest if p.dim() < 2]
+
+
+def _is_bookkeeping(tensor: Tensor, trainer: pl.Trainer) -> bool:
+    """Amaxes, flags and logged numbers: what is sent beside gradients."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, LowPrecision)
+    histories = plugin.engine.histories
+    is_amax = histories is not None and tensor.data_ptr() == histories.amax.data_ptr()
+    return is_amax or tensor.dtype == torch.int8 or tensor.numel() == 1
+
+
+def _sent(traffic: Traffic, trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[Finding, int]]:
+    """Findings about the gradients on the wire, and their bytes. Those in FP8 travel as uint8."""
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, LowPrecision)
+    level = plugin.level
+    trained = [p for p in module.parameters() if p.requires_grad]
+    sent = [s for s in traffic.sent if s.kind != "broadcast"]
+    parts = [("all", level.comm, trained, sent)]
+    if level.vectors is not None:
+        in_fp8 = [s for s in sent if s.dtype == torch.uint8]
+        parts = [
+            ("matrices", level.comm, [p for p in trained if p.dim() > 1], in_fp8),
+            ("vectors", level.vectors, [p for p in trained if p.dim() < 2], [s for s in sent if s not in in_fp8]),
+        ]
+    for part, declared, params, messages in parts:
+        if params:
+            names = {"fp8" if s.dtype == torch.uint8 else _NAMES.get(s.dtype, str(s.dtype)) for s in messages}
+            size = sum(s.bytes for s in messages)
+            per_param = size / sum(p.numel() for p in params)
+            yield Finding("Comm", part, declared, "+".join(sorted(names)) or "–", per_param), size
 
 
 def _states(trainer: pl.Trainer, params: list[nn.Parameter], key: str) -> Iterator[Tensor | None]:
