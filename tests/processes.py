@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["on_processes"]
+__all__ = ["environment", "free_port", "on_processes"]
 
 SECONDS = 120
 
@@ -24,6 +24,13 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets for one process of a machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    return {name: str(value) for name, value in numbers.items()} | place
 
 
 def on_processes(
@@ -41,9 +48,7 @@ def _start(
     rank: int, world: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="test")
+    os.environ.update(environment(rank, world, port))
     if backend == "nccl":
         with suppress(ImportError):  # before anything touches CUDA
             import transformer_engine.pytorch  # noqa: F401

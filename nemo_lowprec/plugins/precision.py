@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.checkpoint import AtomicCheckpointIO
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import option_defaults, parse_options
@@ -71,6 +73,8 @@ class LowPrecision(Precision):
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
         if trainer is not None and trainer.state.fn == "fit":
             processes.prepare(module, trainer.strategy, self.engine, repr(self))
+            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name)
         if trainer is not None and self.engine.low_bit.gradient_release:

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from support import CASES, FP8_LEVELS, HALF_LEVELS, Net, level_of, loader, plugin, train, trainer
-from torch.multiprocessing import ProcessRaisedException
+from lightning.pytorch.strategies import ModelParallelStrategy
+from support import CASES, FP8_LEVELS, Net, level_of, loader, plugin, train, trainer
 
 import nemo_lowprec
 from nemo_lowprec import CHART, LowPrecision
 from nemo_lowprec.plugins import LEVELS
+from tests.processes import environment, free_port
 
 
 @pytest.mark.parametrize(
@@ -144,14 +146,26 @@ def test_a_run_config_in_a_real_trainer_is_refused_by_name():
         trainer(recipes.bf16_mixed())
 
 
-@pytest.mark.parametrize("level", [*HALF_LEVELS, "te_fp8"])
-def test_more_than_one_process_is_refused(level):
-    with pytest.raises(ProcessRaisedException, match=f"{level} trains on one process so far, and the Trainer has 2. "):
-        trainer(plugin(level), devices=2, strategy="ddp_fork").fit(Net(), loader())
+class Sharded(Net):
+    def configure_model(self):
+        pass
 
 
-def test_fp16_amp_trains_on_two_processes():
-    fit = trainer(plugin("fp16_amp"), devices=2, strategy="ddp_fork", max_steps=2)
+@pytest.mark.parametrize("level", ["msamp_o2", "bf16_mixed", "te_fp8"])
+def test_a_strategy_that_the_level_does_not_train_with_is_refused(level, monkeypatch):
+    for name, value in environment(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    try:
+        with pytest.raises(ValueError, match=f"{level} does not train with ModelParallelStrategy. Use strategy='ddp'"):
+            trainer(plugin(level), devices=1, strategy=strategy).fit(Sharded(), loader())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("level", ["fp16_amp", "msamp_o2"])
+def test_a_plugin_is_handed_to_processes_that_are_forked(level):
+    fit = trainer(plugin(level), devices=2, strategy="ddp_fork", max_steps=2)
     fit.fit(Net(stepwise=True), loader())
     assert fit.world_size == 2 and fit.state.finished
 

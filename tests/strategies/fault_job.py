@@ -1,0 +1,84 @@
+"""One process of a training job that may kill itself: ``fault_job.py FOLDER STRATEGY PHASE STEP``.
+
+Run by two processes at once; started again, it goes on from the last checkpoint. ``PHASE`` none trains to the end, and
+writes the weights to FOLDER/end.pt.
+"""
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from nemo_lowprec.comm.buckets import Fp8Bucket
+from nemo_lowprec.data.loader import ResumableLoader
+from tests.support import Net, Samples, plugin, trainer
+
+STEPS = 8
+
+
+class Killer(Callback):
+    """Kills this process in one phase of one step."""
+
+    def __init__(self, phase, step):
+        self.phase, self.step = phase, step
+
+    def at(self, trainer, phase):
+        if phase == self.phase and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_fit_start(self, trainer, module):
+        module.mid.register_forward_hook(lambda *_: self.at(trainer, "forward"))
+        module.inp.weight.register_hook(lambda grad: self.at(trainer, "backward"))
+        advance = Fp8Bucket.advance
+
+        def summed(bucket):
+            self.at(trainer, "reduction")
+            advance(bucket)
+
+        Fp8Bucket.advance = summed
+        replace = os.replace
+
+        def renamed(*args):
+            self.at(trainer, "checkpoint")
+            replace(*args)
+
+        os.replace = renamed
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        for one in trainer.optimizers:
+            one.register_step_post_hook(lambda *_: self.at(trainer, "step"))
+
+
+def main(folder, strategy, phase, step):
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    # The one that writes checkpoints is killed while it does; in the other phases it is the other one.
+    killer = Killer(phase, int(step)) if rank == (0 if phase == "checkpoint" else 1) else Killer("none", -1)
+    saving = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
+    fit = trainer(
+        plugin("msamp_o2"), saving, killer, devices=2, strategy=strategy, use_distributed_sampler=False,
+        max_steps=STEPS, max_epochs=-1,
+    )  # fmt: skip
+    model = Net(dropout=0.2)
+    torch.manual_seed(rank)
+    data = ResumableLoader(Samples(32), 4, 3, rank, 2, stop_at_epoch_end=False)
+    last = Path(folder) / "last.ckpt"
+    print("starts at", torch.load(last, weights_only=True)["global_step"] if last.exists() else 0, flush=True)
+    fit.fit(model, data, ckpt_path=last if last.exists() else None)
+    if rank == 0:
+        torch.save(snapshot_of(fit, model), Path(folder) / "end.pt")
+    dist.barrier()
+
+
+def snapshot_of(fit, model):
+    return {"weights": model.state_dict(), "optimizer": fit.optimizers[0].state_dict()}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
