@@ -53,8 +53,8 @@ def under_trainer(rounds: int, dtype: torch.dtype, prepare: Callable[[Any], None
         prepare(module)
     clock = Clock()
     trainer = pl.Trainer(
-        accelerator="gpu", devices=1, max_steps=WARMUP + ROUND * rounds + 1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock], **kwargs,
+        accelerator="gpu", max_steps=WARMUP + ROUND * rounds + 1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock], **({"devices": 1} | kwargs),
     )  # fmt: skip
     trainer.fit(module, loader())
     return clock.rounds

@@ -142,7 +142,7 @@ class GradientReducer:
             left[wire] += size
         filling: dict[Wire, list[Tensor]] = {}
         filled: Counter[Wire] = Counter()
-        limit = {wire: self._bucket_bytes // 4 for wire in left}
+        limit = dict.fromkeys(left, self._bucket_bytes // 4)
         for param, wire, size in sizes:
             filling.setdefault(wire, []).append(param)
             filled[wire] += size
@@ -154,9 +154,8 @@ class GradientReducer:
             self._close(wire, rest)
 
     def _next_limit(self, left: int) -> int:
-        if left > self._bucket_bytes:
-            return self._bucket_bytes
-        return left * 3 // 4 if left > self._bucket_bytes // 4 else left
+        last = self._bucket_bytes // 4
+        return min(self._bucket_bytes, max(left - last, last))
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         fp8 = wire == torch.float8_e4m3fn
