@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.checkpoint import AtomicCheckpointIO
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import processes
+from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import ModelParallelStrategy
 from support import CASES, FP8_LEVELS, Net, level_of, loader, plugin, train, trainer
 
 import nemo_lowprec
 from nemo_lowprec import CHART, LowPrecision
 from nemo_lowprec.plugins import LEVELS
-from tests.processes import environment, free_port
 
 
 @pytest.mark.parametrize(
@@ -144,23 +141,6 @@ def test_a_run_config_in_a_real_trainer_is_refused_by_name():
 
     with pytest.raises(MisconfigurationException, match=r"Found invalid type for plugin <Config\[bf16_mixed"):
         trainer(recipes.bf16_mixed())
-
-
-class Sharded(Net):
-    def configure_model(self):
-        pass
-
-
-@pytest.mark.parametrize("level", ["msamp_o2", "bf16_mixed", "te_fp8"])
-def test_a_strategy_that_the_level_does_not_train_with_is_refused(level, monkeypatch):
-    for name, value in environment(0, 1, free_port()).items():
-        monkeypatch.setenv(name, value)
-    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
-    try:
-        with pytest.raises(ValueError, match=f"{level} does not train with ModelParallelStrategy. Use strategy='ddp'"):
-            trainer(plugin(level), devices=1, strategy=strategy).fit(Sharded(), loader())
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("level", ["fp16_amp", "msamp_o2"])

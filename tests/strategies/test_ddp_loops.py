@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -167,6 +167,11 @@ def message(rank, case, strategy, model=None, precision=None, **options):
     return ""
 
 
+class Sharded(Net):
+    def configure_model(self):
+        pass
+
+
 class Sparse(Net):
     def __init__(self):
         super().__init__()
@@ -182,6 +187,7 @@ def run_refused(rank):
         "sparse": message(rank, "bf16_mixed", "lowprec_ddp", Sparse()),
         "level": message(rank, "", "ddp", precision=plugin("msamp_o2" if rank else "msamp_o3")),
         "option": message(rank, "", "ddp", precision=plugin("te_fp8", fp8_margin=rank)),
+        "strategy": message(rank, "te_fp8", ModelParallelStrategy(2, 1), Sharded()),
         "model": message(rank, "bf16_mixed", "ddp", Net() if rank else Parts()),
         "plain": message(rank, "", LowPrecisionDDPStrategy(), precision="none"),
     }
@@ -279,6 +285,7 @@ def test_what_would_have_no_effect_or_differs_is_refused_on_all(ranks):
             == expected + "msamp_o3(backend='reference') on rank 0; msamp_o2(backend='reference') on rank 1."
         )
         assert refused["option"].startswith("Processes that train one model must agree on the level")
+        assert refused["strategy"].startswith("te_fp8 does not train with ModelParallelStrategy. Use strategy='ddp'")
         assert refused["model"].startswith("Processes that train one model must agree on the model's parameters")
         assert refused["plain"].startswith("lowprec_ddp needs a level of nemo_lowprec")
 

@@ -1,4 +1,4 @@
-"""The saved form: checkpoints that are there in full or not at all."""
+"""Checkpoints that are there in full or not at all."""
 
 from __future__ import annotations
 
