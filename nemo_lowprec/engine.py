@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.comm import GradientReducer, broadcast_weights, reduce_amax
+from nemo_lowprec.comm import Fp8ShardBucket, GradientReducer, anywhere, broadcast_weights, reduce_amax
 from nemo_lowprec.compute import (
     Backend,
     Conversion,
@@ -37,9 +38,9 @@ from nemo_lowprec.compute import (
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.grads import LossScale, LossScaleConfig, StoredGradients, unscale_
 from nemo_lowprec.optim import LowBitOptions, StateFormats, adopt, check_adoptable, release
-from nemo_lowprec.weights import MasterWeights, StoredWeights
+from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
 
-__all__ = ["DTYPES", "Engine", "needs_closure"]
+__all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ENGINE = "_lowprec_engine"
@@ -62,6 +63,19 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
     closure = signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The processes among which a model is sharded.
+
+    Attributes:
+        world: all that train together.
+        shards: those that hold one copy of the model among them.
+    """
+
+    world: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
 
 
 class Engine:
@@ -104,6 +118,8 @@ class Engine:
         self.masters: MasterWeights | None = None
         self.stored: StoredWeights | None = None
         self.gradients: StoredGradients | None = None
+        self.sharding: Sharding | None = None
+        self.shards: ShardedWeights | None = None
         self.reducer: GradientReducer | None = None
         self.conversion = Conversion()
         self.model: nn.Module | None = None
@@ -115,6 +131,7 @@ class Engine:
         self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self._saturated = False
         self._has_te_layers = False
+        self._reduced: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         return self  # a copy of the model is another model, and not this engine's
@@ -168,7 +185,9 @@ class Engine:
             self.layers,
             self.histories,
         )
-        if self.level.is_low_bit:
+        if self.sharding is not None:
+            pass  # weights are stored when they are sharded, which ``settle`` finds done
+        elif self.level.is_low_bit:
             fp8 = self.conversion.low if self.level.weight == "fp8" else []
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
             self.stored = StoredWeights(self.reads_as, fp8, margin, keep=not training)
@@ -234,11 +253,15 @@ class Engine:
             if self.stored is not None:
                 release(optimizer)
                 self._optimizers.discard(optimizer)
+        if self.shards is not None:
+            for optimizer in list(self._optimizers):
+                release(optimizer)
+            self.shards.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._released.clear()
-        self.stored = self.masters = None
+        self.stored = self.masters = self.shards = None
         revert_layers(self.model)
 
     def settle(self) -> None:
@@ -250,6 +273,51 @@ class Engine:
         if self.stored is not None:
             self.stored.settle()
             self.cover_gradients()
+        if self.sharding is not None:
+            self._settle_shards(self.sharding)
+
+    def _settle_shards(self, sharding: Sharding) -> None:
+        """Store the shards, and reduce gradients onto them that FSDP2 does not."""
+        assert self.model is not None
+        level, recipe = self.level, self.recipe
+        fp8_params = recipe is not None and recipe.fp8_params
+        self.shards = ShardedWeights(
+            level.is_low_bit,
+            self.reads_as if level.is_low_bit else self.half,
+            self.conversion.low if level.weight == "fp8" or fp8_params else [],
+            recipe.fp8_margin if recipe is not None else 0,
+            torch.float32 if level.weight_grad == "fp32" and level.has_half_weights else None,
+            partial(reduce_amax, group=sharding.world),
+            self._meet_gathered,
+        )
+        self.shards.settle(self.model)
+        self.share_amaxes(sharding.world)
+        if level.is_low_bit:
+            self.gradients = StoredGradients(apart=True)
+
+    def _meet_gathered(self, params: list[Tensor]) -> None:
+        if self.gradients is not None and self.shards is not None:
+            self.gradients.cover(p for p in params if self.shards.is_matrix(p))
+
+    def _fit_shard_reducer(self) -> None:
+        """Reduce the gradients of the matrices that were gathered by now."""
+        assert self.shards is not None and self.gradients is not None and self.sharding is not None
+        self.shards.meet_all()
+        pairs = self.shards.matrices()
+        if self.reducer is not None and self._reduced == [id(whole) for whole, _ in pairs]:
+            return
+        if self.reducer is not None:
+            self.reducer.remove()
+        self._reduced = [id(whole) for whole, _ in pairs]
+        shard_of = {id(whole): sharded for whole, sharded in pairs}
+        group, kept = self.sharding.shards, self.gradients.apart
+        assert kept is not None
+        self.reducer = GradientReducer(
+            [whole for whole, _ in pairs],
+            group,
+            lambda _: torch.float8_e4m3fn,
+            shards=lambda params: Fp8ShardBucket(params, group, kept, [shard_of[id(p)] for p in params]),
+        )
 
     def cover_gradients(self) -> None:
         """Store the gradients of the matrices that take one by now (with gradient release: of all parameters)."""
@@ -339,6 +407,8 @@ class Engine:
     @contextmanager
     def averaging(self, wanted: bool = True) -> Iterator[None]:
         """A backward pass whose gradients are averaged, where ``average_over`` was called and it is ``wanted``."""
+        if self.shards is not None and self.level.is_low_bit and wanted:
+            self._fit_shard_reducer()
         if self.reducer is None or not wanted:
             yield
             return
@@ -404,6 +474,8 @@ class Engine:
             # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
             self._saturated = self.histories is not None and self.histories.overflowed()
         overflow = unscale_(_params(optimizer), self.loss_scale.used) or self._saturated
+        if self.sharding is not None:  # each process has seen its shards only
+            overflow = anywhere(overflow, self.device, self.sharding.world)
         self.loss_scale.learn(overflow)
         self._unscaled[optimizer] = overflow
         if overflow:
@@ -418,6 +490,8 @@ class Engine:
         """Step on the masters, refresh the copies and roll the amax histories."""
         with torch.autocast(self.device.type, enabled=False):  # manual optimization steps inside training_step
             result = optimizer.step(**kwargs)
+        if self.shards is not None:
+            self.shards.renew_scales()
         if self.histories is not None:
             self.histories.update()
         return result

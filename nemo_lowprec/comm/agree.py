@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import StoredTensor
 
-__all__ = ["broadcast_weights", "check_same", "reduce_amax"]
+__all__ = ["anywhere", "broadcast_weights", "check_same", "reduce_amax"]
 
 
 @torch.no_grad()
@@ -32,6 +32,13 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+
+
+def anywhere(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is set on any process of ``group``."""
+    found = torch.tensor(flag, dtype=torch.int8, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    return bool(found)
 
 
 def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.exchange import Slot
-from nemo_lowprec.comm.wire import Messages, Packer, Row, mean_of_messages
+from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
 from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.formats.local import as_shard_of, local_of
 
-__all__ = ["Bucket", "Fp8Bucket", "PlainBucket"]
+__all__ = ["Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
 
 _IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
 
@@ -37,8 +38,12 @@ class Bucket(ABC):
         self.world = dist.get_world_size(group)
 
     @abstractmethod
-    def zeros(self, param: Tensor) -> Tensor:
-        """The gradient of a parameter that has none here, and may have one on another process."""
+    def fill(self, param: Tensor) -> bool:
+        """Give a parameter that has no gradient here zeros: another process may have one. Whether it had none."""
+
+    @abstractmethod
+    def forget(self, param: Tensor) -> None:
+        """Take the mean of a parameter away that no process has a gradient of."""
 
     @abstractmethod
     def launch(self) -> None:
@@ -52,7 +57,23 @@ class Bucket(ABC):
         """Store the means in the gradients."""
 
 
-class Fp8Bucket(Bucket):
+class _OfParameters(Bucket):
+    """Gradients are those of the parameters, and become the means."""
+
+    def fill(self, param: Tensor) -> bool:
+        if param.grad is not None:
+            return False
+        param.grad = self._zeros(param)
+        return True
+
+    def forget(self, param: Tensor) -> None:
+        param.grad = None
+
+    @abstractmethod
+    def _zeros(self, param: Tensor) -> Tensor: ...
+
+
+class Fp8Bucket(_OfParameters):
     """Gradients stored in FP8: all_to_all, sum in FP32, quantize, all_gather; about two bytes an element in all.
 
     One rounding each way, no patched NCCL, no exchange of amaxes and no headroom factor.
@@ -69,7 +90,7 @@ class Fp8Bucket(Bucket):
         self.layout = Messages.in_turn([p.shape for p in params], self.world)
         self._packer = Packer(self.layout)
 
-    def zeros(self, param: Tensor) -> Tensor:
+    def _zeros(self, param: Tensor) -> Tensor:
         return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
 
     def _rows(self) -> list[Row]:
@@ -97,7 +118,71 @@ class Fp8Bucket(Bucket):
             param.grad.written_()  # type: ignore[union-attr]
 
 
-class PlainBucket(Bucket):
+class Fp8ShardBucket(Bucket):
+    """Gradients stored in FP8, reduced onto shards: all_to_all of rows, sum in FP32, quantize.
+
+    Args:
+        params: whole parameters, as they are gathered.
+        gradients: of the whole parameters, by their id; those that were sent are taken out.
+        shards: of the parameters, in their order; get the means as gradients.
+    """
+
+    slot: Slot
+
+    def __init__(
+        self, params: Sequence[Tensor], group: dist.ProcessGroup | None, gradients: dict[int, GradientTensor],
+        shards: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__(params, group)
+        self._gradients, self._shards = gradients, dict(zip(map(id, params), shards, strict=True))
+        self._rows = [-(-p.shape[0] // self.world) for p in params]
+        self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
+        self._packer, self._unpacker = Packer(self.layout), Packer(own)
+        self._mean: Tensor | None = None
+
+    def fill(self, param: Tensor) -> bool:
+        if id(param) in self._gradients:
+            return False
+        self._gradients[id(param)] = GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
+        return True
+
+    def forget(self, param: Tensor) -> None:
+        self._shards[id(param)].grad = None
+
+    def launch(self) -> None:
+        rows: list[Row] = []
+        sent = [self._gradients.pop(id(p)).fold_() for p in self.params]
+        for rank in range(self.world):
+            for gradient, count in zip(sent, self._rows, strict=True):
+                part = slice(rank * count, (rank + 1) * count)
+                if gradient.shape[0] > rank * count:
+                    rows.append((gradient.data_blocks[part], gradient.exponent[part], gradient.nonfinite))
+        self._packer.pack(rows, self.slot.messages())
+        self.slot.exchange()
+        for gradient in sent:
+            if gradient.is_cuda:  # freed here, and read by another stream than the one that made it
+                for part_ in gradient.parts():
+                    part_.record_stream(torch.cuda.current_stream(gradient.device))
+
+    def advance(self) -> None:
+        self._mean = self.slot.mean()
+        mean_of_messages(self.slot.received(), self.layout, self._mean)
+
+    def complete(self) -> None:
+        assert self._mean is not None
+        shards = [self._shards[id(p)] for p in self.params]
+        means = [GradientTensor.empty(local_of(shard)) for shard in shards]
+        rows = [(m.data_blocks, m.exponent, m.nonfinite) for m in means if m.numel()]
+        self._unpacker.unpack(self._mean.view(1, -1), rows)
+        self._mean = None
+        for shard, mean in zip(shards, means, strict=True):
+            if shard.grad is None:
+                shard.grad = as_shard_of(mean, shard)
+            else:
+                local_of(shard.grad).accumulate_(mean.dequantize())
+
+
+class PlainBucket(_OfParameters):
     """Gradients of an ordinary dtype: one all_reduce in that dtype, averaged as it sums.
 
     Args:
@@ -110,7 +195,7 @@ class PlainBucket(Bucket):
         self._works: list[Any] = []
         self._flat: Tensor | None = None
 
-    def zeros(self, param: Tensor) -> Tensor:
+    def _zeros(self, param: Tensor) -> Tensor:
         return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
 
     def _flattened(self) -> list[Tensor]:

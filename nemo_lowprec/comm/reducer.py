@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, PlainBucket
+from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
 
 __all__ = ["GradientReducer", "Wire"]
@@ -39,6 +39,7 @@ class GradientReducer:
         group: the processes; None for all.
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for one stored in FP8.
         bucket_bytes: size of a bucket on the wire.
+        shards: the bucket for gradients in FP8 that are reduced onto shards; None where they are averaged in place.
 
     Raises:
         RuntimeError: in backward, a gradient that grows after it was sent.
@@ -50,8 +51,10 @@ class GradientReducer:
         group: dist.ProcessGroup | None,
         wire: Callable[[Tensor], Wire],
         bucket_bytes: int | None = None,
+        shards: Callable[[list[Tensor]], Fp8ShardBucket] | None = None,
     ) -> None:
         self.group = group
+        self._shards = shards
         self._params = list({id(p): p for p in params}.values())
         self._wire = wire
         self._bucket_bytes = bucket_bytes or _BUCKET
@@ -158,11 +161,13 @@ class GradientReducer:
         return min(self._bucket_bytes, max(left - last, last))
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
-        fp8 = wire == torch.float8_e4m3fn
-        self._buckets.append(Fp8Bucket(params, self.group) if fp8 else PlainBucket(params, self.group, wire))
+        if wire != torch.float8_e4m3fn:
+            self._buckets.append(PlainBucket(params, self.group, wire))
+        else:
+            self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
 
     def _give_slots(self) -> None:
-        buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket)]
+        buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket | Fp8ShardBucket)]
         if not buckets:
             return
         device = buckets[0].params[0].device
@@ -206,8 +211,7 @@ class GradientReducer:
         index, self._launched = self._launched, self._launched + 1
         bucket = self._buckets[index]
         for param in bucket.params:
-            if param.grad is None:
-                param.grad = bucket.zeros(param)
+            if bucket.fill(param):
                 self._made.append(param)
         with self._on_side_stream(after_current=True):
             bucket.launch()
@@ -225,9 +229,10 @@ class GradientReducer:
 
     def _forget_unused(self) -> None:
         """Take the zeros away that stand for gradients which no process has."""
-        params = [p for b in self._buckets for p in b.params]
-        if not params:
+        pairs = [(p, b) for b in self._buckets for p in b.params]
+        if not pairs:
             return
+        params = [p for p, _ in pairs]
         device = params[0].device
         made, self._made = {id(p) for p in self._made}, []
         if self._all_there is None:
@@ -238,6 +243,6 @@ class GradientReducer:
             there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
         dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
         if made:
-            for param, flag in zip(params, there.tolist(), strict=True):
+            for (param, bucket), flag in zip(pairs, there.tolist(), strict=True):
                 if not flag:
-                    param.grad = None
+                    bucket.forget(param)

@@ -22,7 +22,7 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.formats.row_blocks import BLOCK, block_grid, dequantize_rows, quantize_rows
 
-__all__ = ["Messages", "Packer", "Row", "blocks_of", "fused_wire", "mean_of_messages"]
+__all__ = ["Messages", "Packer", "Row", "blocks_of", "by_rows", "fused_wire", "mean_of_messages"]
 
 Row = tuple[Tensor, Tensor, Tensor]
 
@@ -64,6 +64,28 @@ class Messages:
         """Views of the data [messages, chunk, 128] and the exponents [messages, chunk] of uint8 [messages, bytes]."""
         data, exponent = messages.split([self.chunk * BLOCK, self.chunk], dim=1)
         return data.unflatten(1, (self.chunk, BLOCK)), exponent
+
+
+def by_rows(shapes: Sequence[torch.Size], world: int, rank: int) -> tuple[Messages, Messages]:
+    """Gradients cut along their first dimension, for a reduce-scatter: message ``i`` holds the rows of process ``i``.
+
+    Returns:
+        The layout of all messages, whose gradients are the rows of the first process of each, those of the second and
+        so on, without the empty ones; and the layout of the one that process ``rank`` receives.
+    """
+    counts = [-(-shape[0] // world) for shape in shapes]
+    first, total = [], 0
+    for shape, count in zip(shapes, counts, strict=True):
+        first.append(total)
+        total += blocks_of(torch.Size((count, *shape[1:])))
+    chunk = max(1, -(-total // _ALIGNED)) * _ALIGNED
+    cut: list[list[tuple[torch.Size, int]]] = []
+    for process in range(world):
+        rows = [max(0, min(c, s[0] - process * c)) for s, c in zip(shapes, counts, strict=True)]
+        cut.append([(torch.Size((n, *s[1:])), f) for n, s, f in zip(rows, shapes, first, strict=True) if n])
+    placed = [(shape, process * chunk + at) for process, parts in enumerate(cut) for shape, at in parts]
+    whole = Messages(tuple(s for s, _ in placed), tuple(f for _, f in placed), chunk, world)
+    return whole, Messages(tuple(s for s, _ in cut[rank]), tuple(f for _, f in cut[rank]), chunk, 1)
 
 
 def blocks_of(shape: torch.Size) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from nemo_lowprec.formats.block_tensor import BlockTensor
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.row_blocks import UNIT, dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats.row_blocks import UNIT, block_grid, dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 from nemo_lowprec.formats.stored import StoredTensor, aten
 
@@ -76,6 +76,14 @@ class GradientTensor(BlockTensor):
             data, exponent = quantize_rows(values, E4M3)
             nonfinite = _any_nonfinite(values)
         return cls(data, exponent, _one(values.device), nonfinite)
+
+    @classmethod
+    def empty(cls, like: Tensor) -> GradientTensor:
+        """Of the shape and on the device of ``like``, to be filled; finite so far."""
+        rows, _, per_row = block_grid(like.shape)
+        data = torch.empty(like.shape, dtype=E4M3.dtype, device=like.device)
+        exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=like.device)
+        return cls(data, exponent, _one(like.device), torch.zeros(1, device=like.device))
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> GradientTensor:

@@ -164,6 +164,8 @@ class StoredTensor(Tensor):
             if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
                 device = kwargs.get("device", this.device)
                 return this._each(lambda part: part.to(device, copy=True))
+            if func is aten.as_strided.default and _is_whole(this, *args[1:], **kwargs):
+                return this._each(lambda part: part)
             if func is aten.copy_.default:
                 source = args[1]
                 exact = source.dequantize(torch.float32) if isinstance(source, StoredTensor) else source
@@ -172,6 +174,11 @@ class StoredTensor(Tensor):
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         return _on_values(func, args, kwargs)
+
+
+def _is_whole(this: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> bool:
+    """Whether this view of a tensor is the tensor."""
+    return tuple(size) == tuple(this.shape) and tuple(stride) == tuple(this.stride()) and not storage_offset
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:

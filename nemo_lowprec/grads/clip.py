@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.formats.local import is_sharded, local_of
 from nemo_lowprec.grads.stored import is_released
 
 __all__ = ["clip_grad_norm_"]
+
+
+def _over_shards(norm: Tensor, norm_type: float, grad: Any) -> Tensor:
+    """The norm of all shards, from that of this process's."""
+    group = grad.device_mesh.get_group(grad.device_mesh.ndim - 1)
+    if norm_type == math.inf:
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+        return norm
+    power = norm**norm_type
+    dist.all_reduce(power, dist.ReduceOp.SUM, group)
+    return power ** (1 / norm_type)
 
 
 @torch.no_grad()
@@ -40,10 +55,12 @@ def clip_grad_norm_(
         return torch.zeros(())
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        by_device[grad.device].append(grad)
+        by_device[grad.device].append(local_of(grad))
     device = grads[0].device
     norms = [n.float().to(device) for group in by_device.values() for n in torch._foreach_norm(group, norm_type)]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if is_sharded(grads[0]):
+        total = _over_shards(total, norm_type, grads[0])
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"The total norm of order {norm_type} is {float(total)}, so the gradients were not clipped.")
     if max_norm > 0:

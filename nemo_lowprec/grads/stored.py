@@ -27,13 +27,16 @@ class StoredGradients:
 
     Args:
         release: steps a parameter and drops its gradient, called as soon as that is stored.
+        apart: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
 
     Attributes:
+        apart: gradients that are not left on their parameters, by the parameters' id; None where they are.
         overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
-    def __init__(self, release: Callable[[Tensor], None] | None = None) -> None:
+    def __init__(self, release: Callable[[Tensor], None] | None = None, apart: bool = False) -> None:
         self.release = release
+        self.apart: dict[int, GradientTensor] | None = {} if apart else None
         self.overflowed: Callable[[], Tensor] | None = None
         self._handles: dict[int, Any] = {}
         self._marked: list[Tensor] = []
@@ -49,6 +52,14 @@ class StoredGradients:
 
     def _store(self, param: Tensor) -> None:
         grad = param.grad
+        if self.apart is not None:
+            assert grad is not None
+            param.grad = None
+            if id(param) in self.apart:
+                self.apart[id(param)].accumulate_(grad)
+            else:
+                self.apart[id(param)] = GradientTensor.from_float(grad)
+            return
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
             param.grad = stored = GradientTensor.from_float(grad)
             stored.overflowed = self.overflowed

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nemo_lowprec.formats.local import local_of
+
 __all__ = ["unscale_"]
 
 
@@ -16,6 +18,8 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
     """Unscale the gradients of ``params``; return whether any of them is not finite.
 
     FP16 gradients become FP32 first, one at a time: dividing them in FP16 would round small ones to zero.
+
+    Of sharded gradients each process sees its part.
 
     Raises:
         RuntimeError: a sparse gradient.
@@ -38,7 +42,7 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
             param.grad = None
             param.grad_dtype = None  # any
             param.grad = grad
-        grads[param.grad.device, param.grad.dtype].append(param.grad)
+        grads[param.grad.device, param.grad.dtype].append(local_of(param.grad))
     for (device, _), tensors in grads.items():
         found = torch.zeros(1, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), 1.0 / scale, device=device))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 from nemo_lowprec.optim.fused import FusedStep
 from nemo_lowprec.optim.reference import StepInputs, Update, read, step_by_reference
 from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
@@ -144,13 +145,16 @@ class LowBitStates(Optimizer):
             self._renew_master(param, state)
         if not param.numel():
             return None
-        states = (state["step"], state["exp_avg"], state["exp_avg_sq"])
-        return Update(param, param.grad, *states, _master(param, state), index)
+        states = (state["step"], local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]))
+        shard = local_of(param)
+        if not shard.numel():
+            return None
+        return Update(shard, local_of(param.grad), *states, _master(param, state), index + _stream_of_rank(param))
 
     def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         state["step"] = _scalar(0.0, param)
         for name in _STATES:
-            state[name] = zeros(param, self.formats.of(name, param))
+            state[name] = as_shard_of(zeros(local_of(param), self.formats.of(name, param)), param)
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
@@ -226,6 +230,11 @@ class _Kept:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
+
+
+def _stream_of_rank(param: Tensor) -> int:
+    """Keeps the random streams of different processes' shards apart."""
+    return 2**20 * param.device_mesh.get_local_rank(param.device_mesh.ndim - 1) if is_sharded(param) else 0  # type: ignore[attr-defined]
 
 
 def _scalar(value: float, param: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class LowPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.engine.stored is None:
+        if self.engine.stored is None and self.engine.shards is None:
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
             clip_grad_norm_(self.main_params(optimizer), clip_val)

@@ -32,9 +32,10 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
     if not isinstance(strategy, ParallelStrategy):
         return
     level = engine.level
-    if not isinstance(strategy, DDPStrategy):
+    if not isinstance(strategy, DDPStrategy) and engine.sharding is None:
         raise ValueError(
-            f"{level.name} does not train with {type(strategy).__name__}. Use strategy='ddp' or 'lowprec_ddp'."
+            f"{level.name} does not train with {type(strategy).__name__}. "
+            "Use strategy='ddp', 'lowprec_ddp' or 'lowprec_sharded'."
         )
     check_same(
         {
@@ -44,7 +45,7 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
         }
     )
     engine.check_averaging()
-    if not _replaces_ddp(strategy, engine):
+    if not isinstance(strategy, DDPStrategy) or not _replaces_ddp(strategy, engine):
         return
     for name in _HOOKS:
         if getattr(strategy, f"_{name}", None) is not None:

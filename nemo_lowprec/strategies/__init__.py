@@ -3,8 +3,9 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from nemo_lowprec.strategies.ddp import LowPrecisionDDPStrategy
+from nemo_lowprec.strategies.sharded import LowPrecisionShardedStrategy
 
-__all__ = ["LowPrecisionDDPStrategy"]
+__all__ = ["LowPrecisionDDPStrategy", "LowPrecisionShardedStrategy"]
 
-for _strategy in (LowPrecisionDDPStrategy,):
+for _strategy in (LowPrecisionDDPStrategy, LowPrecisionShardedStrategy):
     _strategy.register_strategies(StrategyRegistry)

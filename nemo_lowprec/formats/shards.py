@@ -1,0 +1,191 @@
+"""Shards: the rows of a parameter that one process holds, and what FSDP2 gathers of them for forward and backward.
+
+A shard is the master; what is gathered is the weight, and lives for one layer's computation. All shards read as FP32,
+since FSDP2 wants one dtype for the parameters that it gathers together.
+
+Source: the extension points ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_lowprec.formats.block_tensor import BlockTensor
+from nemo_lowprec.formats.cast_tensor import CastTensor
+from nemo_lowprec.formats.floats import E4M3, FP16, FloatFormat, cast
+from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
+from nemo_lowprec.formats.scaled_tensor import ScaledTensor
+from nemo_lowprec.formats.stored import StoredTensor, aten
+
+__all__ = ["BlockShard", "Fp8Gathered", "HalfShard", "PlainShard", "Shard"]
+
+
+class Shard(StoredTensor):
+    """What all shards can do: be padded and cut by FSDP2, and be gathered."""
+
+    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> Any:
+        """A shard of zeros of the same kind."""
+        raise NotImplementedError
+
+    def gathered(self) -> tuple[Tensor, Any]:
+        """(what is sent, of the shard's shape; what goes along with it)."""
+        raise NotImplementedError
+
+    def weight(self, data: Tensor, along: Any) -> Tensor:
+        """The weight of data that were gathered."""
+        raise NotImplementedError
+
+    def renew(self, weight: Any, along: Any) -> None:
+        """Take over what goes along with data that were gathered into the storage of an earlier weight."""
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the elements: FSDP2 asks whether it has another one by now."""
+        return self.parts()[0].untyped_storage()
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], Any]:
+        data, along = self.gathered()
+        missing = -(-outer_size[0] // mesh.size()) - data.shape[0]
+        if missing:
+            data = F.pad(data, (0, 0) * (data.dim() - 1) + (0, missing))
+        return (data,), (outer_size[0], along)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        rows, along = metadata
+        if out is not None:  # its storage was filled
+            self.renew(out, along)
+            return None
+        return self.weight(outputs[0][:rows], along), ()
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = args[0] if args else None
+        if isinstance(this, Shard):
+            if func is aten.new_zeros.default:
+                return this.zeros_of(args[1])
+            if func is aten.slice.Tensor and (args[1] if len(args) > 1 else 0) == 0:
+                return this._each(lambda part: func(part, *args[1:]) if part.dim() else part)
+            if func is aten.view.default:  # FSDP2 keeps a flat view, and reads nothing from it
+                return this._each(lambda part: part)
+        return super()._special(func, args, kwargs)
+
+
+class HalfShard(Shard, CastTensor):
+    """FP16, the only copy of a matrix at MS-AMP's O1 and O2; gathered in FP16.
+
+    Attributes:
+        gathers_as: dtype that the gathered weight reads as.
+    """
+
+    PARTS = ("data_fp16",)
+    SETTINGS = ("gathers_as",)
+    gathers_as: torch.dtype
+
+    @staticmethod
+    def __new__(cls, data_fp16: Tensor, gathers_as: torch.dtype):
+        return cls._wrap((data_fp16,), {"gathers_as": gathers_as}, torch.float32)
+
+    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> HalfShard:
+        return HalfShard(self.data_fp16.new_zeros(shape), self.gathers_as)
+
+    def gathered(self) -> tuple[Tensor, Any]:
+        return self.data_fp16, None
+
+    def weight(self, data: Tensor, along: Any) -> Tensor:
+        return data if self.gathers_as == torch.float16 else CastTensor(data, self.gathers_as)
+
+
+class Fp8Gathered(Shard):
+    """A shard whose weight is E4M3 with one scale, that of the whole matrix: all processes agree on its amax.
+
+    Attributes:
+        scale: FP32 [1], set by ``set_scale`` before the first weight is gathered.
+        gathers_as: dtype that the gathered weight reads as.
+        margin: the scale is divided by 2**margin.
+        power_of_two: the scale is one.
+    """
+
+    scale: Tensor
+    gathers_as: torch.dtype
+    margin: int
+    power_of_two: bool
+
+    def local_amax(self) -> Tensor:
+        """Largest magnitude in this shard, FP32 scalar."""
+        return compute_amax(self.dequantize(torch.float32))
+
+    def set_scale(self, amax: Tensor) -> None:
+        """Scale for a matrix whose largest magnitude is ``amax`` (FP32 [1])."""
+        if self.power_of_two:
+            self.scale = power_of_two_scale(amax, E4M3, self.margin)
+        else:
+            self.scale = compute_scale(amax, E4M3.max, self.margin)
+
+    def gathered(self) -> tuple[Tensor, Any]:
+        data = cast(self.dequantize(torch.float32) * self.scale, E4M3)
+        return data.view(torch.uint8), self.scale.reciprocal()
+
+    def weight(self, data: Tensor, along: Any) -> Tensor:
+        stored = data.view(torch.float8_e4m3fn)
+        return ScaledTensor(stored, along.clone(), E4M3, self.gathers_as, self.margin, self.power_of_two)
+
+    def renew(self, weight: Any, along: Any) -> None:
+        weight.scale_inv.copy_(along)
+
+
+class BlockShard(Fp8Gathered, BlockTensor):
+    """FP16 in blocks, the master of an FP8 weight at MS-AMP's O3."""
+
+    PARTS = ("data_blocks", "exponent")
+    SETTINGS = ("fmt", "gathers_as", "margin", "power_of_two")
+
+    @staticmethod
+    def __new__(cls, data_blocks: Tensor, exponent: Tensor, fmt: FloatFormat, gathers_as: torch.dtype, margin: int):
+        settings = {"fmt": fmt, "gathers_as": gathers_as, "margin": margin, "power_of_two": True}
+        return cls._wrap((data_blocks, exponent), settings, torch.float32)
+
+    @classmethod
+    def of(cls, values: Tensor, gathers_as: torch.dtype, margin: int) -> BlockShard:
+        """Quantize ``values``."""
+        blocks: BlockTensor = BlockTensor.from_float(values, FP16)
+        return cls(blocks.data_blocks, blocks.exponent, FP16, gathers_as, margin)
+
+    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> BlockShard:
+        zeros: BlockTensor = BlockTensor.zeros(shape, self.fmt, self.device)
+        return BlockShard(zeros.data_blocks, zeros.exponent, self.fmt, self.gathers_as, self.margin)
+
+
+class PlainShard(Fp8Gathered):
+    """FP32, the master of an FP8 weight under ``fp8_params``.
+
+    Attributes:
+        data_fp32: the values, which any operation reads and writes.
+    """
+
+    PARTS = ("data_fp32",)
+    SETTINGS = ("gathers_as", "margin", "power_of_two")
+    data_fp32: Tensor
+
+    @staticmethod
+    def __new__(cls, data_fp32: Tensor, gathers_as: torch.dtype, margin: int):
+        settings = {"gathers_as": gathers_as, "margin": margin, "power_of_two": False}
+        return cls._wrap((data_fp32,), settings, torch.float32)
+
+    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> PlainShard:
+        return PlainShard(self.data_fp32.new_zeros(shape), self.gathers_as, self.margin)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.data_fp32.to(dtype or self.dtype)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> PlainShard:
+        if values.data_ptr() != self.data_fp32.data_ptr():  # an operation has written there already
+            self.data_fp32.copy_(values)
+        return self

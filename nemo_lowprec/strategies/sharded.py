@@ -1,0 +1,111 @@
+"""``strategy="lowprec_sharded"``: weights, masters, gradients and optimizer states sharded with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from nemo_lowprec.engine import Sharding
+from nemo_lowprec.plugins.precision import LowPrecision
+from nemo_lowprec.strategies.shard import policy_for, shard_model
+
+__all__ = ["LowPrecisionShardedStrategy"]
+
+
+class LowPrecisionShardedStrategy(ModelParallelStrategy):
+    """Each process holds a part of the model: masters and optimizer states of its rows of every parameter.
+
+    Weights are gathered for each block's forward and backward in the level's format, gradients reduced onto their
+    shards in that of its column Comm. The model's repeated blocks are sharded by themselves; a model that was sharded
+    in ``configure_model`` keeps its units.
+
+    Args:
+        reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
+        shard_size: processes that hold one copy of the model among them, for hybrid sharding; None for all.
+        options: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
+            ``process_group_backend``, ``timeout``.
+
+    Raises:
+        ValueError: ``shard_size`` does not divide the number of processes.
+    """
+
+    strategy_name = "lowprec_sharded"
+
+    def __init__(self, reshard_after_forward: bool = True, shard_size: int | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._reshard = reshard_after_forward
+        self._shard_size = shard_size
+        self.require_backward_grad_sync = True
+
+    @override
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        plugin = self.precision_plugin
+        if not isinstance(plugin, LowPrecision):
+            raise ValueError("lowprec_sharded needs a level of nemo_lowprec among the Trainer's plugins.")
+        assert self.model is not None and self.accelerator is not None
+        self.accelerator.setup(trainer)
+        mesh = self._mesh()
+        plugin.engine.sharding = Sharding(None, mesh.get_group(mesh.ndim - 1))
+        _materialize_distributed_module(self.model, self.root_device)
+        self.model = plugin.convert_module(self.model)
+        shard_model(self.model, mesh, self.root_device, policy_for(plugin.level), self._reshard)
+        self.model_to_device()
+        self.barrier()
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _mesh(self) -> Any:
+        world, size = self.world_size, self._shard_size or self.world_size
+        if world % size:
+            raise ValueError(f"shard_size={size!r} must divide the number of processes, {world}.")
+        if size == world:
+            return self.device_mesh["data_parallel"]
+        shape, names = (world // size, size), ("replicate", "shard")
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert isinstance(self.model, FSDPModule)
+        self.require_backward_grad_sync = False
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = True
+            self.model.set_requires_gradient_sync(True)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError(
+            "lowprec_sharded does not save checkpoints so far. Use enable_checkpointing=False, or lowprec_ddp."
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        raise NotImplementedError("lowprec_sharded does not load checkpoints so far. Use strategy='lowprec_ddp'.")
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.split("\n")[0])  # type: ignore[union-attr]

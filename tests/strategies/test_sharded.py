@@ -1,0 +1,147 @@
+"""Every level sharded over two processes with FSDP2, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard, StoredTensor
+from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy
+from nemo_lowprec.strategies.shard import blocks_of
+from tests.processes import on_processes
+from tests.support import (
+    CASES,
+    FP16_HALF,
+    Net,
+    Samples,
+    assert_same,
+    is_low_bit,
+    level_of,
+    linear_optimizer,
+    plugin,
+    trainer,
+)  # fmt: skip
+
+ALL = [*CASES, *FP16_HALF]
+AT_CASES = pytest.mark.parametrize("case", ALL)
+RANDOM = {"bf16_with_nvfp4_mixed"}  # rounds gradients stochastically, on each process differently
+OPTIONS = {
+    "plain": {},
+    "zero2": {"strategy": {"reshard_after_forward": False}},
+    "clipped": {"gradient_clip_val": 0.05},
+    "accumulated": {"accumulate": 2},
+}
+
+
+class Blocks(Net):
+    """Blocks in a list, one of them only a container; sizes that two processes do not share evenly; a frozen layer."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        block = lambda: nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 144), nn.GELU(), nn.Linear(144, 128))  # noqa: E731
+        self.blocks = nn.ModuleList([block(), nn.ModuleList([block()]), block()])
+        self.odd = nn.Linear(128, 33, bias=False)
+        self.head = nn.Linear(33, 32)
+        self.gain = nn.Parameter(torch.ones(()).repeat(128))
+        self.blocks[2][1].requires_grad_(False)
+
+    def middle(self, x):
+        x = super().middle(x) * self.gain
+        return self.odd(self.blocks[2](self.blocks[1][0](self.blocks[0](x))))
+
+
+def whole(tensor):
+    """All rows of a sharded tensor, as plain FP32 values."""
+    local = local_of(tensor)
+    values = (local.dequantize() if isinstance(local, StoredTensor) else local.detach()).float()
+    if local is tensor:
+        return values.clone()
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, values.clone())
+    return torch.cat(parts)
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.grads, self.weights, self.kinds = [], {}, {}
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.grads.append({n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None})
+
+    def on_train_end(self, trainer, module):
+        self.weights = {n: whole(getattr(p, "master_weight", p)) for n, p in module.named_parameters()}
+        self.kinds = {n: type(local_of(p)).__name__ for n, p in module.named_parameters()}
+        self.units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
+
+
+def run(case, rank=None, net=Net, accumulate=1, strategy=None, **options):
+    model, watch = net(optimizer=linear_optimizer(case, 0.1)), Watch()
+    if rank is not None:
+        sharded = LowPrecisionShardedStrategy(**(strategy or {}))
+        options |= {"devices": 2, "strategy": sharded, "use_distributed_sampler": False}
+    options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
+    data = ResumableLoader(Samples(32), 4, 3, rank or 0, 1 if rank is None else 2, global_batch_size=8 * accumulate)
+    trainer(plugin(case), watch, **options).fit(model, data)
+    return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
+            "units": watch.units}  # fmt: skip
+
+
+def every_case(rank):
+    found = {case: {name: run(case, rank, **options) for name, options in OPTIONS.items()} for case in ALL}
+    for case in ALL:
+        found[case]["blocks"] = run(case, rank, Blocks)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every case returned on each of two processes, all run by one pair of them."""
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case)
+
+
+def alone(case, name):
+    options = {k: v for k, v in OPTIONS.get(name, {"net": Blocks}).items() if k != "strategy"}
+    return run(case, **options)
+
+
+@AT_CASES
+@pytest.mark.parametrize("name", [*OPTIONS, "blocks"])
+def test_gradients_and_weights_are_those_of_one_process(ranks, case, name):
+    """FP8 gradients: two roundings to nearest on the way, where one process rounds the sum once, stochastically."""
+    got, want = ranks[0][case][name], alone(case, name)
+    assert_same(got["grads"], ranks[1][case][name]["grads"])
+    bound = 0.3 if case in RANDOM else 0.12 if is_low_bit(case) else 2**-9 if level_of(case).comm == "fp16" else 2**-20
+    assert got["grads"][0].keys() == want["grads"][0].keys()
+    for key, value in want["grads"][0].items():
+        assert (got["grads"][0][key] - value).norm() <= bound * value.norm() + 1e-12, key
+    for key, value in want["weights"].items():  # biases start from zero: they are sums of such gradients
+        of_sums = 2 * bound if is_low_bit(case) else max(bound, 0.02)
+        assert (got["weights"][key] - value).norm() <= of_sums * value.norm() + 1e-6, key
+
+
+@AT_CASES
+def test_shards_are_the_masters(ranks, case):
+    level, fp8_params = level_of(case), case.endswith("fp8_params")
+    kinds = ranks[0][case]["blocks"]["kinds"]
+    converted = {"inp.weight", "mid.weight", "blocks.0.1.weight", "blocks.1.0.3.weight"}
+    for name, kind in kinds.items():
+        matrix = name.endswith("weight") and "norm" not in name and name not in ("blocks.0.0.weight",)
+        if not level.is_low_bit:
+            assert kind == ("PlainShard" if fp8_params and name in converted else kind)
+        elif name in converted:
+            assert kind == (BlockShard if level.master_weight else HalfShard).__name__, name
+        elif name in ("head.weight", "odd.weight") and matrix:
+            assert kind == HalfShard.__name__, name
+        elif "bias" in name or name == "gain":
+            assert kind == "Tensor", name
+    if fp8_params:
+        assert kinds["mid.weight"] == PlainShard.__name__
+
+
+def test_blocks_are_units_and_containers_are_descended_into(ranks):
+    assert ranks[0]["bf16_mixed"]["blocks"]["units"] == ["", "blocks.0", "blocks.1.0", "blocks.2"]
+    assert [type(b) for b in blocks_of(Net())] == []
