@@ -110,8 +110,10 @@ class Fp8Gathered(Shard):
         gathers_as: dtype that the gathered weight reads as.
         margin: the scale is divided by 2**margin.
         power_of_two: the scale is one.
+        amax_of_step: what a fused optimizer step has found out about the values that it wrote; None where none has.
     """
 
+    amax_of_step: Tensor | None = None
     scale: Tensor
     gathers_as: torch.dtype
     margin: int
@@ -119,7 +121,8 @@ class Fp8Gathered(Shard):
 
     def local_amax(self) -> Tensor:
         """Largest magnitude in this shard, FP32 scalar."""
-        return compute_amax(self.dequantize(torch.float32))
+        known, self.amax_of_step = self.amax_of_step, None
+        return compute_amax(self.dequantize(torch.float32)) if known is None else known
 
     def set_scale(self, amax: Tensor) -> None:
         """Scale for a matrix whose largest magnitude is ``amax`` (FP32 [1])."""

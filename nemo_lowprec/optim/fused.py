@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, Fp8Gathered, GradientTensor, ScaledTensor
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
@@ -79,6 +79,7 @@ class FusedStep:
         one = updates[0]
         device = one.param.device
         blocks = {name: isinstance(getattr(one, name), BlockTensor) for name in ("grad", *_STATES, "master")}
+        blocks["weight"] = isinstance(one.param, BlockTensor)
         tiles = tables.fit(updates, any(blocks.values()), device)
         rows = [_row(u) for u in updates]
         addresses = tables.pointers.get(rows, device)
@@ -117,6 +118,10 @@ class FusedStep:
                 **how, FIRST_STREAM=STREAMS["exp_avg"], SECOND_STREAM=STREAMS["exp_avg_sq"],
                 FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
             )  # fmt: skip
+            if isinstance(one.param, Fp8Gathered):
+                assert tables.amax is not None
+                for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
+                    update.param.amax_of_step = amax  # type: ignore[attr-defined]
             if isinstance(one.param, ScaledTensor):
                 self._fit_scales(tables, addresses, one, found_inf, MASTER=types["MASTER"], ALIGNED=aligned)
 
@@ -153,11 +158,12 @@ def _kind(update: Update) -> tuple[Any, ...]:
     """Parameters of one kind share a launch."""
     tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
     storage = tuple(None if t is None else (isinstance(t, BlockTensor), storage_of(t).dtype) for t in tensors)
-    blocked = any(isinstance(t, BlockTensor) for t in tensors)
+    blocked = any(isinstance(t, BlockTensor) for t in (update.param, *tensors))
     shape = update.param.shape
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
     margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
-    return (*storage, weight_storage(update.param).dtype, margin, in_row % 128 == 0, update.param.device)
+    weight = isinstance(update.param, BlockTensor), weight_storage(update.param).dtype
+    return (*storage, *weight, margin, in_row % 128 == 0, update.param.device)
 
 
 def _is_fused(update: Update) -> bool:
@@ -173,7 +179,11 @@ def _is_fused(update: Update) -> bool:
 def _row(update: Update) -> list[Tensor]:
     """The tensors of one row of ``triton_adam.COLUMNS``; the weight stands for those that there are not."""
     weight = weight_storage(update.param)
-    scale_inv = update.param.scale_inv if isinstance(update.param, ScaledTensor) else weight
+    scale_inv = weight
+    if isinstance(update.param, ScaledTensor):
+        scale_inv = update.param.scale_inv
+    elif isinstance(update.param, BlockTensor):
+        scale_inv = update.param.exponent
     grad = update.grad
     if isinstance(grad, GradientTensor):
         gradient: list[Tensor] = [grad.data_blocks, grad.exponent, grad.factor]

@@ -24,7 +24,7 @@ class Update:
     """One parameter and what its step reads and writes.
 
     Attributes:
-        param: the parameter; a ``StoredTensor`` or plain.
+        param: the parameter; a ``StoredTensor`` (a ``BlockTensor`` where it is a shard) or plain.
         grad: plain (any float dtype) or a ``GradientTensor``; reads as the gradient.
         step: FP32 scalar, steps taken so far.
         exp_avg, exp_avg_sq: plain or ``BlockTensor``.
@@ -50,6 +50,8 @@ def weight_storage(param: Tensor) -> Tensor:
     """The plain tensor that holds a parameter's elements."""
     if isinstance(param, ScaledTensor):
         return param.data_fp8
+    if isinstance(param, BlockTensor):
+        return param.data_blocks
     return param.data_fp16 if isinstance(param, CastTensor) else param.detach()
 
 
@@ -128,7 +130,7 @@ def _write_value(update: Update, value: Tensor, salt: int | None) -> None:
         copy_weight(param, master)
         return
     storage = weight_storage(param)
-    write(storage, value, salt if storage.dtype != torch.float32 else None)
+    write(param if isinstance(param, BlockTensor) else storage, value, salt if storage.dtype != torch.float32 else None)
 
 
 def copy_weight(param: Tensor, master: Tensor) -> None:

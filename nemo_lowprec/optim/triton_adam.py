@@ -173,12 +173,20 @@ def _to_fp8(x, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
+def _raise_amax(place, value, inside):
+    bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    largest = tl.max(tl.max(bits, axis=1), axis=0)
+    if largest > tl.load(place):
+        tl.atomic_max(place, largest, sem="relaxed")
+
+
+@triton.jit
 def adam_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, coefficient_ptr, salt_ptr, amax_ptr, found_inf_ptr, grad_scale_ptr, lr_ptr,
     decay, weight_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, MASTER: tl.constexpr,
-    GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr, EXP_AVG_SQ_BLOCKED: tl.constexpr,
-    MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
+    WEIGHT_BLOCKED: tl.constexpr, GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr,
+    EXP_AVG_SQ_BLOCKED: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, DECOUPLED: tl.constexpr, DECAYS: tl.constexpr,
     MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
     EXP_AVG_HOW: tl.constexpr, EXP_AVG_SQ_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
     SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
@@ -193,7 +201,7 @@ def adam_kernel(
     grad_at = _place(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, first, base)
     exp_avg_at = _place(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, first, base)
     exp_avg_sq_at = _place(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, first, base)
-    weight_at = _place(row, 0, WEIGHT, False, ALIGNED, first, base)
+    weight_at = _place(row, 0, WEIGHT, WEIGHT_BLOCKED, ALIGNED, first, base)
     factor = 1.0
     if GRAD_BLOCKED:
         factor = tl.load(_address(row, 4, tl.float32, 4))
@@ -204,7 +212,7 @@ def adam_kernel(
         master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
         value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
     else:
-        value = _read(weight_at, False, 1.0, block, live, offset, inside)
+        value = _read(weight_at, WEIGHT_BLOCKED, 1.0, block, live, offset, inside)
 
     if HAS_SCALE:
         grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
@@ -235,14 +243,13 @@ def adam_kernel(
             # In the scale that it has: where the tensor's new amax asks for another, weights_kernel writes it again.
             scale = _inverse(tl.load(_address(row, 1, tl.float32, 4)))
             tl.store(weight_at[0] + offset, _to_fp8(value * scale, FP8_MAX), mask=inside)
-            bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-            largest = tl.max(tl.max(bits, axis=1), axis=0)
-            if largest > tl.load(amax_ptr + tensor):
-                tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
+            _raise_amax(amax_ptr + tensor, value, inside)
         else:
             tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
     else:
-        _store(weight_at, False, VALUE_HOW, value, index, salt, block, live, offset, inside)
+        value = _store(weight_at, WEIGHT_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
+        if WEIGHT_BLOCKED:  # a shard that an FP8 weight is gathered from
+            _raise_amax(amax_ptr + tensor, value, inside)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import GradientTensor
 from tests.processes import on_processes
+from tests.strategies import test_sharded
 from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin, train, values_of
 
 pytestmark = [
@@ -78,7 +79,14 @@ def every_case(rank):
         for strategy in STRATEGIES:
             found[f"{case} {strategy}"] = run(case, rank, strategy)
             dist.barrier()
+        found[f"{case} sharded"] = run_sharded(case, rank)
+        found[f"{case} blocks"] = run_sharded(case, rank, test_sharded.Blocks)
     return found
+
+
+def run_sharded(case, rank, net=Net):
+    found = test_sharded.run(case, rank, net, accelerator="gpu", backend="te")
+    return on_cpu({"grads": found["grads"], "weights": found["weights"], "kinds": found["kinds"]})
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +123,16 @@ def test_gradients_are_those_of_one_process_within_their_rounding(ranks, case, s
     assert got.keys() == want.keys()
     for key, value in want.items():
         assert (got[key] - value).norm() <= bound * value.norm(), key
+
+
+@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("net", [Net, test_sharded.Blocks], ids=["sharded", "blocks"])
+def test_sharded_training_is_that_of_one_process(ranks, case, net):
+    got, other = (rank[f"{case} {'sharded' if net is Net else 'blocks'}"] for rank in ranks)
+    assert_same(got, other)
+    want = run_sharded(case, None, net)
+    bound = 0.15 if is_low_bit(case) else 0.01
+    for key, value in want["grads"][0].items():
+        assert (got["grads"][0][key] - value).norm() <= bound * value.norm(), key
+    for key, value in want["weights"].items():
+        assert (got["weights"][key] - value).norm() <= 2 * bound * value.norm() + 1e-6, key

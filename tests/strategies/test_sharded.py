@@ -57,11 +57,11 @@ class Blocks(Net):
 def whole(tensor):
     """All rows of a sharded tensor, as plain FP32 values."""
     local = local_of(tensor)
-    values = (local.dequantize() if isinstance(local, StoredTensor) else local.detach()).float()
+    values = (local.dequantize() if isinstance(local, StoredTensor) else local.detach()).float().cpu().clone()
     if local is tensor:
-        return values.clone()
+        return values
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values.clone())
+    dist.all_gather_object(parts, values)
     return torch.cat(parts)
 
 
@@ -79,13 +79,15 @@ class Watch(Callback):
 
 
 def run(case, rank=None, net=Net, accumulate=1, strategy=None, **options):
+    backend = options.pop("backend", None)
     model, watch = net(optimizer=linear_optimizer(case, 0.1)), Watch()
     if rank is not None:
         sharded = LowPrecisionShardedStrategy(**(strategy or {}))
         options |= {"devices": 2, "strategy": sharded, "use_distributed_sampler": False}
     options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
     data = ResumableLoader(Samples(32), 4, 3, rank or 0, 1 if rank is None else 2, global_batch_size=8 * accumulate)
-    trainer(plugin(case), watch, **options).fit(model, data)
+    precision = plugin(case, **({"backend": backend} if backend and level_of(case).has_fp8 else {}))
+    trainer(precision, watch, **options).fit(model, data)
     return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
             "units": watch.units}  # fmt: skip
 
