@@ -106,7 +106,7 @@ class Fp8Gathered(Shard):
     """A shard whose weight is E4M3 with one scale, that of the whole matrix: all processes agree on its amax.
 
     Attributes:
-        scale: FP32 [1], set by ``set_scale`` before the first weight is gathered.
+        scale, scale_inv: FP32 [1], set by ``set_scale`` before the first weight is gathered.
         gathers_as: dtype that the gathered weight reads as.
         margin: the scale is divided by 2**margin.
         power_of_two: the scale is one.
@@ -115,6 +115,7 @@ class Fp8Gathered(Shard):
 
     amax_of_step: Tensor | None = None
     scale: Tensor
+    scale_inv: Tensor
     gathers_as: torch.dtype
     margin: int
     power_of_two: bool
@@ -130,10 +131,12 @@ class Fp8Gathered(Shard):
             self.scale = power_of_two_scale(amax, E4M3, self.margin)
         else:
             self.scale = compute_scale(amax, E4M3.max, self.margin)
+        # Here, and not where shards are gathered: that is on another stream, which would reuse its memory too early.
+        self.scale_inv = self.scale.reciprocal()
 
     def gathered(self) -> tuple[Tensor, Any]:
         data = cast(self.dequantize(torch.float32) * self.scale, E4M3)
-        return data.view(torch.uint8), self.scale.reciprocal()
+        return data.view(torch.uint8), self.scale_inv
 
     def weight(self, data: Tensor, along: Any) -> Tensor:
         stored = data.view(torch.float8_e4m3fn)
