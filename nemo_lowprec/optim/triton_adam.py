@@ -187,7 +187,8 @@ def adam_kernel(
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, MASTER: tl.constexpr,
     WEIGHT_BLOCKED: tl.constexpr, GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr,
     EXP_AVG_SQ_BLOCKED: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
     EXP_AVG_HOW: tl.constexpr, EXP_AVG_SQ_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
     SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
