@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["as_shard_of", "is_sharded", "local_of"]
+__all__ = ["as_shard_of", "is_sharded", "local_of", "rows_of"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -33,3 +33,13 @@ def as_shard_of(local: Tensor, like: Any) -> Any:
 
     meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
+
+
+def rows_of(whole: Any, like: Any) -> Tensor:
+    """This process's part of a tensor that is whole (or sharded as ``like`` is)."""
+    if is_sharded(whole) or not is_sharded(like):
+        return local_of(whole)
+    mesh = like.device_mesh
+    dim = mesh.ndim - 1
+    count = -(-whole.shape[0] // mesh.size(dim))
+    return whole[count * mesh.get_local_rank(dim) :][:count]

@@ -208,7 +208,8 @@ class LowBitStates(Optimizer):
         if name == "step":
             return _scalar(float(value), param)
         if name in _STATES:
-            return store(value.to(param.device), self.formats.of(name, param), positive=name == "exp_avg_sq")
+            mine = local_of(value).to(param.device)
+            return as_shard_of(store(mine, self.formats.of(name, param), positive=name == "exp_avg_sq"), param)
         if name == _MASTER:
             return store(value.to(param.device), self._master_format(param))
         return value.to(param.device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor
 from nemo_lowprec.formats.block_tensor import quantize_blocks_of_rows
+from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 from nemo_lowprec.formats.row_blocks import quantize_rows
 from nemo_lowprec.formats.stochastic import round_stochastic
 
@@ -104,7 +105,11 @@ def portable(state: Tensor) -> Tensor:
 
     Block-scaled states are decoded, E4M3 to BF16 and FP16 to FP32, on the CPU: a checkpoint takes no GPU memory.
     """
-    if not isinstance(state, BlockTensor):
+    local = local_of(state)
+    if not isinstance(local, BlockTensor):
         return state.detach()
-    on_cpu: BlockTensor = state.to("cpu")  # type: ignore[assignment]
-    return on_cpu.dequantize(torch.bfloat16 if state.fmt == E4M3 else torch.float32)
+    dtype = torch.bfloat16 if local.fmt == E4M3 else torch.float32
+    if is_sharded(state):  # a part of it, which processes exchange where it is
+        return as_shard_of(local.dequantize(dtype), state)
+    on_cpu: BlockTensor = local.to("cpu")  # type: ignore[assignment]
+    return on_cpu.dequantize(dtype)

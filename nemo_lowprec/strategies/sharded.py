@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.engine import Sharding
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.shard import policy_for, shard_model
+from nemo_lowprec.strategies.sharded_checkpoint import in_full, is_folder, read_folder, restore, write_folder
 
 __all__ = ["LowPrecisionShardedStrategy"]
 
@@ -95,15 +99,44 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
             self.require_backward_grad_sync = True
             self.model.set_requires_gradient_sync(True)
 
+    # Checkpoints
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError(
-            "lowprec_sharded does not save checkpoints so far. Use enable_checkpointing=False, or lowprec_ddp."
-        )
+        assert self.model is not None
+        state = self.model.state_dict()
+        return state if self._save_distributed_checkpoint else in_full(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        return state if self._save_distributed_checkpoint else in_full(state)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        path = Path(self.broadcast(filepath))
+        if self._save_distributed_checkpoint:
+            write_folder(checkpoint, path)
+        elif self.is_global_zero:
+            if path.is_dir():
+                raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
+            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        raise NotImplementedError("lowprec_sharded does not load checkpoints so far. Use strategy='lowprec_ddp'.")
+        path = Path(self.broadcast(checkpoint_path))
+        assert self.model is not None and self.lightning_module is not None
+        engine = self.precision_plugin.engine  # type: ignore[attr-defined]
+        if is_folder(path):
+            checkpoint = read_folder(path, self.model, self.optimizers)
+        elif path.is_file():
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        else:
+            raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
+        restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
+        if engine.shards is not None:
+            engine.shards.renew_scales()
+        return checkpoint
 
     @classmethod
     @override

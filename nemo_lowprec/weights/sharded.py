@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.formats import BlockShard, Fp8Gathered, HalfShard, PlainShard, Shard
-from nemo_lowprec.formats.local import is_sharded, local_of
+from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 
 __all__ = ["ShardedWeights"]
 
@@ -76,6 +76,7 @@ class ShardedWeights:
         for module in model.modules():
             if any(p is not None for p in module._parameters.values()):
                 self._handles.append(module.register_forward_pre_hook(self._before_forward))
+                self._handles.append(module.register_state_dict_post_hook(_emit_values))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         self._meet(module)
@@ -139,3 +140,12 @@ class ShardedWeights:
                 param._local_tensor = local.dequantize(torch.float32).clone()  # type: ignore[attr-defined]
         self._whole.clear()
         self._sharded.clear()
+
+
+def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Sharded plain tensors of the values that the shards of ``module`` stand for."""
+    for name, param in module._parameters.items():
+        local = local_of(param) if param is not None else None
+        if isinstance(local, Shard) and prefix + name in state_dict:
+            values = local.data_fp16 if isinstance(local, HalfShard) else local.dequantize(torch.float32)
+            state_dict[prefix + name] = as_shard_of(values, param)

@@ -1,0 +1,167 @@
+"""Checkpoints of a sharded run: a folder that every process writes its part of, or one file like any other run's.
+
+A folder holds tensors in the form of ``torch.distributed.checkpoint`` and the rest in ``meta.pt``. It is written beside
+its place and renamed when it is complete. Both hold the values that the processes' shards stand for, under the
+model's own names and the optimizer's own numbers, so that either opens at any level on any number of processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
+
+__all__ = ["in_full", "is_folder", "read_folder", "restore", "write_folder"]
+
+_META = "meta.pt"
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a complete sharded checkpoint."""
+    return path.is_dir() and (path / ".metadata").is_file() and (path / _META).is_file()
+
+
+def in_full(tree: Any) -> Any:
+    """Nested dicts and lists with whole tensors on the CPU in the place of sharded ones; called on all processes."""
+    if isinstance(tree, dict):
+        return {k: in_full(v) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(in_full(v) for v in tree)
+    return tree.full_tensor().cpu() if is_sharded(tree) else tree
+
+
+def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint as Lightning dumps it, called on all processes."""
+    first = dist.get_rank() == 0
+    part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
+    if first:
+        for left in (part, old):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        part.mkdir(parents=True)
+    dist.barrier()
+    states = checkpoint.pop("optimizer_states", [])
+    tensors = {f"model.{name}": value for name, value in checkpoint.pop("state_dict").items()}
+    rest = []
+    for i, state in enumerate(states):
+        plain: dict[int, dict[str, Any]] = {}
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{i}.{key}.{name}"] = value
+                else:
+                    plain.setdefault(key, {})[name] = value
+        rest.append({"state": plain, "param_groups": state["param_groups"]})
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True))
+    if first:
+        with (part / _META).open("wb") as file:
+            torch.save({**checkpoint, "optimizer_states": rest}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.is_dir():
+            os.replace(path, old)
+        elif path.exists():
+            path.unlink()
+        os.replace(part, path)
+        shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()
+
+
+def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """A checkpoint as Lightning dumps it, with each process's shards; called on all processes."""
+    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    reader = dcp.FileSystemReader(path)
+    found = {
+        k: m for k, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
+    }
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    params = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    tensors: dict[str, Tensor] = {}
+    for key, meta in found.items():
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            like = named.get(name)
+        else:
+            index, number, _ = name.split(".", 2)
+            like = params[int(index)][int(number)] if int(index) < len(params) else None
+        tensors[key] = _empty(meta, like)
+    dcp.load(tensors, storage_reader=reader)
+    states = checkpoint["optimizer_states"]
+    checkpoint["state_dict"] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            checkpoint["state_dict"][name] = value
+        else:
+            index, number, name = name.split(".", 2)
+            states[int(index)]["state"].setdefault(int(number), {})[name] = value
+    return checkpoint
+
+
+def _empty(meta: TensorStorageMetadata, like: Any) -> Tensor:
+    """To be read into: sharded as the parameter ``like`` is, where it has that shape."""
+    if like is not None and is_sharded(like) and tuple(like.shape) == tuple(meta.size):
+        return as_shard_of(torch.empty(local_of(like).shape, dtype=meta.properties.dtype, device=like.device), like)
+    return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
+    """Take over the weights and optimizer states of a checkpoint, whole or sharded.
+
+    Raises:
+        RuntimeError: parameters or buffers that the model and the checkpoint do not share, where ``strict``; or of
+            another shape.
+    """
+    saved = checkpoint["state_dict"]
+    own = dict(_entries(model))
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"The checkpoint and the model differ. Missing: {missing}; unexpected: {unexpected}.")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in saved:
+                if tuple(saved[name].shape) != tuple(tensor.shape):
+                    raise RuntimeError(
+                        f"{name} is {tuple(saved[name].shape)} in the checkpoint and {tuple(tensor.shape)} here."
+                    )
+                local_of(tensor).copy_(rows_of(saved[name], tensor))
+    for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {
+            key: {
+                name: _as_own(value, params[int(key)]) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+            for key, values in state["state"].items()
+        }
+        optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
+
+
+def _as_own(value: Tensor, param: Any) -> Tensor:
+    """A state sharded as its parameter is, where it has the parameter's shape."""
+    if is_sharded(value) or not is_sharded(param) or value.shape != param.shape:
+        return value
+    return as_shard_of(rows_of(value, param).to(param.device), param)
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the model's checkpoint holds: parameters and persistent buffers, by their names."""
+    keys = set(model.state_dict().keys())
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    ]:  # fmt: skip
+        if name in keys:
+            yield name, tensor

@@ -1,0 +1,111 @@
+"""A sharded run is saved in a folder or in one file, and goes on at any level and on any number of processes."""
+
+import pytest
+import torch
+
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy
+from nemo_lowprec.strategies.sharded_checkpoint import is_folder
+from tests.processes import on_processes
+from tests.strategies.test_sharded import ALL, Blocks, Watch, whole
+from tests.support import Samples, assert_same, linear_optimizer, plugin, save_at, trainer
+
+AT_CASES = pytest.mark.parametrize("case", ALL)
+SOME = ["te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
+FORMS = {"folder": True, "file": False}
+
+
+class End(Watch):
+    state = None
+
+    def on_train_end(self, trainer, module):
+        super().on_train_end(trainer, module)
+        self.state = trainer.precision_plugin.engine.state_dict()
+
+
+def run(case, rank=None, world=2, *callbacks, ckpt=None, folder=True, adam=False, **options):
+    make = None if adam else linear_optimizer(case, 0.1)
+    model, end = Blocks(dropout=0.2, optimizer=make), End()
+    torch.manual_seed(5 + (rank or 0))
+    if rank is not None:
+        strategy = LowPrecisionShardedStrategy(save_distributed_checkpoint=folder)
+        options |= {"devices": world, "strategy": strategy, "use_distributed_sampler": False}
+    data = ResumableLoader(Samples(32), 8 // world, 3, rank or 0, world, global_batch_size=8)
+    trainer(plugin(case), end, *callbacks, **options).fit(model, data, ckpt_path=ckpt)
+    # A run that has nothing left to do ends before it trains; its model is given back in FP32.
+    weights = end.weights or {n: whole(p) for n, p in model.named_parameters()}
+    return {"weights": weights, "losses": model.losses, "state": end.state}
+
+
+def saved(place, case, form):
+    return place / f"{case}-{form}" / "step=2.ckpt"
+
+
+def every_case(rank, place):
+    found = {}
+    for case in ALL:
+        found[case] = {"whole": run(case, rank, adam=True)}
+        for form, folder in FORMS.items():
+            if form == "file" and case not in SOME:
+                continue
+            path = saved(place, case, form)
+            held = run(case, rank, 2, save_at(path.parent, 2), folder=folder, adam=True, max_steps=2)
+            found[case][form] = run(case, rank, ckpt=path, folder=folder, adam=True)
+            found[case]["held"] = held["weights"]
+    found["other"] = {
+        f"{a} to {b}": run(b, rank, ckpt=saved(place, a, "folder"), adam=True, max_steps=2)["weights"]
+        for a, b in (("msamp_o3", "bf16_mixed"), ("bf16_mixed", "msamp_o2"), ("msamp_o2", "te_fp8"))
+    }
+    return found
+
+
+def on_one(rank, place):
+    """What a process alone, sharded too, finds in the folders that two have written."""
+    return {
+        case: run(case, rank, 1, ckpt=saved(place, case, "folder"), adam=True, max_steps=2)["weights"] for case in SOME
+    }
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, place):
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case, place)
+
+
+@AT_CASES
+@pytest.mark.parametrize("form", FORMS)
+def test_a_resumed_run_goes_on_bit_for_bit(ranks, place, case, form):
+    if form == "file" and case not in SOME:
+        pytest.skip("one file is tried at some levels")
+    assert is_folder(saved(place, case, form)) == FORMS[form]
+    assert not list(saved(place, case, form).parent.glob(".*"))
+    for rank in ranks:
+        whole, resumed = rank[case]["whole"], rank[case][form]
+        assert resumed["losses"] == whole["losses"][2:]
+        assert_same(resumed["weights"], whole["weights"])
+        assert_same(resumed["state"], whole["state"])
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, tmp_path_factory, place):
+    return on_processes(1, tmp_path_factory.mktemp("one"), on_one, place)[0]
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_one_process_opens_what_two_have_saved(ranks, alone, place, case):
+    assert_same(alone[case], ranks[0][case]["held"])
+    file = run(case, None, 1, ckpt=saved(place, case, "file"), adam=True, max_steps=2)
+    assert_same(file["weights"], ranks[0][case]["held"])
+
+
+def test_another_level_starts_from_the_same_values(ranks):
+    for name, weights in ranks[0]["other"].items():
+        source, _, target = name.partition(" to ")
+        held = ranks[0][source]["held"]
+        for key, value in held.items():
+            want = value.half().float() if target == "msamp_o2" and value.dim() > 1 else value
+            assert torch.equal(weights[key], want), (name, key)
