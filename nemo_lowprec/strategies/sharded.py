@@ -65,6 +65,11 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
         mesh = self._mesh()
+        if mesh.ndim > 1 and plugin.level.is_low_bit:
+            raise NotImplementedError(
+                f"shard_size={self._shard_size!r} with {plugin.level.name}: gradients in FP8 are not averaged between "
+                "copies of the model so far. Leave it out."
+            )
         plugin.engine.sharding = Sharding(None, mesh.get_group(mesh.ndim - 1))
         _materialize_distributed_module(self.model, self.root_device)
         self.model = plugin.convert_module(self.model)
