@@ -117,7 +117,11 @@ def run_with_overrides(
     # argparse, which Hydra reads its flags with, takes no override before a flag and another one behind it.
     overrides = ["--multirun"] * is_multirun + [o for o in overrides if o not in _MULTIRUN]
 
+    own = sys.argv
+
     def run(cfg: DictConfig) -> Any:
+        # Lightning starts its other processes with the command line of this one.
+        of_hydra, sys.argv = sys.argv, own
         try:
             return job(cfg)
         except Exception as error:
@@ -125,6 +129,8 @@ def run_with_overrides(
             if is_multirun:
                 raise
             failures.append(error)
+        finally:
+            sys.argv = of_hydra
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:
