@@ -26,14 +26,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Lightning takes seconds to import; the chart alone should not.
-    if name in CHART:
-        from nemo_lowprec.plugins.levels import LEVELS
+    if name in CHART or name == "LowPrecision":
+        import nemo_lowprec.strategies  # noqa: F401  (registers their names with Lightning)
+        from nemo_lowprec.plugins import LEVELS, LowPrecision
 
-        return LEVELS[name]
-    if name == "LowPrecision":
-        from nemo_lowprec.plugins.precision import LowPrecision
-
-        return LowPrecision
+        return LEVELS[name] if name in CHART else LowPrecision
     if name == "initialize":
         from nemo_lowprec.msamp import initialize
 

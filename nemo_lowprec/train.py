@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+
 __all__ = ["PretrainResult", "pretrain"]
 
 _LIGHTNING_PATHS = ("last", "best", "hpc", "registry")  # words that Lightning takes in place of a path

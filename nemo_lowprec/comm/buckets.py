@@ -139,6 +139,7 @@ class Fp8ShardBucket(Bucket):
         self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
         self._packer, self._unpacker = Packer(self.layout), Packer(own)
         self._mean: Tensor | None = None
+        self._new: set[int] = set()
 
     def fill(self, param: Tensor) -> bool:
         if id(param) in self._gradients:
@@ -147,7 +148,8 @@ class Fp8ShardBucket(Bucket):
         return True
 
     def forget(self, param: Tensor) -> None:
-        self._shards[id(param)].grad = None
+        if id(param) in self._new:  # an earlier pass's gradient stays
+            self._shards[id(param)].grad = None
 
     def launch(self) -> None:
         rows: list[Row] = []
@@ -175,6 +177,7 @@ class Fp8ShardBucket(Bucket):
         rows = [(m.data_blocks, m.exponent, m.nonfinite) for m in means if m.numel()]
         self._unpacker.unpack(self._mean.view(1, -1), rows)
         self._mean = None
+        self._new = {id(p) for p, shard in zip(self.params, shards, strict=True) if shard.grad is None}
         for shard, mean in zip(shards, means, strict=True):
             if shard.grad is None:
                 shard.grad = as_shard_of(mean, shard)

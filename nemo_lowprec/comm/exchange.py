@@ -144,7 +144,7 @@ class PeerMemory:
         """The same; None on all processes where one cannot have it."""
         memory = None
         local = torch.cuda.device_count()
-        if dist.get_backend(group) == "nccl" and dist.get_world_size(group) <= local:
+        if dist.get_backend(group) == "nccl" and 1 < dist.get_world_size(group) <= local:
             try:
                 memory = cls(capacity, group, device)
             except (RuntimeError, ImportError, AttributeError):

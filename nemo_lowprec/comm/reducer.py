@@ -77,7 +77,7 @@ class GradientReducer:
 
     def begin(self) -> None:
         """A backward pass begins whose gradients, and those that earlier ones have left, are to be averaged."""
-        if dist.get_world_size(self.group) == 1:
+        if self._is_alone():
             return
         self._fit()
         self._arrivals.clear()
@@ -88,7 +88,7 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """The backward pass is over: average what was not yet, and wait (on a GPU, let its stream wait)."""
-        if dist.get_world_size(self.group) == 1:
+        if self._is_alone():
             return
         self._active = False
         while self._launched < len(self._buckets):
@@ -103,6 +103,10 @@ class GradientReducer:
         self._forget_unused()
         for key in self._bucket_of:
             self._expected[key] = max(self._expected.get(key, 1), self._arrivals[key])
+
+    def _is_alone(self) -> bool:
+        """Whether there is nothing to do: one process's gradients are the means, where they are not put on shards."""
+        return self._shards is None and dist.get_world_size(self.group) == 1
 
     def reduce(self) -> None:
         """Average the gradients that are there."""

@@ -111,6 +111,7 @@ class LowPrecision(Precision):
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
         self.engine.revert()
+        self.engine.sharding = None  # another Trainer may have another strategy
         if self._module is not None:
             release_schedulers(self._module)
 

@@ -108,6 +108,8 @@ class Audit(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(trainer.precision_plugin, LowPrecision):
             raise ValueError("Audit needs a Trainer with a level of nemo_lowprec among its plugins.")
+        if trainer.precision_plugin.engine.sharding is not None:
+            raise ValueError("Audit does not look into lowprec_sharded so far. Use strategy='lowprec_ddp'.")
         self.report = None
 
     def _watching(self, trainer: pl.Trainer) -> bool:

@@ -11,19 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.engine import DTYPES
 
 __all__ = ["blocks_of", "policy_for", "shard_model"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def policy_for(level: PrecisionLevel) -> MixedPrecisionPolicy:
     """What FSDP2 gathers and reduces at ``level``; shards of MS-AMP's matrices see to themselves."""
     if not level.has_half_weights or level.is_low_bit:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    reduce = torch.float16 if level.comm == "fp16" else torch.float32
-    return MixedPrecisionPolicy(_HALF[level.rest], reduce, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(DTYPES[level.rest], DTYPES[level.comm], cast_forward_inputs=False)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -15,7 +15,8 @@ FLOORS = [
     {"chart", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
-    {"plugins", "msamp", "plain_loop", "strategies"},  # the plugins register the strategies' names
+    {"plugins", "msamp", "plain_loop"},
+    {"strategies"},
     {"models", "data", "report"},
     {"recipes", "cli", "conf", "train"},
 ]

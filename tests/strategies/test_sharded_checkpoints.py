@@ -109,3 +109,16 @@ def test_another_level_starts_from_the_same_values(ranks):
         for key, value in held.items():
             want = value.half().float() if target == "msamp_o2" and value.dim() > 1 else value
             assert torch.equal(weights[key], want), (name, key)
+
+
+def losses_alone(rank):
+    """Of a process alone that is sharded."""
+    return {case: run(case, rank, 1, adam=True)["losses"] for case in SOME}
+
+
+def test_one_process_that_is_sharded_trains_as_one_that_is_not(tmp_path):
+    [found] = on_processes(1, tmp_path, losses_alone)
+    for case in SOME:
+        got, want = (torch.tensor(losses) for losses in (found[case], run(case, None, 1, adam=True)["losses"]))
+        assert len(got) == 4
+        torch.testing.assert_close(got, want, rtol=0.01, atol=0.01, msg=case)
