@@ -63,11 +63,34 @@ def _prepare_data(arguments: Sequence[str]) -> None:
     Console().print(table)
 
 
+def _export(arguments: Sequence[str]) -> None:
+    """write a checkpoint's weights as safetensors that transformers loads"""
+    parser = argparse.ArgumentParser("nemo-lowprec export", description=_summary(_export))
+    parser.add_argument("checkpoint", help="a .ckpt file, or a folder that lowprec_sharded wrote")
+    parser.add_argument("out", help="folder to write; a new or an empty one")
+    parser.add_argument(
+        "--dtype", default="bf16", choices=["bf16", "fp16", "fp32"], help="of the weights (default: %(default)s)"
+    )
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder, such as prepare-data's, to go with them")
+    options = vars(parser.parse_args(arguments))
+
+    from nemo_lowprec.models import export_checkpoint
+
+    export_checkpoint(**options).print_table()
+
+
 def _audit(arguments: Sequence[str]) -> None:
     """train two steps and print what a level declares beside what is found; takes Hydra overrides"""
     from nemo_lowprec.conf.job import audit_job, run_with_overrides
 
     run_with_overrides(arguments, job=audit_job, command="audit")
+
+
+def _plan(arguments: Sequence[str]) -> None:
+    """print bytes of a process and traffic of a step, without training; takes Hydra overrides, nodes=8 gpus=8"""
+    from nemo_lowprec.conf.job import plan_job, run_with_overrides
+
+    run_with_overrides(arguments, job=plan_job, command="plan", writes=False)
 
 
 def _levels(arguments: Sequence[str]) -> None:
@@ -90,6 +113,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "prepare-data": _prepare_data,
     "audit": _audit,
+    "plan": _plan,
+    "export": _export,
     "levels": _levels,
     "run": _run,
 }

@@ -72,10 +72,14 @@ class Sharding:
     Attributes:
         world: all that train together.
         shards: those that hold one copy of the model among them.
+        replicas: those that hold the same shards; None where there is one copy of the model.
+        frees_weights: whether gathered weights are freed between forward and backward.
     """
 
     world: dist.ProcessGroup | None
     shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None = None
+    frees_weights: bool = True
 
 
 class Engine:
@@ -291,6 +295,8 @@ class Engine:
             self._meet_gathered,
         )
         self.shards.settle(self.model)
+        for name in self.conversion.low:
+            self.model.get_submodule(name).gemm_plan.keeps_weight = not sharding.frees_weights  # type: ignore[union-attr]
         self.share_amaxes(sharding.world)
         if level.is_low_bit:
             self.gradients = StoredGradients(apart=True)
@@ -310,13 +316,15 @@ class Engine:
             self.reducer.remove()
         self._reduced = [id(whole) for whole, _ in pairs]
         shard_of = {id(whole): sharded for whole, sharded in pairs}
-        group, kept = self.sharding.shards, self.gradients.apart
+        sharding, kept = self.sharding, self.gradients.apart
         assert kept is not None
         self.reducer = GradientReducer(
             [whole for whole, _ in pairs],
-            group,
+            sharding.world,
             lambda _: torch.float8_e4m3fn,
-            shards=lambda params: Fp8ShardBucket(params, group, kept, [shard_of[id(p)] for p in params]),
+            shards=lambda params: Fp8ShardBucket(
+                params, sharding.shards, kept, [shard_of[id(p)] for p in params], sharding.replicas
+            ),
         )
 
     def cover_gradients(self) -> None:

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.exchange import Slot
+from nemo_lowprec.comm.exchange import CollectiveSlot, Slot
 from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
 from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.local import as_shard_of, local_of
+from nemo_lowprec.formats.row_blocks import BLOCK
 
-__all__ = ["Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
+__all__ = ["IN_PLACE", "Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
 
-_IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
+IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
 
 
 class Bucket(ABC):
@@ -125,19 +126,21 @@ class Fp8ShardBucket(Bucket):
         params: whole parameters, as they are gathered.
         gradients: of the whole parameters, by their id; those that were sent are taken out.
         shards: of the parameters, in their order; get the means as gradients.
+        replicas: processes that hold the same shards, over which the means are averaged again; None for none.
     """
 
     slot: Slot
 
     def __init__(
         self, params: Sequence[Tensor], group: dist.ProcessGroup | None, gradients: dict[int, GradientTensor],
-        shards: Sequence[Tensor],
+        shards: Sequence[Tensor], replicas: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         super().__init__(params, group)
         self._gradients, self._shards = gradients, dict(zip(map(id, params), shards, strict=True))
         self._rows = [-(-p.shape[0] // self.world) for p in params]
         self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
         self._packer, self._unpacker = Packer(self.layout), Packer(own)
+        self._replicas = _Replicas(own, replicas, params[0].device) if replicas is not None else None
         self._mean: Tensor | None = None
         self._new: set[int] = set()
 
@@ -169,20 +172,53 @@ class Fp8ShardBucket(Bucket):
     def advance(self) -> None:
         self._mean = self.slot.mean()
         mean_of_messages(self.slot.received(), self.layout, self._mean)
+        if self._replicas is not None:
+            self._replicas.launch(self._mean)
 
     def complete(self) -> None:
         assert self._mean is not None
+        if self._replicas is not None:
+            self._mean = self._replicas.complete()
         shards = [self._shards[id(p)] for p in self.params]
         means = [GradientTensor.empty(local_of(shard)) for shard in shards]
         rows = [(m.data_blocks, m.exponent, m.nonfinite) for m in means if m.numel()]
         self._unpacker.unpack(self._mean.view(1, -1), rows)
         self._mean = None
+        self.slot.release()
         self._new = {id(p) for p, shard in zip(self.params, shards, strict=True) if shard.grad is None}
         for shard, mean in zip(shards, means, strict=True):
             if shard.grad is None:
                 shard.grad = as_shard_of(mean, shard)
             else:
                 local_of(shard.grad).accumulate_(mean.dequantize())
+
+
+class _Replicas:
+    """The average of a message over processes that hold the same shards: an all-reduce of its blocks in FP8."""
+
+    def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._message = message
+        blocks = torch.Size((message.chunk, BLOCK))
+        self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
+        self._packer = Packer(self._layout)
+        self._slot = CollectiveSlot(self._layout, group, device)
+        self._nonfinite = torch.zeros(1, device=device)
+
+    def _row(self, message: Tensor) -> Row:
+        data, exponent = self._message.parts(message.view(1, -1))
+        return data[0].view(torch.float8_e4m3fn), exponent[0].view(-1, 1), self._nonfinite
+
+    def launch(self, mean: Tensor) -> None:
+        self._packer.pack([self._row(mean)], self._slot.messages())
+        self._slot.exchange()
+
+    def complete(self) -> Tensor:
+        mean_of_messages(self._slot.received(), self._layout, self._slot.mean())
+        self._slot.gather()
+        gathered = self._slot.gathered()
+        averaged = gathered.new_empty(self._message.bytes)
+        self._packer.unpack(gathered, [self._row(averaged)])
+        return averaged
 
 
 class PlainBucket(_OfParameters):
@@ -205,7 +241,7 @@ class PlainBucket(_OfParameters):
         return [g for p in self.params if (g := p.grad) is not None and not self._alone(g)]
 
     def _alone(self, grad: Tensor) -> bool:
-        return grad.numel() >= _IN_PLACE and grad.is_contiguous() and grad.dtype == self.dtype
+        return grad.numel() >= IN_PLACE and grad.is_contiguous() and grad.dtype == self.dtype
 
     def _all_reduce(self, tensor: Tensor) -> None:
         if dist.get_backend(self.group) == "nccl":

@@ -15,13 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
+from nemo_lowprec.comm.cut import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
 
 __all__ = ["GradientReducer", "Wire"]
 
 Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
-
-_BUCKET = 64 * 2**20  # bytes on the wire
 
 
 class GradientReducer:
@@ -36,7 +35,7 @@ class GradientReducer:
 
     Args:
         params: the same ones, in the same order, on every process; those that are trained at ``begin`` are averaged.
-        group: the processes; None for all.
+        group: the processes, those of all buckets; None for all.
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for one stored in FP8.
         bucket_bytes: size of a bucket on the wire.
         shards: the bucket for gradients in FP8 that are reduced onto shards; None where they are averaged in place.
@@ -57,7 +56,7 @@ class GradientReducer:
         self._shards = shards
         self._params = list({id(p): p for p in params}.values())
         self._wire = wire
-        self._bucket_bytes = bucket_bytes or _BUCKET
+        self._bucket_bytes = bucket_bytes or BUCKET_BYTES
         self._buckets: list[Bucket] = []
         self._built_for: list[tuple[int, torch.device]] = []
         self._bucket_of: dict[int, int] = {}
@@ -131,38 +130,13 @@ class GradientReducer:
         self._expected.clear()
         self._buckets = []
         self._all_there = None
-        self._cut(list(reversed(trained)))
+        for wire, params in cut_into_buckets(reversed(trained), self._wire, self._bucket_bytes):
+            self._close(wire, params)
         self._give_slots()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
         if trained and trained[0].is_cuda:
             self._stream = torch.cuda.Stream(trained[0].device)
-
-    def _cut(self, params: list[Tensor]) -> None:
-        """Cut parameters into buckets of each wire format; smaller ones where nothing else is under way.
-
-        Those are the first, before which nothing is sent, and the last, after which backward is over.
-        """
-        sizes = [(p, self._wire(p), p.numel() * self._wire(p).itemsize) for p in params]
-        left: Counter[Wire] = Counter()
-        for _, wire, size in sizes:
-            left[wire] += size
-        filling: dict[Wire, list[Tensor]] = {}
-        filled: Counter[Wire] = Counter()
-        limit = dict.fromkeys(left, self._bucket_bytes // 4)
-        for param, wire, size in sizes:
-            filling.setdefault(wire, []).append(param)
-            filled[wire] += size
-            if filled[wire] >= limit[wire]:
-                left[wire] -= filled.pop(wire)
-                self._close(wire, filling.pop(wire))
-                limit[wire] = self._next_limit(left[wire])
-        for wire, rest in filling.items():
-            self._close(wire, rest)
-
-    def _next_limit(self, left: int) -> int:
-        last = self._bucket_bytes // 4
-        return min(self._bucket_bytes, max(left - last, last))
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         if wire != torch.float8_e4m3fn:
@@ -175,20 +149,22 @@ class GradientReducer:
         if not buckets:
             return
         device = buckets[0].params[0].device
-        self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), device)
+        self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), buckets[0].group, device)
         for i, bucket in enumerate(buckets):
             if self._peers is not None:
                 bucket.slot = PeerSlot(bucket.layout, self._peers, i)
             else:
-                bucket.slot = CollectiveSlot(bucket.layout, self.group, device)
+                bucket.slot = CollectiveSlot(bucket.layout, bucket.group, device)
 
-    def _peer_memory(self, capacity: int, device: torch.device) -> PeerMemory | None:
+    def _peer_memory(
+        self, capacity: int, group: dist.ProcessGroup | None, device: torch.device
+    ) -> PeerMemory | None:
         if device.type != "cuda":
             return None
         if self._peers is not None and self._peers.capacity >= capacity:
             return self._peers
         torch.cuda.synchronize(device)  # nobody reads what is given back
-        return PeerMemory.try_for(capacity, self.group, device)
+        return PeerMemory.try_for(capacity, group, device)
 
     def _arrived(self, param: Tensor) -> None:
         if not self._active:

@@ -31,6 +31,8 @@ class GemmPlan:
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
         inputs: what layers share that read the same tensor, where there is a recipe.
+        keeps_weight: whether the weight's operand of backward is made in forward; not where the weight itself is freed
+            in between.
     """
 
     backend: Backend
@@ -38,6 +40,7 @@ class GemmPlan:
     recipe: Recipe | None = None
     operands: dict[str, Operand] | None = None
     inputs: SharedInput = field(default_factory=SharedInput)
+    keeps_weight: bool = True
 
     @property
     def fp8(self) -> tuple[bool, bool, bool]:
@@ -124,7 +127,8 @@ def _apply(
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
             plan.inputs.give_out(x, gradient, given_out)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
+        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
@@ -181,10 +185,10 @@ class _LinearFunction(torch.autograd.Function):
                 backend, call.source, _compute_dtype(xp, plan), plan.operand("input"),
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
-        stored = isinstance(weight, ScaledTensor)
-        if fprop8 or (w_columnwise and not stored):
-            # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
-            w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_columnwise and not stored, record=record)
+        # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
+        w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, ScaledTensor)
+        if fprop8 or w_kept:
+            w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept, record=record)
 
         if fprop8:
             out = backend.fprop(x8, w8, bias, out_dtype)[:rows]
@@ -200,7 +204,7 @@ class _LinearFunction(torch.autograd.Function):
             x_tensors = [x]
         w_tensors: list[Tensor | None] = []
         w_meta: Any = None
-        if need_dgrad and w_columnwise and not stored:
+        if w_kept:
             w_tensors, w_meta = backend.save(_drop(w8, rowwise=fprop8, backend=backend))
         elif need_dgrad:
             w_tensors = [weight]
@@ -226,7 +230,7 @@ class _LinearFunction(torch.autograd.Function):
     def _backward(ctx: Any, grad_output):
         plan: GemmPlan = ctx.plan
         backend = plan.backend
-        _, dgrad8, wgrad8 = plan.fp8
+        fprop8, dgrad8, wgrad8 = plan.fp8
         need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
         x_saved, w_saved = list(saved[: ctx.saved_split]), list(saved[ctx.saved_split :])
@@ -250,7 +254,9 @@ class _LinearFunction(torch.autograd.Function):
                 if w_meta is not None:
                     w8 = backend.restore(w_saved, w_meta)
                 else:
-                    w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True, record=ctx.record)
+                    # Its amax was recorded in forward.
+                    record = ctx.record and not fprop8
+                    w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True, record=record)
                 dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
             else:
                 dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)

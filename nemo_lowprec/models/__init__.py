@@ -6,12 +6,21 @@ loss         next-token cross entropy in FP32, a slice of the tokens at a time
 schedule     linear warm-up, then cosine decay
 param_groups which parameters weight decay applies to
 throughput   tokens per second between two log steps
+export       a checkpoint's weights as safetensors that transformers loads
+saved_weights, cast, export_tokenizer  the parts of it: reading, rounding, the tokenizer's files
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOME = {"CausalLM": "causal_lm", "PRESETS": "presets", "Preset": "presets", "get_preset": "presets"}
+_HOME = {
+    "CausalLM": "causal_lm",
+    "PRESETS": "presets",
+    "Preset": "presets",
+    "get_preset": "presets",
+    "ExportResult": "export",
+    "export_checkpoint": "export",
+}
 __all__ = list(_HOME)
 
 

@@ -1,4 +1,4 @@
-"""Cut a model into FSDP2 units: its blocks, and what is left."""
+"""Cut a model into FSDP2 units: its blocks, and what is left; or take over the units of a user who cut it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.engine import DTYPES
+from nemo_lowprec.engine import DTYPES, Sharding
+from nemo_lowprec.formats.local import is_sharded
 
-__all__ = ["blocks_of", "policy_for", "shard_model"]
-
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+__all__ = ["blocks_of", "mesh_of_units", "policy_for", "shard_model", "sharding_over", "take_over_units"]
 
 
 def policy_for(level: PrecisionLevel) -> MixedPrecisionPolicy:
@@ -41,17 +41,71 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks_of(child)
 
 
+def sharding_over(mesh: DeviceMesh, frees_weights: bool) -> Sharding:
+    """The processes of a mesh of one dimension, or (replicate, shard)."""
+    replicas = mesh.get_group(0) if mesh.ndim > 1 else None
+    return Sharding(None, mesh.get_group(mesh.ndim - 1), replicas, frees_weights)
+
+
+def mesh_of_units(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which a user's ``fully_shard`` has sharded parameters of ``model``; None where nobody did.
+
+    Raises:
+        ValueError: parameters are sharded otherwise (tensor parallelism), over several meshes, or not at all beside
+            sharded ones.
+    """
+    if not any(isinstance(m, FSDPModule) for m in model.modules()):
+        return None
+    found: DeviceMesh | None = None
+    for name, param in model.named_parameters():
+        if not is_sharded(param):
+            raise ValueError(
+                f"{name} is in no unit of FSDP2, and others are. Call fully_shard on the whole model last."
+            )
+        *outer, inner = param.placements  # type: ignore[attr-defined]
+        if inner != Shard(0) or outer not in ([], [Replicate()]):
+            raise ValueError(
+                f"{name} is placed {param.placements}: lowprec_sharded takes parameters that are sharded along their "  # type: ignore[attr-defined]
+                "first dimension, and whole copies of them. Leave tensor parallelism out."
+            )
+        if found is not None and param.device_mesh != found:  # type: ignore[attr-defined]
+            raise ValueError(f"{name} is sharded over another mesh than the parameters before it. Use one mesh.")
+        found = param.device_mesh  # type: ignore[attr-defined]
+    return found
+
+
+def take_over_units(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    """Have the units of a user gather and reduce in the level's formats.
+
+    Raises:
+        ValueError: a unit has a policy of its own.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if state._mp_policy not in (MixedPrecisionPolicy(), policy):
+            raise ValueError(
+                f"{name or 'The model'} is sharded with mp_policy={state._mp_policy}, and the level decides on the "
+                "dtypes. Leave mp_policy out."
+            )
+        state._mp_policy = policy
+        group = state._fsdp_param_group
+        if group is not None:
+            group.mp_policy = policy
+            for param in group.fsdp_params:
+                param.mp_policy = policy
+
+
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, device: torch.device, policy: MixedPrecisionPolicy, reshard: bool
 ) -> None:
-    """Shard ``model`` over ``mesh`` block by block, with the weights of the first process, unless its user did.
+    """Shard ``model`` over ``mesh`` block by block, with the weights of the first process.
 
     Args:
         mesh: of one dimension, or (replicate, shard).
         reshard: whether weights are freed between forward and backward (ZeRO-3) or kept (ZeRO-2).
     """
-    if any(isinstance(m, FSDPModule) for m in model.modules()):
-        return
     for unit in [*blocks_of(model), model]:
         unit.to(device)
         with torch.no_grad():
@@ -59,6 +113,3 @@ def shard_model(
                 if not isinstance(tensor, torch.distributed.tensor.DTensor):
                     dist.broadcast(tensor.detach(), 0)
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard and unit is not model, mp_policy=policy)
-    for name in _STEPS:
-        if callable(getattr(model, name, None)):
-            register_fsdp_forward_method(model, name)

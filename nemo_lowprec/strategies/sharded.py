@@ -18,9 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nemo_lowprec.engine import Sharding
 from nemo_lowprec.plugins.precision import LowPrecision
-from nemo_lowprec.strategies.shard import policy_for, shard_model
+from nemo_lowprec.strategies.root import gather_around_steps
+from nemo_lowprec.strategies.shard import (
+    mesh_of_units,
+    policy_for,
+    shard_model,
+    sharding_over,
+    take_over_units,
+)
 from nemo_lowprec.strategies.sharded_checkpoint import in_full, is_folder, read_folder, restore, write_folder
 
 __all__ = ["LowPrecisionShardedStrategy"]
@@ -64,16 +70,16 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
             raise ValueError("lowprec_sharded needs a level of nemo_lowprec among the Trainer's plugins.")
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        mesh = self._mesh()
-        if mesh.ndim > 1 and plugin.level.is_low_bit:
-            raise NotImplementedError(
-                f"shard_size={self._shard_size!r} with {plugin.level.name}: gradients in FP8 are not averaged between "
-                "copies of the model so far. Leave it out."
-            )
-        plugin.engine.sharding = Sharding(None, mesh.get_group(mesh.ndim - 1))
         _materialize_distributed_module(self.model, self.root_device)
+        policy, own = policy_for(plugin.level), mesh_of_units(self.model)
+        mesh = own or self._mesh()
+        plugin.engine.sharding = sharding_over(mesh, self._reshard)
         self.model = plugin.convert_module(self.model)
-        shard_model(self.model, mesh, self.root_device, policy_for(plugin.level), self._reshard)
+        if own is not None:
+            take_over_units(self.model, policy)
+        else:
+            shard_model(self.model, mesh, self.root_device, policy, self._reshard)
+        gather_around_steps(self.model)
         self.model_to_device()
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -103,6 +109,13 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         finally:
             self.require_backward_grad_sync = True
             self.model.set_requires_gradient_sync(True)
+
+    @override
+    def teardown(self) -> None:
+        for module in self.model.modules() if self.model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is left gathered after evaluation
+        super().teardown()
 
     # Checkpoints
 

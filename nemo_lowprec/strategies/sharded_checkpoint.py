@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
 
-__all__ = ["in_full", "is_folder", "read_folder", "restore", "write_folder"]
+__all__ = ["in_full", "is_folder", "open_folder", "read_folder", "read_weights", "restore", "write_folder"]
 
 _META = "meta.pt"
+_MODEL = "model."  # of the keys of weights; the others are the optimizers'
+_READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
 
 
 def is_folder(path: Path) -> bool:
@@ -109,6 +112,54 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
             index, number, name = name.split(".", 2)
             states[int(index)]["state"].setdefault(int(number), {})[name] = value
     return checkpoint
+
+
+def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a folder holds beside tensors, and what ``read_weights`` finds there; by a process alone, without a group.
+
+    Returns:
+        the checkpoint without weights and optimizer states; and for each name of the model's ``state_dict`` a tensor
+        of the meta device (shape and dtype), or None for what is no tensor.
+
+    Raises:
+        ValueError: a file that holds a part of the weights is missing or cut short.
+    """
+    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    checkpoint.pop("optimizer_states", None)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    ends: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        if index.fqn.startswith(_MODEL):
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < end:
+            raise ValueError(f"{path} is incomplete: {name} is missing or cut short. Copy it again, or take another.")
+    return checkpoint, {
+        key.removeprefix(_MODEL): torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
+        if isinstance(meta, TensorStorageMetadata) else None
+        for key, meta in metadata.state_dict_metadata.items() if key.startswith(_MODEL)
+    }  # fmt: skip
+
+
+def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights by name, in the order of ``weights`` (of ``open_folder``), about a gigabyte of them at a time.
+
+    Optimizer states are not read.
+    """
+    batch: dict[str, Tensor] = {}
+    names = list(weights)
+    for i, name in enumerate(names):
+        batch[name] = torch.empty_like(weights[name], device="cpu")
+        if i + 1 == len(names) or sum(t.nbytes for t in batch.values()) >= _READ_AT_ONCE:
+            tensors = {_MODEL + n: t for n, t in batch.items()}
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+                dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+            batch.clear()
+            while tensors:
+                key = next(iter(tensors))
+                yield key.removeprefix(_MODEL), tensors.pop(key)
 
 
 def _empty(meta: TensorStorageMetadata, like: Any) -> Tensor:

@@ -157,6 +157,24 @@ def test_prepare_data(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
+def test_a_pretrained_model_is_exported_and_generates(
+    tiny: list[str], data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert main(["pretrain", *tiny, "precision=msamp_o2", "precision.backend=reference", "trainer.max_steps=1"]) == 0
+    (checkpoint,) = tmp_path.glob("outputs/*/*/checkpoints/last.ckpt")
+    capsys.readouterr()
+    assert main(["export", str(checkpoint), "exported", "--dtype", "fp16", "--tokenizer", str(data_dir)]) == 0
+    printed = capsys.readouterr().out
+    assert "msamp_o2" in printed and "weights (FP16), the only copy" in printed
+    model, tokenizer = (c.from_pretrained("exported") for c in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.dtype == torch.float16
+    ids = tokenizer("Chapter", return_tensors="pt").input_ids
+    new = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert new.shape[1] > ids.shape[1] and tokenizer.decode(new[0]).startswith("Chapter")
+
+
 @pytest.mark.parametrize("arguments", [[], ["plan"], ["export"], ["prepare-data"]])
 def test_command_line_that_is_not_one(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as error:

@@ -32,6 +32,7 @@ RANDOM = {"bf16_with_nvfp4_mixed"}  # rounds gradients stochastically, on each p
 OPTIONS = {
     "plain": {},
     "zero2": {"strategy": {"reshard_after_forward": False}},
+    "hybrid": {"strategy": {"shard_size": 1}},
     "clipped": {"gradient_clip_val": 0.05},
     "accumulated": {"accumulate": 2},
 }
@@ -60,8 +61,9 @@ def whole(tensor):
     values = (local.dequantize() if isinstance(local, StoredTensor) else local.detach()).float().cpu().clone()
     if local is tensor:
         return values
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, values)
+    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    parts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, values, group)
     return torch.cat(parts)
 
 

@@ -1,0 +1,296 @@
+"""A checkpoint's weights as safetensors in one dtype: a folder that ``transformers`` loads.
+
+What training needs beside the weights stays behind: optimizer states, scales, random states, the position in the data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.models.cast import Cast
+from nemo_lowprec.models.causal_lm import CausalLM
+from nemo_lowprec.models.export_tokenizer import load_tokenizer
+from nemo_lowprec.models.saved_weights import SavedWeights, first_of, open_checkpoint
+from nemo_lowprec.plugins.precision import LowPrecision
+
+__all__ = ["ExportResult", "export_checkpoint"]
+
+_PREFIX = "model."  # of the transformers model in a CausalLM
+_OWN = {"preset", "model_type", "config", "vocab_size"}  # the hyperparameters that tell a CausalLM's architecture
+_MAX_SHARD_SIZE = "50GB"  # of one file; transformers' own default, the most that its hub takes
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written, and what it was made of.
+
+    Attributes:
+        path: the folder.
+        architecture: class of transformers that loads it; None for the bare weights of another LightningModule.
+        level: precision level of the run; None where the checkpoint names none.
+        source: which of the level's values these are: master weights, or weights that are the only copy.
+        stored: dtypes of the weights in the checkpoint.
+        dtype: of the weights in the folder.
+        parameters: elements written, buffers included, those that are tied once.
+        bytes: of the safetensors files.
+        max_relative_error: the largest that rounding to ``dtype`` made; 0.0 where nothing was rounded.
+        underflows: elements that rounding made zero, not counted in the error.
+        not_finite: elements that are infinite or NaN, in the checkpoint as in the folder.
+        tokenizer: whether the folder has a tokenizer.
+    """
+
+    path: str
+    architecture: str | None
+    level: str | None
+    source: str
+    stored: tuple[str, ...]
+    dtype: str
+    parameters: int
+    bytes: int
+    max_relative_error: float
+    underflows: int
+    not_finite: int
+    tokenizer: bool
+
+    def print_table(self) -> None:
+        """Prints the result for people."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=self.path, show_header=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        error = f"{self.max_relative_error:.3g} of the value"
+        rows = {
+            "Level": self.level or "-",
+            "Source": self.source,
+            "In the checkpoint": ", ".join(self.stored),
+            "Written as": self.dtype.upper(),
+            "Loads with": f"transformers, {self.architecture}" if self.architecture else
+            "safetensors, under the module's own names: it is no CausalLM, and transformers does not know it",
+            "Parameters": f"{self.parameters:,}",
+            "Bytes": f"{self.bytes:,}",
+            "Largest rounding error": error if self.max_relative_error else "none",
+            "Rounded to zero": f"{self.underflows:,} elements" if self.underflows else None,
+            "Infinite or NaN": f"{self.not_finite:,} elements, as in the checkpoint" if self.not_finite else None,
+            "Tokenizer": ("written" if self.tokenizer else "none: --tokenizer writes it, too")
+            if self.architecture else None,
+        }  # fmt: skip
+        for name, value in rows.items():
+            if value is not None:
+                table.add_row(name, value)
+        Console().print(table)
+
+
+def export_checkpoint(
+    checkpoint: str | Path, out: str | Path, dtype: str = "bf16", tokenizer: str | Path | None = None
+) -> ExportResult:
+    """Writes the weights of a checkpoint as safetensors in ``dtype``, to be used outside of training.
+
+    A ``CausalLM``'s become a folder that ``AutoModelForCausalLM.from_pretrained(out)`` loads; those of any other
+    LightningModule a ``model.safetensors`` under the module's own names. The files' metadata name the level, the
+    source and the dtype. Runs in one process without a GPU and holds the weights in memory once, in ``dtype``. The
+    folder appears when it is complete; a killed run leaves ``.NAME.*.part`` beside it, which may be deleted.
+
+    Args:
+        checkpoint: a Lightning file, or the folder that ``lowprec_sharded`` writes.
+        out: folder to write; a new or an empty one.
+        dtype: ``bf16``, ``fp16`` or ``fp32``, of all floating-point weights.
+        tokenizer: a ``tokenizer.json``, or a folder with one: that of ``prepare-data``, or of a transformers model.
+
+    Raises:
+        ValueError: a bad value; a checkpoint that is incomplete or does not fit its own architecture; a weight beyond
+            the largest value of ``dtype``; ``out`` exists and is not empty; a tokenizer that does not fit the model.
+    """
+    cast, target = Cast(dtype), Path(os.path.abspath(out))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{out} exists and is not empty: pass a new folder.")
+    saved = open_checkpoint(Path(checkpoint))
+    hparams = saved.rest.get("hyper_parameters")
+    model = _model_of(hparams) if isinstance(hparams, Mapping) and hparams.keys() >= _OWN else None
+    if model is None and tokenizer is not None:
+        raise ValueError(f"{checkpoint} is of no CausalLM, and a tokenizer beside it has no use: leave it out.")
+    level = _level_of(saved)
+    source = _source(level)
+    metadata = {"level": level.name if level else "unknown", "source": source, "dtype": dtype}
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        if tokenizer is not None:
+            _write_tokenizer(part, model, tokenizer)
+        if model is not None:
+            written = _write_transformers(part, model, saved, cast)
+        else:
+            written = _write_bare(part, saved, cast)
+        for file in part.glob("*.safetensors"):
+            _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
+        size = sum(file.stat().st_size for file in part.glob("*.safetensors"))
+        _sync(part)
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return ExportResult(
+        path=str(out),
+        architecture=type(model).__name__ if model is not None else None,
+        level=level.name if level else None,
+        source=source,
+        stored=tuple(sorted(cast.found, key=cast.found.__getitem__, reverse=True)),
+        dtype=dtype,
+        parameters=written,
+        bytes=size,
+        max_relative_error=cast.max_relative_error,
+        underflows=cast.underflows,
+        not_finite=cast.not_finite,
+        tokenizer=tokenizer is not None,
+    )
+
+
+# What it is
+
+
+def _level_of(saved: SavedWeights) -> PrecisionLevel | None:
+    state = saved.rest.get(LowPrecision.__qualname__)
+    return CHART.get(state.get("level", "")) if isinstance(state, dict) else None
+
+
+def _source(level: PrecisionLevel | None) -> str:
+    """Which of the level's values a checkpoint holds (see ``weights/saved_form.py``)."""
+    if level is None:
+        return "weights of the checkpoint, which names no level: plain Lightning's, or saved with save_weights_only"
+    vectors = f"; norms, biases and other vectors {level.vectors.upper()}" if level.vectors else ""
+    if level.master_weight is None:
+        return f"weights ({level.weight.upper()}), the only copy{vectors}"
+    # At the MS-AMP levels a parameter that is no weight of a converted layer has no master.
+    rest = f"; other matrices are {level.rest.upper()}, the only copy" if level.is_low_bit else ""
+    return f"master weights ({level.master_weight.upper()}){rest}{vectors}"
+
+
+def _model_of(hparams: Mapping[str, Any]) -> Any:
+    """The transformers model of a CausalLM, on the meta device: shapes and names without values."""
+    arguments = {k: v for k, v in hparams.items() if k in inspect.signature(CausalLM).parameters}
+    module = CausalLM(**{**arguments, "activation_checkpointing": False})
+    with torch.device("meta"):
+        module.configure_model()
+    model: Any = module.model
+    # Off in training, where it would have no use; generation is slow without.
+    use_cache = dict(hparams["config"] or {}).get("use_cache", True)
+    model.config.use_cache = model.generation_config.use_cache = use_cache
+    return model
+
+
+# Writing
+
+
+def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast) -> int:
+    """Config, weights and index as transformers writes them; returns the number of elements."""
+    tied = _tied_names(model)
+    _check_names(model, saved, tied)
+    first: dict[int, str] = {}
+    weights: dict[str, Tensor] = {}
+    names = [_PREFIX + name for name in tied if _PREFIX + name in saved.tensors]
+    # The second name of a tied tensor is compared only, and cast on an account of its own.
+    again = Cast(cast.name)
+    for key, tensor in saved.read(names):
+        name = key.removeprefix(_PREFIX)
+        one = first.setdefault(tied[name], name)
+        if one == name:
+            weights[name] = cast(key, tensor)
+        elif not _same_bits(again(key, tensor), weights[one]):
+            raise ValueError(f"{saved.path} holds other values for {key} than for {_PREFIX + one}, which are tied.")
+    count = sum(tensor.numel() for tensor in weights.values())
+    # transformers tells tied weights by their storage.
+    weights |= {name: weights[first[number]] for name, number in tied.items()}
+    model.to(cast.dtype)
+    model.save_pretrained(part, state_dict=weights, max_shard_size=_MAX_SHARD_SIZE)
+    return count
+
+
+def _tied_names(model: nn.Module) -> dict[str, int]:
+    """Names of the model's ``state_dict``, with a number that tied ones have in common."""
+    return {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) -> None:
+    keys = {_PREFIX + name for name in tied}
+    unexpected = [name for name in saved.tensors if name not in keys]
+    if unexpected:
+        raise ValueError(
+            f"{saved.path} holds {first_of(unexpected)}, which a {type(model).__name__} does not have: its "
+            "hyperparameters say CausalLM, but it is another module."
+        )
+    there = {number for name, number in tied.items() if _PREFIX + name in saved.tensors}
+    missing = [_PREFIX + name for name, number in tied.items() if number not in there]
+    if missing:
+        raise ValueError(f"{saved.path} lacks {first_of(missing)} of its {type(model).__name__}.")
+    for name, tensor in model.state_dict().items():
+        found = saved.tensors.get(_PREFIX + name)
+        if found is not None and found.shape != tensor.shape:
+            raise ValueError(
+                f"{_PREFIX + name} is {tuple(found.shape)} in {saved.path} and {tuple(tensor.shape)} in the "
+                f"{type(model).__name__} of its hyperparameters."
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in saved.read(saved.tensors):
+        value = cast(name, tensor)
+        # The format has no shared storage: a tied weight is there under each of its names.
+        weights[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
+        seen.add(value.untyped_storage().data_ptr())
+    save_file(weights, part / "model.safetensors", {"format": "pt"})
+    return sum(tensor.numel() for tensor in weights.values())
+
+
+def _write_tokenizer(part: Path, model: Any, path: str | Path) -> None:
+    tokenizer = load_tokenizer(Path(path))
+    if len(tokenizer) > model.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer of {path} has {len(tokenizer)} ids, more than the model's {model.config.vocab_size}: it is "
+            "not the one that the model was trained with."
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(model.config, name, None) is None:
+            value = getattr(tokenizer, name)
+            setattr(model.config, name, value)
+            setattr(model.generation_config, name, value)
+    tokenizer.save_pretrained(part)
+
+
+def _add_metadata(path: Path, entries: dict[str, str]) -> None:
+    """Add to what a safetensors file says about itself: ``save_pretrained`` takes no metadata."""
+    new = path.with_name(f".{path.name}")
+    with path.open("rb") as source, new.open("wb") as sink:
+        header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
+        header["__metadata__"] = {**header.get("__metadata__", {}), **entries}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the tensors that follow are aligned
+        sink.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(source, sink, 1 << 24)
+    new.replace(path)
+
+
+def _sync(folder: Path) -> None:
+    """Have the files on the disk before the folder gets its name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
