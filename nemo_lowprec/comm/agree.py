@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,25 @@ from torch import Tensor
 
 from nemo_lowprec.formats import StoredTensor
 
-__all__ = ["anywhere", "broadcast_weights", "check_same", "reduce_amax"]
+__all__ = ["anywhere", "bookkeeping", "broadcast_weights", "check_same", "is_bookkeeping", "reduce_amax"]
+
+_depth = 0
+
+
+@contextmanager
+def bookkeeping() -> Iterator[None]:
+    """Around amaxes and flags that are sent beside gradients and weights, for whoever counts bytes."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def is_bookkeeping() -> bool:
+    """Whether what is sent now is an amax or a flag."""
+    return _depth > 0
 
 
 @torch.no_grad()
@@ -31,13 +50,15 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
     A maximum of NaN and a number is the number in some collectives.
     """
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    with bookkeeping():
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
 
 
 def anywhere(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
     """Whether ``flag`` is set on any process of ``group``."""
     found = torch.tensor(flag, dtype=torch.int8, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    with bookkeeping():
+        dist.all_reduce(found, dist.ReduceOp.MAX, group)
     return bool(found)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.cut import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
@@ -221,7 +222,8 @@ class GradientReducer:
         there = self._all_there
         if made:
             there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
-        dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
+        with bookkeeping():
+            dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
         if made:
             for (param, bucket), flag in zip(pairs, there.tolist(), strict=True):
                 if not flag:

@@ -6,30 +6,35 @@
 * at the gradients right after backward, before they are unscaled or clipped,
 * at weights, masters and optimizer states after the step,
 * at what is sent to other processes in all of this.
+
+Of a sharded model: at weights while they are gathered, at gradients before they are reduced, and at the rest on the
+shards of this process.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.formats import BlockTensor, ScaledTensor, StoredTensor
+from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.report.found import NAMES, Bytes, as_stored
+from nemo_lowprec.report.gathered import Gathered
 from nemo_lowprec.report.gemms import watch_gemms
-from nemo_lowprec.report.traffic import Traffic
+from nemo_lowprec.report.traffic import Sent, Traffic
 from nemo_lowprec.weights import master_of
 
 __all__ = ["Audit", "AuditReport", "Finding"]
 
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _AT = {
     "Computation (GEMM)": "operands, forward and backward",
     "Comm": "gradients sent in a step",
@@ -102,14 +107,13 @@ class Audit(pl.Callback):
         self.report: AuditReport | None = None
         self._gemms: Any = None
         self._traffic: Traffic | None = None
+        self._gathered: Gathered | None = None
         self._seen: dict[str, set[str]] = {}
-        self._gradients: dict[str, _Bytes] = {}
+        self._gradients: dict[str, Bytes] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(trainer.precision_plugin, LowPrecision):
             raise ValueError("Audit needs a Trainer with a level of nemo_lowprec among its plugins.")
-        if trainer.precision_plugin.engine.sharding is not None:
-            raise ValueError("Audit does not look into lowprec_sharded so far. Use strategy='lowprec_ddp'.")
         self.report = None
 
     def _watching(self, trainer: pl.Trainer) -> bool:
@@ -120,13 +124,17 @@ class Audit(pl.Callback):
             self._seen = defaultdict(set)
             self._gemms = watch_gemms(pl_module, self._seen)
             self._gemms.__enter__()
+            engine = _plugin(trainer).engine
+            if engine.shards is not None:
+                self._gathered = Gathered(pl_module, engine)
+                self._gathered.__enter__()
             if trainer.world_size > 1:
-                self._traffic = Traffic(lambda tensor: _is_bookkeeping(tensor, trainer))
+                self._traffic = Traffic(lambda tensor: tensor.numel() == 1)  # a norm, or a number that is logged
                 self._traffic.__enter__()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._gemms is not None:
-            self._gradients = {part: _Bytes(p.grad for p in ps) for part, ps in _parts(trainer, pl_module)}
+        if self._gemms is not None and self._gathered is None:
+            self._gradients = {part: Bytes(p.grad for p in ps) for part, ps in _parts(trainer, pl_module)}
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
@@ -137,11 +145,17 @@ class Audit(pl.Callback):
             self._traffic.__exit__(None, None, None)
         self._gemms.__exit__(None, None, None)
         self._gemms = None
+        if self._gathered is not None:
+            self._gathered.__exit__()
+            found = self._gathered.gradients
+            self._gradients = {
+                part: Bytes(found.get(id(p)) for p in ps) for part, ps in _parts(trainer, pl_module)
+            }  # fmt: skip
         self.report = self._report(trainer, pl_module)
+        self._gathered = None
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> AuditReport:
-        plugin = trainer.precision_plugin
-        assert isinstance(plugin, LowPrecision)
+        plugin = _plugin(trainer)
         level, recipe = plugin.level, plugin.engine.recipe
         report = AuditReport(level)
         totals: dict[str, int] = defaultdict(int)
@@ -154,68 +168,67 @@ class Audit(pl.Callback):
                 continue
             half_weight = level.weight if level.has_half_weights else "fp32"
             vectors = level.vectors if part == "vectors" else None
-            count = sum(p.numel() for p in params)
+            count = sum(p.numel() for p in params)  # of whole parameters
+            held = sum(local_of(p).numel() for p in params)  # by this process
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found.
                 observed = "+".join(sorted(self._seen["converted"])) or "–"
                 report.findings.append(Finding("Computation (GEMM)", part, _declared_gemm(plugin), observed, None))
-            columns: list[tuple[str, str | None, _Bytes]] = [
+            columns: list[tuple[str, str | None, Bytes, int]] = [
                 (
                     "Weight",
                     ("fp8" if stored_fp8 else half_weight) if converted else vectors or level.rest,
-                    _Bytes(params),
+                    Bytes(map(self._weight, params)),
+                    count,
                 ),
                 (
                     "Master weight",
                     level.master_weight if converted or not level.is_low_bit else None,
-                    _Bytes(master_of(p) for p in params),
+                    Bytes(map(self._master, params)),
+                    held,
                 ),
-                ("Weight gradient", vectors or level.weight_grad, self._gradients[part]),
+                ("Weight gradient", vectors or level.weight_grad, self._gradients[part], count),
             ]
-            for column, declared, found in columns:
-                report.findings.append(Finding(column, part, declared or "–", found.formats, found.per_param(count)))
+            for column, declared, found, over in columns:
+                report.findings.append(Finding(column, part, declared or "–", found.formats, found.per_param(over)))
                 totals[column] += found.total
             for index, key in enumerate(("exp_avg", "exp_avg_sq")):
-                found = _Bytes(_states(trainer, params, key))
+                found = Bytes(_states(trainer, params, key))
                 if found.total:
                     declared = vectors or level.optimizer_states[index]
-                    size = found.per_param(count)
+                    size = found.per_param(held)
                     report.findings.append(Finding("Optimizer states", part, declared, found.formats, size))
                     totals["Optimizer states"] += found.total
         if self._traffic is not None:
-            for finding, size in _sent(self._traffic, trainer, module):
+            weights, gradients = _split(self._traffic.sent, plugin)
+            for finding, size in _sent(gradients, trainer, module):
                 report.findings.append(finding)
                 totals["Comm"] += size
+            if weights:
+                totals["Comm, gathered weights"] = sum(s.bytes for s in weights)
             self._traffic = None
         report.total_bytes = dict(totals)
         return report
 
+    def _weight(self, param: nn.Parameter) -> Any:
+        return param if self._gathered is None else self._gathered.weights.get(id(param))
 
-class _Bytes:
-    """Formats and bytes of some tensors."""
+    def _master(self, param: nn.Parameter) -> Any:
+        """The master weight; a shard is one where what is gathered of it has another format."""
+        if self._gathered is None:
+            return master_of(param)
+        weight, shard = self._gathered.weights.get(id(param)), as_stored(param)
+        return None if weight is None or weight.format == shard.format else shard
 
-    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
-        self.total = 0
-        names: set[str] = set()
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            if isinstance(tensor, StoredTensor):
-                dtype = tensor.fmt.dtype if isinstance(tensor, ScaledTensor | BlockTensor) else torch.float16
-                names.add(_NAMES.get(dtype, "fp8"))
-                self.total += tensor.stored_bytes()
-            else:
-                names.add(_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
-                self.total += tensor.nbytes
-        self.formats = "+".join(sorted(names)) or "–"
 
-    def per_param(self, count: int) -> float | None:
-        return self.total / count if self.total else None
+def _plugin(trainer: pl.Trainer) -> LowPrecision:
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, LowPrecision)
+    return plugin
 
 
 def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    plugin = trainer.precision_plugin
-    assert isinstance(plugin, LowPrecision)
+    plugin = _plugin(trainer)
     if plugin.level.has_fp8:
         layers = [module.get_submodule(name) for name in plugin.engine.conversion.low]
     else:
@@ -230,22 +243,21 @@ def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[n
     yield "vectors", [p for p in rest if p.dim() < 2]
 
 
-def _is_bookkeeping(tensor: Tensor, trainer: pl.Trainer) -> bool:
-    """Amaxes, flags and logged numbers: what is sent beside gradients."""
-    plugin = trainer.precision_plugin
-    assert isinstance(plugin, LowPrecision)
-    histories = plugin.engine.histories
-    is_amax = histories is not None and tensor.data_ptr() == histories.amax.data_ptr()
-    return is_amax or tensor.dtype == torch.int8 or tensor.numel() == 1
+def _split(sent: list[Sent], plugin: LowPrecision) -> tuple[list[Sent], list[Sent]]:
+    """Weights that are gathered (of a sharded model), and gradients."""
+    sent = [s for s in sent if s.kind != "broadcast"]
+    sharding = plugin.engine.sharding
+    if sharding is None:
+        return [], sent
+    group = (sharding.shards or dist.group.WORLD).group_name  # type: ignore[union-attr]
+    weights = [s for s in sent if s.kind == "all_gather" and s.group == group]
+    return weights, [s for s in sent if s not in weights]
 
 
-def _sent(traffic: Traffic, trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[Finding, int]]:
+def _sent(sent: list[Sent], trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[Finding, int]]:
     """Findings about the gradients on the wire, and their bytes. Those in FP8 travel as uint8."""
-    plugin = trainer.precision_plugin
-    assert isinstance(plugin, LowPrecision)
-    level = plugin.level
+    level = _plugin(trainer).level
     trained = [p for p in module.parameters() if p.requires_grad]
-    sent = [s for s in traffic.sent if s.kind != "broadcast"]
     parts = [("all", level.comm, trained, sent)]
     if level.vectors is not None:
         in_fp8 = [s for s in sent if s.dtype == torch.uint8]
@@ -255,7 +267,7 @@ def _sent(traffic: Traffic, trainer: pl.Trainer, module: nn.Module) -> Iterator[
         ]
     for part, declared, params, messages in parts:
         if params:
-            names = {"fp8" if s.dtype == torch.uint8 else _NAMES.get(s.dtype, str(s.dtype)) for s in messages}
+            names = {"fp8" if s.dtype == torch.uint8 else NAMES.get(s.dtype, str(s.dtype)) for s in messages}
             size = sum(s.bytes for s in messages)
             per_param = size / sum(p.numel() for p in params)
             yield Finding("Comm", part, declared, "+".join(sorted(names)) or "–", per_param), size

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nemo_lowprec.comm.agree import is_bookkeeping
 from nemo_lowprec.comm.exchange import watchers
 
-__all__ = ["Sent", "Traffic"]
+__all__ = ["Sent", "Traffic", "sent_bytes"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class Sent:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
         dtype: of its elements.
         bytes: that each process sends (and receives), by the algorithm that sends the least.
+        group: name of the process group; none for copies between GPUs.
     """
 
     kind: str
     dtype: torch.dtype
     bytes: int
+    group: str = ""
 
 
 _SHARE: dict[str, Callable[[int], float]] = {
@@ -55,8 +58,15 @@ _KINDS = {
 }
 
 
+def sent_bytes(kind: str, size: int, world: int) -> int:
+    """Bytes that each of ``world`` processes sends (see ``Sent``), where it puts in ``size``."""
+    return round(size * _SHARE[kind](world))
+
+
 class Traffic(TorchDispatchMode):
     """Context in which ``sent`` fills with the collectives of this process, those of its backward passes included.
+
+    Amaxes and flags are left out.
 
     Args:
         ignored: tensors that do not count.
@@ -81,17 +91,18 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d" and name in _KINDS:
+        if namespace == "c10d" and name in _KINDS and not is_bookkeeping():
             self._note(name, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: Any) -> None:
         kind, position = _KINDS[name]
-        world = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None).size()
+        group = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None)
+        world = group.size()
         for tensor in tree_leaves(args[position]):
-            if not self._ignored(tensor):
+            if world > 1 and not self._ignored(tensor):
                 size = tensor.numel() * tensor.element_size()
-                self.sent.append(Sent(kind, tensor.dtype, round(size * _SHARE[kind](world))))
+                self.sent.append(Sent(kind, tensor.dtype, sent_bytes(kind, size, world), group.group_name))
 
 
 def _as_group(box: Any) -> dist.ProcessGroup | None:

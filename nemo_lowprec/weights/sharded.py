@@ -101,6 +101,10 @@ class ShardedWeights:
         for module in self._model.modules():
             self._meet(module)
 
+    def sharded(self, module: nn.Module, name: str) -> Tensor | None:
+        """The sharded parameter ``name`` of ``module``, also while a whole one is in its place."""
+        return self._sharded.get((id(module), name))
+
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a whole parameter is stored in FP8."""
         return self.low_bit and param.dim() > 1

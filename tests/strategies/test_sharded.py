@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard, StoredTensor
 from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.report import Audit
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.strategies.shard import blocks_of
 from tests.processes import on_processes
@@ -80,7 +81,7 @@ class Watch(Callback):
         self.units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
 
 
-def run(case, rank=None, net=Net, accumulate=1, strategy=None, **options):
+def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), **options):
     backend = options.pop("backend", None)
     model, watch = net(optimizer=linear_optimizer(case, 0.1)), Watch()
     if rank is not None:
@@ -89,7 +90,7 @@ def run(case, rank=None, net=Net, accumulate=1, strategy=None, **options):
     options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
     data = ResumableLoader(Samples(32), 4, 3, rank or 0, 1 if rank is None else 2, global_batch_size=8 * accumulate)
     precision = plugin(case, **({"backend": backend} if backend and level_of(case).has_fp8 else {}))
-    trainer(precision, watch, **options).fit(model, data)
+    trainer(precision, watch, *callbacks, **options).fit(model, data)
     return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
             "units": watch.units}  # fmt: skip
 
@@ -98,7 +99,19 @@ def every_case(rank):
     found = {case: {name: run(case, rank, **options) for name, options in OPTIONS.items()} for case in ALL}
     for case in ALL:
         found[case]["blocks"] = run(case, rank, Blocks)
+        found[case]["audits"] = {name: audit(case, rank, strategy) for name, strategy in AUDITED.items()}
     return found
+
+
+AUDITED = {"zero3": {}, "zero2": {"reshard_after_forward": False}, "hybrid": {"shard_size": 1}}
+
+
+def audit(case, rank, strategy):
+    watch = Audit()
+    run(case, rank, strategy=strategy, callbacks=[watch], max_steps=2)
+    report = watch.report
+    found = [(f.column, f.part, f.declared, f.observed, f.bytes_per_param) for f in report.findings]
+    return {"findings": found, "agrees": report.agrees, "bytes": report.total_bytes}
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +157,22 @@ def test_shards_are_the_masters(ranks, case):
             assert kind == "Tensor", name
     if fp8_params:
         assert kinds["mid.weight"] == PlainShard.__name__
+
+
+@AT_CASES
+@pytest.mark.parametrize("name", list(AUDITED))
+def test_a_sharded_run_is_found_to_do_what_the_chart_declares(ranks, case, name):
+    level = level_of(case)
+    for rank in ranks:
+        found = rank[case]["audits"][name]
+        assert found["agrees"], found["findings"]
+        comm = {part: (declared, size) for column, part, declared, _, size in found["findings"] if column == "Comm"}
+        assert set(comm) == ({"matrices", "vectors"} if level.vectors else {"all"})
+        # Of two processes each sends half of every gradient to its shard, or half of it twice to be averaged in place.
+        share = 1 if name == "hybrid" else 0.5
+        bytes_of = {"fp32": 4, "fp16": 2, "fp8": 288 * 129 / (128 * 32 + 128 * 128 + 32 * 128)}
+        for part, (declared, size) in comm.items():
+            assert size == pytest.approx(share * bytes_of[declared], rel=0.01), part
 
 
 def test_blocks_are_units_and_containers_are_descended_into(ranks):

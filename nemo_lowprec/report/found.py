@@ -1,0 +1,53 @@
+"""Formats and bytes of tensors as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.formats.local import local_of
+
+__all__ = ["NAMES", "Bytes", "Stored", "as_stored"]
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor.
+
+    Attributes:
+        format: as in the chart.
+        bytes: of what is stored, scales and exponents included; of a sharded tensor, this process's part.
+        elements: number of them.
+    """
+
+    format: str
+    bytes: int
+    elements: int
+
+
+def as_stored(tensor: Any) -> Stored:
+    """What ``tensor`` is stored as."""
+    local: Tensor = local_of(tensor)
+    if isinstance(local, StoredTensor):
+        return Stored(NAMES.get(local.parts()[0].dtype, "fp8"), local.stored_bytes(), local.numel())
+    return Stored(NAMES.get(local.dtype, str(local.dtype).removeprefix("torch.")), local.nbytes, local.numel())
+
+
+class Bytes:
+    """Formats and bytes of some tensors; those that are None do not count."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        found = [t if isinstance(t, Stored) else as_stored(t) for t in tensors if t is not None]
+        self.total = sum(f.bytes for f in found)
+        self.formats = "+".join(sorted({f.format for f in found})) or "–"
+
+    def per_param(self, count: int) -> float | None:
+        """Bytes for each of ``count`` elements; None where nothing is stored."""
+        return self.total / count if self.total else None

@@ -1,0 +1,56 @@
+"""Look at a sharded model's weights while they are gathered, and at their gradients before these are reduced."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.report.found import Stored, as_stored
+
+__all__ = ["Gathered"]
+
+
+class Gathered:
+    """Context that notes what whole parameters are stored as when their modules compute.
+
+    Attributes:
+        weights, gradients: by the id of the sharded parameter.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self._model, self._engine = model, engine
+        self.weights: dict[int, Stored] = {}
+        self.gradients: dict[int, Stored] = {}
+        self._handles: list[Any] = []
+        self._hooked: set[int] = set()
+
+    def __enter__(self) -> Gathered:
+        self._handles = [m.register_forward_pre_hook(self._before_forward) for m in self._model.modules()]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        shards = self._engine.shards
+        assert shards is not None
+        for name, param in module._parameters.items():
+            sharded = shards.sharded(module, name)
+            if param is None or sharded is None or param is sharded:
+                continue
+            self.weights[id(sharded)] = as_stored(param)
+            if param.requires_grad and id(param) not in self._hooked:
+                self._hooked.add(id(param))
+                note = partial(self._note_gradient, id(sharded))
+                self._handles.append(param.register_post_accumulate_grad_hook(note))
+
+    def _note_gradient(self, key: int, whole: Tensor) -> None:
+        gradients = self._engine.gradients
+        apart = gradients.apart if gradients is not None else None
+        found = whole.grad if whole.grad is not None or apart is None else apart.get(id(whole))
+        if found is not None:
+            self.gradients[key] = as_stored(found)
