@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.plugins.precision import LowPrecision
+from nemo_lowprec.strategies.background import BackgroundWriter
+from nemo_lowprec.strategies.replace import recover
 from nemo_lowprec.strategies.root import gather_around_steps
 from nemo_lowprec.strategies.shard import (
     mesh_of_units,
@@ -42,17 +44,31 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
     Args:
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
         shard_size: processes that hold one copy of the model among them, for hybrid sharding; None for all.
+        async_checkpoints: whether checkpoints are written while training goes on, from copies in the CPU's memory.
         options: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
     Raises:
-        ValueError: ``shard_size`` does not divide the number of processes.
+        ValueError: ``shard_size`` does not divide the number of processes; ``async_checkpoints`` of one file.
     """
 
     strategy_name = "lowprec_sharded"
 
-    def __init__(self, reshard_after_forward: bool = True, shard_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        reshard_after_forward: bool = True,
+        shard_size: int | None = None,
+        async_checkpoints: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        if async_checkpoints and not self._save_distributed_checkpoint:
+            raise ValueError(
+                "async_checkpoints=True writes folders. Leave save_distributed_checkpoint=False out, or give the "
+                "Trainer Lightning's AsyncCheckpointIO."
+            )
+        self._async = async_checkpoints
+        self._writer: BackgroundWriter | None = None
         self._reshard = reshard_after_forward
         self._shard_size = shard_size
         self.require_backward_grad_sync = True
@@ -115,6 +131,9 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what is left gathered after evaluation
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
         super().teardown()
 
     # Checkpoints
@@ -133,16 +152,39 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         path = Path(self.broadcast(filepath))
-        if self._save_distributed_checkpoint:
+        if self._save_distributed_checkpoint and self._async:
+            if self._writer is None:
+                self._writer = BackgroundWriter()
+            self._writer.write(checkpoint, path)
+            if not self._trains():
+                self._writer.wait()  # nobody would later
+        elif self._save_distributed_checkpoint:
             write_folder(checkpoint, path)
         elif self.is_global_zero:
             if path.is_dir():
                 raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
+    def _trains(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.training
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        path = Path(filepath)
+        if self.is_global_zero and self._writer is not None and path.is_dir():
+            self._writer.remove(path)
+        elif self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(path)
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
+        if self._writer is not None:
+            self._writer.wait()
+        if self.is_global_zero:
+            recover(path)
+        self.barrier()
         assert self.model is not None and self.lightning_module is not None
         engine = self.precision_plugin.engine  # type: ignore[attr-defined]
         if is_folder(path):

@@ -7,8 +7,8 @@ model's own names and the optimizer's own numbers, so that either opens at any l
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +22,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
+from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
 
-__all__ = ["in_full", "is_folder", "open_folder", "read_folder", "read_weights", "restore", "write_folder"]
+__all__ = [
+    "FolderContents",
+    "in_full",
+    "is_folder",
+    "open_folder",
+    "read_folder",
+    "read_weights",
+    "restore",
+    "write_folder",
+]
 
 _META = "meta.pt"
 _MODEL = "model."  # of the keys of weights; the others are the optimizers'
@@ -44,39 +54,60 @@ def in_full(tree: Any) -> Any:
     return tree.full_tensor().cpu() if is_sharded(tree) else tree
 
 
+class FolderContents:
+    """What goes into a folder, from a checkpoint as Lightning dumps it; used on all processes alike.
+
+    Args:
+        copied: whether training goes on while this is written: tensors are copied to the CPU's memory.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any], copied: bool = False) -> None:
+        states = checkpoint.pop("optimizer_states", [])
+        tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        rest = []
+        for i, state in enumerate(states):
+            plain: dict[int, dict[str, Any]] = {}
+            for key, values in state["state"].items():
+                for name, value in values.items():
+                    if isinstance(value, Tensor):
+                        tensors[f"optimizer.{i}.{key}.{name}"] = value
+                    else:
+                        plain.setdefault(key, {})[name] = value
+            rest.append({"state": plain, "param_groups": state["param_groups"]})
+        self._tensors = (
+            {k: _copied(v) if isinstance(v, Tensor) else v for k, v in tensors.items()} if copied else tensors
+        )
+        # Small, and full of what callbacks and loops change: taken down at once.
+        self._rest = io.BytesIO()
+        torch.save({**checkpoint, "optimizer_states": rest}, self._rest)
+
+    def start(self, path: Path) -> None:
+        """Make the folder beside ``path`` to write in."""
+        if dist.get_rank() == 0:
+            start_part(path)
+        dist.barrier()
+
+    def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Write all, and rename the folder when it is complete; on the first process it is when this returns."""
+        part = part_of(path)
+        dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=group)
+        if dist.get_rank() == 0:  # dcp.save returns there when all have written
+            with (part / _META).open("wb") as file:
+                file.write(self._rest.getvalue())
+                file.flush()
+                os.fsync(file.fileno())
+            put_in_place(path)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return as_shard_of(local_of(tensor.detach()).to("cpu", copy=True), tensor)
+
+
 def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint as Lightning dumps it, called on all processes."""
-    first = dist.get_rank() == 0
-    part, old = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.old")
-    if first:
-        for left in (part, old):  # by a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    states = checkpoint.pop("optimizer_states", [])
-    tensors = {f"model.{name}": value for name, value in checkpoint.pop("state_dict").items()}
-    rest = []
-    for i, state in enumerate(states):
-        plain: dict[int, dict[str, Any]] = {}
-        for key, values in state["state"].items():
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{i}.{key}.{name}"] = value
-                else:
-                    plain.setdefault(key, {})[name] = value
-        rest.append({"state": plain, "param_groups": state["param_groups"]})
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True))
-    if first:
-        with (part / _META).open("wb") as file:
-            torch.save({**checkpoint, "optimizer_states": rest}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_dir():
-            os.replace(path, old)
-        elif path.exists():
-            path.unlink()
-        os.replace(part, path)
-        shutil.rmtree(old, ignore_errors=True)
+    contents = FolderContents(checkpoint)
+    contents.start(path)
+    contents.finish(path)
     dist.barrier()
 
 

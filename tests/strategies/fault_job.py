@@ -14,11 +14,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from nemo_lowprec.comm.buckets import Fp8Bucket
+from nemo_lowprec.comm.buckets import Fp8Bucket, Fp8ShardBucket
 from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace
+from nemo_lowprec.strategies.sharded_checkpoint import in_full
 from tests.support import Net, Samples, plugin, trainer
 
 STEPS = 8
+STRATEGIES = {
+    "ddp": lambda: "ddp",
+    "sharded": LowPrecisionShardedStrategy,
+    "async": lambda: LowPrecisionShardedStrategy(async_checkpoints=True),
+}
 
 
 class Killer(Callback):
@@ -33,21 +40,23 @@ class Killer(Callback):
 
     def on_fit_start(self, trainer, module):
         module.mid.register_forward_hook(lambda *_: self.at(trainer, "forward"))
-        module.inp.weight.register_hook(lambda grad: self.at(trainer, "backward"))
-        advance = Fp8Bucket.advance
+        module.mid.register_full_backward_hook(lambda *_: self.at(trainer, "backward"))
+        for kind, name, phase in (
+            (Fp8Bucket, "advance", "reduction"),
+            (Fp8ShardBucket, "advance", "reduction"),
+            (os, "replace", "checkpoint"),
+            (replace, "_exchange", "checkpoint"),
+        ):
+            self.before(trainer, kind, name, phase)
 
-        def summed(bucket):
-            self.at(trainer, "reduction")
-            advance(bucket)
+    def before(self, trainer, owner, name, phase):
+        whole = getattr(owner, name)
 
-        Fp8Bucket.advance = summed
-        replace = os.replace
+        def watched(*args):
+            self.at(trainer, phase)
+            return whole(*args)
 
-        def renamed(*args):
-            self.at(trainer, "checkpoint")
-            replace(*args)
-
-        os.replace = renamed
+        setattr(owner, name, watched)
 
     def on_before_zero_grad(self, trainer, module, optimizer):
         for one in trainer.optimizers:
@@ -62,18 +71,24 @@ def main(folder, strategy, phase, step):
     killer = Killer(phase, int(step)) if rank == (0 if phase == "checkpoint" else 1) else Killer("none", -1)
     saving = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
     fit = trainer(
-        plugin("msamp_o2"), saving, killer, devices=2, strategy=strategy, use_distributed_sampler=False,
+        plugin("msamp_o2"), saving, killer, devices=2, strategy=STRATEGIES[strategy](), use_distributed_sampler=False,
         max_steps=STEPS, max_epochs=-1,
     )  # fmt: skip
     model = Net(dropout=0.2)
     torch.manual_seed(rank)
     data = ResumableLoader(Samples(32), 4, 3, rank, 2, stop_at_epoch_end=False)
     last = Path(folder) / "last.ckpt"
-    print("starts at", torch.load(last, weights_only=True)["global_step"] if last.exists() else 0, flush=True)
+    print("starts at", opened(last)["global_step"] if last.exists() else 0, flush=True)
     fit.fit(model, data, ckpt_path=last if last.exists() else None)
+    end = in_full(snapshot_of(fit, model))
     if rank == 0:
-        torch.save(snapshot_of(fit, model), Path(folder) / "end.pt")
+        torch.save(end, Path(folder) / "end.pt")
     dist.barrier()
+
+
+def opened(path):
+    """A checkpoint, or of a folder what lies beside the tensors."""
+    return torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
 
 
 def snapshot_of(fit, model):

@@ -1,0 +1,60 @@
+"""Put a folder in the place of another one, so that there is a complete one at every moment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["part_of", "put_in_place", "recover", "start_part"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def part_of(path: Path) -> Path:
+    """The folder beside ``path`` in which its contents are written."""
+    return path.with_name(f".{path.name}.part")
+
+
+def _old_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def start_part(path: Path) -> None:
+    """Make ``part_of(path)`` an empty folder, whatever a run that was killed has left."""
+    recover(path)
+    for left in (part_of(path), _old_of(path)):
+        shutil.rmtree(left, ignore_errors=True)
+    part_of(path).mkdir(parents=True)
+
+
+def put_in_place(path: Path) -> None:
+    """Rename ``part_of(path)``, which is complete, to ``path``, and remove what was there."""
+    part, old = part_of(path), _old_of(path)
+    if path.is_dir() and not path.is_symlink():
+        if _exchange(part, path):
+            shutil.rmtree(part)
+            return
+        os.replace(path, old)  # a file system without exchange: ``recover`` knows this name
+    elif path.exists() or path.is_symlink():
+        path.unlink()
+    os.replace(part, path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def recover(path: Path) -> None:
+    """Where a run was killed between two renames, take the earlier folder back."""
+    if not path.exists() and _old_of(path).is_dir():
+        os.replace(_old_of(path), path)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two folders at once; whether the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and not rename(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    )

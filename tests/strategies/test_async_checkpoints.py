@@ -1,0 +1,145 @@
+"""Checkpoints that are written while training goes on: when each is there, and what is removed when."""
+
+import threading
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace, sharded_checkpoint
+from nemo_lowprec.strategies.replace import part_of, put_in_place, recover, start_part
+from nemo_lowprec.strategies.sharded_checkpoint import is_folder
+from tests.processes import on_processes
+from tests.support import Net, Samples, plugin, trainer
+
+dcp = sharded_checkpoint.dcp
+
+
+class Gate(Callback):
+    """Holds each writing up for a step, and looks at what is there meanwhile."""
+
+    def __init__(self, folder):
+        self.folder, self.open, self.seen = folder, [threading.Event() for _ in range(2)], []
+        self.save, self.calls = dcp.save, 0
+
+    def on_fit_start(self, trainer, module):
+        def held_up(*args, **kwargs):
+            gate, self.calls = self.open[self.calls], self.calls + 1
+            assert gate.wait(60)
+            return self.save(*args, **kwargs)
+
+        dcp.save = held_up
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step in (3, 5):
+            self.seen.append([is_folder(self.folder / f"step={step}.ckpt") for step in (2, 4)])
+            self.open[trainer.global_step // 2 - 1].set()
+
+    def on_fit_end(self, trainer, module):
+        dcp.save = self.save
+
+
+def fit(rank, folder, *callbacks, **options):
+    saving = ModelCheckpoint(folder, "{step}", monitor="step", mode="max", save_top_k=1, every_n_train_steps=2)
+    strategy = LowPrecisionShardedStrategy(async_checkpoints=True)
+    one = trainer(
+        plugin("msamp_o2"), *callbacks, saving, devices=2, strategy=strategy, use_distributed_sampler=False,
+        max_epochs=-1, **options,
+    )  # fmt: skip
+    one.fit(Net(), ResumableLoader(Samples(32), 4, 3, rank, 2, stop_at_epoch_end=False))
+    return one
+
+
+def held_up(rank, folder):
+    gate = Gate(folder)
+    fit(rank, folder, gate, max_steps=5)
+    return gate.seen
+
+
+def broken(rank, folder):
+    save = dcp.save
+    dcp.save = lambda *args, **kwargs: (_ for _ in ()).throw(OSError("no space left"))
+    try:
+        with pytest.raises(RuntimeError, match=r"step=2\.ckpt could not be written") as found:
+            fit(rank, folder, max_steps=6)
+        return str(found.value.__cause__)
+    finally:
+        dcp.save = save
+
+
+def after(rank, folder):
+    """Saved when the training is over."""
+    one = fit(rank, folder / "during", max_steps=1)
+    one.save_checkpoint(folder / "after.ckpt")
+    return is_folder(folder / "after.ckpt")
+
+
+def every_one(rank, folder):
+    return [f(rank, folder / f.__name__) for f in (held_up, broken, after)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("async")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, place):
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_one, place)
+
+
+def test_the_last_complete_checkpoint_stays_until_the_next_is_complete(ranks, place):
+    assert ranks[0][0] == [[False, False], [True, False]]
+    assert [p.name for p in (place / "held_up").iterdir()] == ["step=4.ckpt"]
+    assert is_folder(place / "held_up" / "step=4.ckpt")
+
+
+def test_an_error_of_the_writing_thread_ends_the_training(ranks):
+    assert [rank[1] for rank in ranks] == ["no space left"] * 2
+
+
+def test_what_is_saved_after_the_training_is_there_at_once(ranks):
+    assert [rank[2] for rank in ranks] == [True, True]
+
+
+def test_one_file_is_not_written_in_the_background():
+    with pytest.raises(ValueError, match="async_checkpoints=True writes folders"):
+        LowPrecisionShardedStrategy(async_checkpoints=True, save_distributed_checkpoint=False)
+
+
+def fill(folder, text):
+    start_part(folder)
+    (part_of(folder) / "text").write_text(text)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
+    for text in ("first", "second"):
+        fill(tmp_path / "a", text)
+        put_in_place(tmp_path / "a")
+        assert (tmp_path / "a" / "text").read_text() == text
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_path, monkeypatch):
+    """On a file system without exchange."""
+    folder, rename, calls = tmp_path / "a", replace.os.replace, []
+    fill(folder, "first")
+    put_in_place(folder)
+    fill(folder, "second")
+
+    def killed(*args):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(rename(*args))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(replace, "_exchange", lambda one, other: False)
+        patch.setattr(replace.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            put_in_place(folder)
+    assert not folder.exists()
+    recover(folder)
+    assert (folder / "text").read_text() == "first"
