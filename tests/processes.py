@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -14,9 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["environment", "free_port", "on_processes"]
+__all__ = ["FORKING", "environment", "free_port", "on_processes"]
 
 SECONDS = 120
+# Processes without a GPU are forked from one that has imported what takes seconds to import, and done nothing else.
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(
+    ["lightning.pytorch", "torch.distributed.fsdp", "torch.testing", "nemo_lowprec.strategies"]
+)
 
 
 def free_port() -> int:
@@ -40,7 +46,10 @@ def on_processes(
 
     Lightning's Trainer finds the environment variables of torchrun there, and starts no processes of its own.
     """
-    mp.spawn(_start, (world, free_port(), str(folder), backend, function, args), nprocs=world)
+    # CUDA does not survive a fork.
+    method = "forkserver" if backend == "gloo" else "spawn"
+    job = (world, free_port(), str(folder), backend, function, args)
+    mp.start_processes(_start, job, nprocs=world, start_method=method)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -58,6 +58,9 @@ class Slot(ABC):
     def gathered(self) -> Tensor:
         """uint8 [world, bytes]: the means of all processes, once they are there."""
 
+    def release(self) -> None:  # noqa: B027
+        """Hold on to no buffer: of an exchange whose mean is not gathered."""
+
 
 class CollectiveSlot(Slot):
     """By all_to_all and all_gather of the process group."""
@@ -68,6 +71,7 @@ class CollectiveSlot(Slot):
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
         self._mean: Tensor | None = None
+        self._gathered: Tensor | None = None
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=self._device)
@@ -84,6 +88,7 @@ class CollectiveSlot(Slot):
     def received(self) -> Tensor:
         self._work.wait()
         received, self._received = self._received, None
+        self._sent = None  # not before: the exchange read it
         assert received is not None
         return received
 
@@ -92,14 +97,19 @@ class CollectiveSlot(Slot):
         return self._mean
 
     def gather(self) -> None:
-        assert self._sent is not None and self._mean is not None
-        self._work = _all_gather(self._sent.view(-1), self._mean, group=self._group, async_op=True)
+        assert self._mean is not None
+        self._gathered = self._empty(self._layout.world, self._layout.bytes)
+        self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._group, async_op=True)
 
     def gathered(self) -> Tensor:
         self._work.wait()
-        gathered, self._work, self._sent, self._mean = self._sent, None, None, None
+        gathered = self._gathered
+        self.release()
         assert gathered is not None
         return gathered
+
+    def release(self) -> None:
+        self._work = self._sent = self._mean = self._gathered = None
 
 
 class PeerMemory:
@@ -134,6 +144,11 @@ class PeerMemory:
         self.sent = [buffer[:, 0] for buffer in every]
         self.gathered = [buffer[:, 1] for buffer in every]
         self.received = torch.empty(SLOTS, size, dtype=torch.uint8, device=device)
+
+    @staticmethod
+    def bytes_for(capacity: int, world: int) -> int:
+        """Bytes that it takes on each GPU: sent, gathered and received messages of each slot."""
+        return 3 * SLOTS * world * capacity
 
     def barrier(self, kind: str) -> None:
         """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""

@@ -32,7 +32,8 @@ class GradientReducer:
     some processes only counts as zero on the others; one that has none anywhere keeps none.
 
     The first pass sends at its end, and learns how often each parameter's gradient is added to: several times where
-    reentrant activation checkpointing recomputes a layer that is used more than once.
+    reentrant activation checkpointing recomputes a layer that is used more than once. Onto shards it sends as soon as
+    it can: the whole model's gradients would not have a place.
 
     Args:
         params: the same ones, in the same order, on every process; those that are trained at ``begin`` are averaged.
@@ -128,7 +129,7 @@ class GradientReducer:
             return
         self.remove()
         self._built_for = wanted
-        self._expected.clear()
+        self._expected = {} if self._shards is None else dict.fromkeys((id(p) for p in trained), 1)
         self._buckets = []
         self._all_there = None
         for wire, params in cut_into_buckets(reversed(trained), self._wire, self._bucket_bytes):
@@ -157,9 +158,7 @@ class GradientReducer:
             else:
                 bucket.slot = CollectiveSlot(bucket.layout, bucket.group, device)
 
-    def _peer_memory(
-        self, capacity: int, group: dist.ProcessGroup | None, device: torch.device
-    ) -> PeerMemory | None:
+    def _peer_memory(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         if device.type != "cuda":
             return None
         if self._peers is not None and self._peers.capacity >= capacity:

@@ -24,13 +24,14 @@ from nemo_lowprec.conf.levels import register_levels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nemo_lowprec.report import AuditReport
+    from nemo_lowprec.report import AuditReport, Plan
     from nemo_lowprec.train import PretrainResult
 
-__all__ = ["CONF_DIR", "audit_job", "build", "pretrain_job", "run_with_overrides"]
+__all__ = ["CONF_DIR", "audit_job", "build", "plan_job", "pretrain_job", "run_with_overrides"]
 
 CONF_DIR = Path(__file__).parent
 _MULTIRUN = {"-m", "--multirun"}
+_NOTHING_WRITTEN = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
 _GROUPS = tuple(sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
 
 
@@ -41,17 +42,42 @@ def build(cfg: DictConfig) -> dict[str, Any]:
         TypeError: an argument that the level or the Trainer does not take.
         ValueError: a bad value.
     """
+    with _own_words():
+        plugin = instantiate(cfg.precision)
+        processes = _processes(cfg)
+        trainer = instantiate(
+            cfg.trainer, plugins=[plugin], callbacks=[instantiate(cfg.checkpoint)], _convert_="all", **processes
+        )
+        return {"model": instantiate(cfg.model), "data": instantiate(cfg.data), "trainer": trainer}
+
+
+@contextmanager
+def _own_words() -> Iterator[None]:
+    """Hydra wraps what a class says; the class says it better."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     try:
-        plugin = instantiate(cfg.precision)
-        trainer = instantiate(cfg.trainer, plugins=[plugin], callbacks=[instantiate(cfg.checkpoint)], _convert_="all")
-        return {"model": instantiate(cfg.model), "data": instantiate(cfg.data), "trainer": trainer}
+        yield
     except hydra.errors.InstantiationException as error:
-        # Hydra wraps what a class says; the class says it better.
         if isinstance(error.__cause__, ValueError | TypeError | MisconfigurationException):
             raise type(error.__cause__)(str(error.__cause__)) from error
         raise
+
+
+def _processes(cfg: DictConfig) -> dict[str, Any]:
+    """The Trainer's arguments that ``nodes`` and ``gpus`` stand for.
+
+    Raises:
+        ValueError: several processes with a strategy for one.
+    """
+    given = {"num_nodes": cfg.nodes, "devices": cfg.gpus}
+    several = any(value not in (None, 1) for value in given.values())
+    if several and cfg.trainer.get("strategy") == "auto":
+        raise ValueError(
+            f"nodes={cfg.nodes} and gpus={cfg.gpus} are several processes, and strategy=single_device is one. "
+            "Add strategy=lowprec_sharded, lowprec_ddp or ddp."
+        )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def pretrain_job(cfg: DictConfig) -> PretrainResult:
@@ -95,8 +121,94 @@ def audit_job(cfg: DictConfig) -> AuditReport:
     return report
 
 
+def plan_job(cfg: DictConfig) -> Plan:
+    """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
+
+    Raises:
+        ValueError: a bad value, or processes whose number is not said.
+    """
+    import torch
+    from rich.console import Console
+
+    from nemo_lowprec.report import plan_training
+
+    if cfg.model.vocab_size is None:
+        with open_dict(cfg.model):
+            cfg.model.vocab_size = _vocab_size(cfg)
+    with _own_words():
+        model, precision = instantiate(cfg.model), instantiate(cfg.precision)
+    with torch.device("meta"):
+        model.configure_model()
+    name, options = _strategy(cfg)
+    nodes = cfg.trainer.get("num_nodes", 1) if cfg.nodes is None else cfg.nodes
+    gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
+    if not isinstance(gpus, int):
+        raise ValueError(f"A plan needs the number of processes of a node: add gpus=8 (trainer.devices is {gpus!r}).")
+    found = plan_training(
+        model,
+        precision,
+        nodes,
+        gpus,
+        name,
+        accelerator="cpu" if cfg.trainer.accelerator == "cpu" else "gpu",
+        micro_batches=cfg.trainer.accumulate_grad_batches,
+        **options,
+    )
+    Console(width=None if sys.stdout.isatty() else 140).print(found.table())
+    return found
+
+
+def _vocab_size(cfg: DictConfig) -> int | None:
+    """The vocabulary of a model whose architecture leaves it to the data; None for any other.
+
+    Raises:
+        ValueError: the data do not say.
+    """
+    from nemo_lowprec.models import get_preset
+
+    if "vocab_size" in cfg.model.config or (
+        cfg.model.get("preset") is None or "vocab_size" in get_preset(cfg.model.preset).config
+    ):
+        return None
+    try:
+        with _own_words():
+            size: int = instantiate(cfg.data).vocab_size
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(
+            f"{cfg.model.preset} takes its vocabulary from the data, which do not say: {_one_sentence(error)} "
+            "Choose data=..., or add model.vocab_size=32000."
+        ) from error
+    return size
+
+
+def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
+    """A plan's name of the strategy, None where none was chosen, and those of its options that a plan depends on."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from nemo_lowprec.report import STRATEGIES
+
+    chosen: Any = cfg.trainer.get("strategy")
+    if isinstance(chosen, str):
+        if chosen != "auto":
+            return chosen, {}
+        by_hand = any(o.split("=")[0] == "strategy" for o in HydraConfig.get().overrides.task)
+        return ("single_device" if by_hand else None), {}
+    classes = {
+        "nemo_lowprec.strategies.LowPrecisionShardedStrategy": "lowprec_sharded",
+        "nemo_lowprec.strategies.LowPrecisionDDPStrategy": "lowprec_ddp",
+    }
+    if chosen["_target_"] not in classes:
+        raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy=single_device, ddp, lowprec_ddp or "
+                         "lowprec_sharded.")  # fmt: skip
+    name = classes[chosen["_target_"]]
+    return name, {k: chosen[k] for k in STRATEGIES[name] if chosen.get(k) is not None}
+
+
 def run_with_overrides(
-    overrides: Sequence[str], job: Callable[[DictConfig], Any] = pretrain_job, command: str = "pretrain"
+    overrides: Sequence[str],
+    job: Callable[[DictConfig], Any] = pretrain_job,
+    command: str = "pretrain",
+    writes: bool = True,
 ) -> None:
     """Runs ``job`` as a Hydra application, once or (with ``-m``) once a combination.
 
@@ -104,6 +216,7 @@ def run_with_overrides(
         overrides: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
         job: takes the composed config.
         command: the subcommand, for Hydra's own messages.
+        writes: whether Hydra makes a folder for the run, with its config and log.
 
     Raises:
         ValueError: an unknown choice of a group, or a malformed or impossible override.
@@ -114,6 +227,9 @@ def run_with_overrides(
 
     failures: list[Exception] = []
     is_multirun = bool(_MULTIRUN & set(overrides))
+    if is_multirun and not writes:
+        raise ValueError(f"{command} writes nothing, and -m a record of its runs. Call it once for each combination.")
+    overrides = list(overrides) if writes else [*_NOTHING_WRITTEN, *overrides]
     # argparse, which Hydra reads its flags with, takes no override before a flag and another one behind it.
     overrides = ["--multirun"] * is_multirun + [o for o in overrides if o not in _MULTIRUN]
 

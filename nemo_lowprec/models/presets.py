@@ -93,6 +93,22 @@ PRESETS: dict[str, Preset] = {
         },
         "Llama 3 8B, 8.03B parameters",
     ),
+    "llama3_70b": Preset(
+        "llama",
+        {
+            "vocab_size": 128256,
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "tie_word_embeddings": False,
+        },
+        "Llama 3 70B, 70.55B parameters",
+    ),
     "gpt2_tiny": Preset(
         "gpt2",
         {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024},

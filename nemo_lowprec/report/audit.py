@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.plugins import LowPrecision
-from nemo_lowprec.report.found import NAMES, Bytes, as_stored
+from nemo_lowprec.report.found import Bytes, as_stored, format_of
 from nemo_lowprec.report.gathered import Gathered
 from nemo_lowprec.report.gemms import watch_gemms
 from nemo_lowprec.report.traffic import Sent, Traffic
@@ -267,7 +267,7 @@ def _sent(sent: list[Sent], trainer: pl.Trainer, module: nn.Module) -> Iterator[
         ]
     for part, declared, params, messages in parts:
         if params:
-            names = {"fp8" if s.dtype == torch.uint8 else NAMES.get(s.dtype, str(s.dtype)) for s in messages}
+            names = {"fp8" if s.dtype == torch.uint8 else format_of(s.dtype) for s in messages}
             size = sum(s.bytes for s in messages)
             per_param = size / sum(p.numel() for p in params)
             yield Finding("Comm", part, declared, "+".join(sorted(names)) or "–", per_param), size

@@ -12,9 +12,14 @@ from torch import Tensor
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.formats.local import local_of
 
-__all__ = ["NAMES", "Bytes", "Stored", "as_stored"]
+__all__ = ["Bytes", "Stored", "as_stored", "format_of"]
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """The chart's name of a dtype."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ def as_stored(tensor: Any) -> Stored:
     """What ``tensor`` is stored as."""
     local: Tensor = local_of(tensor)
     if isinstance(local, StoredTensor):
-        return Stored(NAMES.get(local.parts()[0].dtype, "fp8"), local.stored_bytes(), local.numel())
-    return Stored(NAMES.get(local.dtype, str(local.dtype).removeprefix("torch.")), local.nbytes, local.numel())
+        return Stored(format_of(local.parts()[0].dtype), local.stored_bytes(), local.numel())
+    return Stored(format_of(local.dtype), local.nbytes, local.numel())
 
 
 class Bytes:

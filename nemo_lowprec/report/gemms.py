@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compute import Backend, LowPrecisionLinear
+from nemo_lowprec.report.found import format_of
 
 __all__ = ["watch_gemms"]
-
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class _Watched:
@@ -42,7 +41,7 @@ class _Watched:
         return self._backend.wgrad(grad_output, x, out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        self._seen.update((_NAMES[a.dtype], _NAMES[b.dtype]))
+        self._seen.update((format_of(a.dtype), format_of(b.dtype)))
         return self._backend.matmul(a, b, out_dtype)
 
 
@@ -65,7 +64,7 @@ def watch_gemms(model: nn.Module, seen: dict[str, set[str]]) -> Iterator[None]:
             module.gemm_plan = replace(module.gemm_plan, backend=watched)
         else:
             handles.append(
-                module.register_forward_hook(lambda m, args, out, found=found: found.add(_NAMES[out.dtype]))  # type: ignore[misc]
+                module.register_forward_hook(lambda m, args, out, found=found: found.add(format_of(out.dtype)))  # type: ignore[misc]
             )
     try:
         yield

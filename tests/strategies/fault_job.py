@@ -1,12 +1,7 @@
-"""One process of a training job that may kill itself: ``fault_job.py FOLDER STRATEGY PHASE STEP``.
-
-Run by two processes at once; started again, it goes on from the last checkpoint. ``PHASE`` none trains to the end, and
-writes the weights to FOLDER/end.pt.
-"""
+"""A training job of two processes that may kill themselves; started again, it goes on from the last checkpoint."""
 
 import os
 import signal
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -63,12 +58,15 @@ class Killer(Callback):
             one.register_step_post_hook(lambda *_: self.at(trainer, "step"))
 
 
-def main(folder, strategy, phase, step):
+def main(rank, env, output, folder, strategy, phase, step):
+    """One process; ``phase`` none trains to the end, and writes the weights to folder/end.pt."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ.update(env)
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     # The one that writes checkpoints is killed while it does; in the other phases it is the other one.
-    killer = Killer(phase, int(step)) if rank == (0 if phase == "checkpoint" else 1) else Killer("none", -1)
+    killer = Killer(phase, step) if rank == (0 if phase == "checkpoint" else 1) else Killer("none", -1)
     saving = ModelCheckpoint(folder, save_top_k=0, save_last=True, every_n_train_steps=1)
     fit = trainer(
         plugin("msamp_o2"), saving, killer, devices=2, strategy=STRATEGIES[strategy](), use_distributed_sampler=False,
@@ -93,7 +91,3 @@ def opened(path):
 
 def snapshot_of(fit, model):
     return {"weights": model.state_dict(), "optimizer": fit.optimizers[0].state_dict()}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

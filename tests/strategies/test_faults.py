@@ -1,8 +1,6 @@
 """A process that is killed ends the job; started again, the job goes on bit for bit."""
 
-import os
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -10,10 +8,10 @@ import pytest
 import torch
 
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder
-from tests.processes import environment, free_port
+from tests.processes import FORKING, environment, free_port
+from tests.strategies import fault_job
 from tests.support import assert_same
 
-ROOT = Path(__file__).parents[2]
 # One after the other, each at another step of the same job: strategy, phase, step.
 PHASES = ["forward", "backward", "reduction", "step", "checkpoint"]
 DEATHS = {
@@ -29,17 +27,21 @@ TIMEOUT = 30  # of the process group, in fault_job.py
 def start(folder, strategy, phase="none", step=-1):
     """(exit code, output, seconds after the first one's end) of each of two processes."""
     port = free_port()
-    job = [sys.executable, "-m", "tests.strategies.fault_job", str(folder), strategy, phase, str(step)]
-    processes = []
-    for rank in range(2):
-        own = {**os.environ, **environment(rank, 2, port), "PYTHONPATH": str(ROOT)}
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(job, cwd=ROOT, env=own, stdout=pipe, stderr=subprocess.STDOUT, text=True))
-    victim, survivor = processes if phase == "checkpoint" else reversed(processes)
-    outputs = {victim: victim.communicate(timeout=120)[0]}
+    outputs = [Path(tempfile.mkdtemp(dir=folder.parent)) / "output" for _ in range(2)]
+    processes = [
+        FORKING.Process(
+            target=fault_job.main, args=(r, environment(r, 2, port), outputs[r], folder, strategy, phase, step)
+        )
+        for r in range(2)
+    ]
+    for process in processes:
+        process.start()
+    victim = 0 if phase == "checkpoint" else 1
+    processes[victim].join(120)
     died = time.monotonic()
-    outputs[survivor] = survivor.communicate(timeout=120)[0]
-    return victim.returncode, survivor.returncode, outputs[survivor], time.monotonic() - died
+    processes[1 - victim].join(120)
+    output = outputs[1 - victim].read_text()
+    return processes[victim].exitcode, processes[1 - victim].exitcode, output, time.monotonic() - died
 
 
 @pytest.mark.parametrize("strategy", DEATHS)

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from nemo_lowprec.comm import reducer
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.grads import StoredGradients
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from tests.processes import on_processes
 from tests.strategies.test_sharded import ALL, Blocks, run, whole
@@ -156,6 +158,23 @@ def keeps(case, rank, reshard):
     return model.kept
 
 
+def waiting(case, rank):
+    """(the most gradients of whole matrices that were there at a time, matrices) in the first backward pass."""
+    bucket, store = reducer.BUCKET_BYTES, StoredGradients._store
+    seen = []
+
+    def counted(stored, param):
+        store(stored, param)
+        seen.append(len(stored.apart))
+
+    reducer.BUCKET_BYTES, StoredGradients._store = 1, counted
+    try:
+        run(case, rank, Blocks, max_steps=1)
+    finally:
+        reducer.BUCKET_BYTES, StoredGradients._store = bucket, store
+    return [max(seen), len(seen)]
+
+
 def every_case(rank):
     found = {}
     for case in SOME:
@@ -164,6 +183,8 @@ def every_case(rank):
         found[case] = {name: run(case, rank, net, max_steps=2) for name, net in nets.items()}
         found[case]["stages"] = stages(case, rank)
         found[case]["kept"] = [keeps(case, rank, reshard) for reshard in (True, False)]
+        if is_low_bit(case):
+            found[case]["waiting"] = waiting(case, rank)
     found["errors"] = [errors(rank, net) for net in (CutOtherwise, CutInPart)]
     found["overflow"] = {case: overflow(case, rank) for case in SCALED}
     return found
@@ -231,6 +252,13 @@ def test_weights_are_freed_between_forward_and_backward(ranks, case):
     freed, kept = ranks[0][case]["kept"]
     assert len(freed) > 4 and not any(freed[1:-1])
     assert all(kept)
+
+
+@pytest.mark.parametrize("case", [case for case in SOME if is_low_bit(case)])
+def test_gradients_are_sent_while_the_first_backward_goes_on(ranks, case):
+    most, matrices = ranks[0][case]["waiting"]
+    assert matrices == 9  # without the frozen one
+    assert most <= 2
 
 
 @pytest.mark.parametrize("case", SCALED)

@@ -1,0 +1,119 @@
+"""How a model lies on the processes that train it: what a plan is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["STRATEGIES", "Layout"]
+
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "single_device": (),
+    "ddp": ("bucket_cap_mb",),
+    "lowprec_ddp": ("bucket_cap_mb",),
+    "lowprec_sharded": ("reshard_after_forward", "shard_size"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Processes and a strategy, checked.
+
+    Attributes:
+        nodes, gpus: machines, and processes of each.
+        strategy: a key of ``STRATEGIES``.
+        accelerator: ``gpu`` or ``cpu``.
+        micro_batches: backward passes of a step.
+        reshard_after_forward: whether ``lowprec_sharded`` frees gathered weights between forward and backward.
+        shard_size: processes that hold one copy of the model among them; None for all.
+        bucket_cap_mb: size of a bucket of gradients, MiB; None for the default.
+    """
+
+    nodes: int
+    gpus: int
+    strategy: str
+    accelerator: str = "gpu"
+    micro_batches: int = 1
+    reshard_after_forward: bool = True
+    shard_size: int | None = None
+    bucket_cap_mb: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus", "micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if self.accelerator not in ("gpu", "cpu"):
+            raise ValueError(f"accelerator={self.accelerator!r} must be 'gpu' or 'cpu'.")
+        if self.strategy == "single_device" and self.world > 1:
+            raise ValueError(
+                f"single_device is one process, and nodes={self.nodes} with gpus={self.gpus} are {self.world}. "
+                f"Use one of: {', '.join(s for s in STRATEGIES if s != 'single_device')}."
+            )
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r} must be True or False.")
+        if self.shard_size is not None and (
+            isinstance(self.shard_size, bool) or not isinstance(self.shard_size, int) or self.shard_size < 1
+        ):
+            raise ValueError(f"shard_size={self.shard_size!r} must be an integer of at least 1.")
+        if self.world % self.shards:
+            raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number.")
+
+    @classmethod
+    def of(cls, nodes: int, gpus: int, strategy: str | None, options: dict[str, Any], **rest: Any) -> Layout:
+        """The layout of a strategy with options of its own.
+
+        Raises:
+            ValueError: a bad value.
+            TypeError: an option that the strategy does not take.
+        """
+        if strategy is None:
+            strategy = "single_device" if nodes == gpus == 1 else "lowprec_sharded"
+        if strategy not in STRATEGIES:
+            raise ValueError(f"Unknown strategy {strategy!r}. Choose one of: {', '.join(STRATEGIES)}.")
+        for name in options:
+            if name not in STRATEGIES[strategy]:
+                known = ", ".join(STRATEGIES[strategy]) or "no options"
+                raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
+        return cls(nodes, gpus, strategy, **rest, **options)
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.nodes * self.gpus
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model."""
+        return self.strategy == "lowprec_sharded"
+
+    @property
+    def shards(self) -> int:
+        """Processes that hold one copy of the model among them."""
+        return (self.shard_size or self.world) if self.is_sharded else 1
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.world // self.shards
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Of a bucket of gradients; None for the default."""
+        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20)
+
+    def peers(self, size: int) -> bool:
+        """Whether groups of ``size`` processes copy messages between their memories (see ``PeerMemory``)."""
+        on_one_node = size <= self.gpus and self.gpus % size == 0
+        return self.accelerator == "gpu" and size > 1 and on_one_node
+
+    def __str__(self) -> str:
+        if self.strategy == "single_device":
+            return "one process"
+        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
+        if self.is_sharded:
+            text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
+            text += f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else ""
+        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")

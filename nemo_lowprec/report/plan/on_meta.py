@@ -1,0 +1,81 @@
+"""A level at work on a copy of a model without memory: which layers it converts, and what it would store."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.engine import Engine, Sharding
+
+__all__ = ["Part", "parts_of", "settled_on_meta"]
+
+
+class _MetaEngine(Engine):
+    """An engine for a model whose weights have no values."""
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Nothing can be said of values that are not there."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters that a level treats alike.
+
+    Attributes:
+        name: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and ``vectors``
+            (fewer than two dimensions) at a level that keeps these apart; as in ``audit``.
+        params: each once.
+    """
+
+    name: str
+    params: tuple[nn.Parameter, ...]
+
+
+def settled_on_meta(model: nn.Module, engine: Engine, sharded: bool) -> tuple[nn.Module, Engine]:
+    """A copy of ``model`` on torch's meta device, and an engine like ``engine`` that converted it.
+
+    The copy's parameters are stored as they would be for training, but where they are ``sharded``: then they are as
+    they were before.
+
+    Raises:
+        ValueError: ``model`` is converted already, or has no parameters (yet).
+    """
+    if Engine.of(model) is not None:
+        raise ValueError("This model is converted already. Plan with it as it was before.")
+    tensors = [*model.parameters(), *model.buffers()]
+    if not tensors:
+        raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
+    twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
+    meta = _MetaEngine(
+        engine.level, engine.recipe, None, engine.layers, "reference", engine.low_bit, engine.reads_as
+    )  # fmt: skip
+    meta.sharding = Sharding(None, None) if sharded else None
+    meta.convert(twin, torch.device("cpu"))
+    if not sharded:
+        meta.settle()
+    return twin, meta
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    twin = tensor.detach().to("meta")
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def parts_of(model: nn.Module, engine: Engine) -> Iterator[Part]:
+    """The parameters of a converted model, by what becomes of them."""
+    low = engine.conversion.low
+    layers = [model.get_submodule(n) for n in low] if engine.level.has_fp8 else [
+        m for m in model.modules() if isinstance(m, nn.Linear)
+    ]  # fmt: skip
+    converted = {id(m.weight): m.weight for m in layers}
+    rest = [p for p in model.parameters() if id(p) not in converted]
+    yield Part("converted", tuple(converted.values()))  # type: ignore[arg-type]
+    if engine.level.vectors is None:
+        yield Part("rest", tuple(rest))
+        return
+    yield Part("rest", tuple(p for p in rest if p.dim() > 1))
+    yield Part("vectors", tuple(p for p in rest if p.dim() < 2))

@@ -1,0 +1,162 @@
+"""The plan of a process that has shards: ``lowprec_sharded``, on FSDP2.
+
+FSDP2 gathers one unit at a time (a block, or the root: what is in no block) into one flat buffer, which is then copied
+into the whole weights. In forward that buffer lives until the next unit's is there; in backward the next unit is
+prefetched while this one computes. The root stays gathered from forward to backward.
+
+Source: torch/distributed/fsdp/_fully_shard: ``foreach_all_gather``, ``foreach_reduce`` and ``FSDPParamGroup``.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, plan_buckets
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats import Fp8Gathered, GradientTensor
+from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
+from nemo_lowprec.report.plan.whole import add_states
+
+__all__ = ["plan_sharded"]
+
+
+def plan_sharded(
+    model: nn.Module, engine: Engine, layout: Layout
+) -> tuple[list[PlannedColumn], list[Message], float]:  # fmt: skip
+    """Columns, messages, and the part of the shards that is padding.
+
+    Args:
+        model: converted on the meta device, and not yet stored in the level's formats.
+    """
+    units = units_of(model, engine, layout.shards)
+    buckets = plan_buckets(
+        [p.whole for p in units.params if p.in_fp8],
+        lambda _: torch.float8_e4m3fn,
+        layout.shards,
+        onto_shards=True,
+        replicas=layout.replicas,
+        peers=layout.peers(layout.shards),
+    )
+    weights, masters, gradients, states = _kept(units, engine)
+    columns = [
+        weights,
+        _gathered(units, layout),
+        masters,
+        gradients,
+        _whole_gradients(units, buckets, layout),
+        states,
+        _buffers(units, buckets, layout),
+    ]
+    messages = [m for bucket in buckets for m in bucket.messages] + _of_fsdp(units, layout)
+    padding = sum(p.padded for p in units.params) / sum(p.whole.numel() for p in units.params) - 1
+    return columns, messages, padding
+
+
+def _kept(units: Units, engine: Engine) -> list[PlannedColumn]:
+    """Weight, Master weight, Weight gradient, Optimizer states."""
+    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
+    of_halves = engine.level.has_half_weights and not engine.level.is_low_bit
+    for p in units.params:
+        is_master = of_halves or isinstance(p.shard, Fp8Gathered)
+        (masters if is_master else weights).add(p.part, p.shard)
+        if p.whole.requires_grad:
+            add_states(states, p.part, p.whole, p.shard, engine)
+            plain = torch.empty(p.shard.shape, dtype=p.whole.dtype, device="meta")
+            gradients.add(p.part, GradientTensor.empty(p.shard) if p.in_fp8 else plain)
+    return [
+        weights.column("Weight", KEPT),
+        masters.column("Master weight", KEPT),
+        gradients.column("Weight gradient", AFTER_BACKWARD),
+        states.column("Optimizer states", KEPT),
+    ]
+
+
+def _gathered(units: Units, layout: Layout) -> PlannedColumn:
+    """Whole weights: the root and one block at a time (ZeRO-3), or all (ZeRO-2)."""
+    there = Holdings()
+    one = units.root + max(units.blocks, key=gathered_bytes, default=[])
+    for p in one if layout.reshard_after_forward else units.params:
+        there.add_bytes(p.part, p.gathered, p.padded * p.gathered.itemsize)
+    return there.column("Gathered weights", AT_MOST)
+
+
+def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout) -> PlannedColumn:
+    """Gradients that are not yet on shards.
+
+    FSDP2 reduces those of a unit together, so that the head's are there while the blocks' come and go.
+    """
+    there = Holdings()
+    accumulates = layout.micro_batches > 1
+
+    def size(params: list[ShardedParam]) -> int:
+        return sum(p.whole.numel() * p.gradient.itemsize for p in params if p.reduced is not None)
+
+    with_block = units.after + max(units.blocks, key=size, default=[])
+    for p in units.params if accumulates else max(with_block, units.root, key=size):
+        if p.reduced is not None:
+            # While they add up, FSDP2 keeps them in the dtype that it reduces.
+            dtype = p.reduced if accumulates else p.gradient
+            there.add_bytes(p.part, dtype, p.whole.numel() * dtype.itemsize)
+    stored = [sum(GradientTensor.empty(p).stored_bytes() for p in bucket.params) for bucket in buckets]
+    waiting = sum(stored) if accumulates else max(stored, default=0)
+    there.add_bytes("all", torch.float8_e4m3fn, waiting)
+    return there.column("Whole gradients", AT_MOST)
+
+
+def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> PlannedColumn:
+    """Flat buffers of FSDP2, and those of gradients in FP8 that are sent during backward."""
+    held = Holdings()
+    if layout.shards == 1:
+        # FSDP2 copies the one shard, without a buffer.
+        held.add_bytes("all", torch.float8_e4m3fn, buffer_bytes(buckets, 1))
+        return held.column("Communication buffers", AT_MOST)
+    backward = {id(p.whole): size for unit, size in _in_backward(units, layout) for p in unit}
+    most = max(backward.values(), default=0)
+
+    def beside(index: int | None) -> int:
+        last: Tensor | None = None if index is None else buckets[index].params[-1]
+        return most if last is None else backward[id(last)]
+
+    fp8 = buffer_bytes(buckets, layout.shards, beside)
+    forward = [gathered_bytes(a) + gathered_bytes(b) for a, b in pairwise(units.all)]
+    fsdp = max(*forward, gathered_bytes(units.root), reduced_bytes(units.root), most)
+    held.add_bytes("all", torch.float8_e4m3fn if fp8 > fsdp else units.params[0].gathered, max(fp8, fsdp))
+    return held.column("Communication buffers", AT_MOST)
+
+
+def _in_backward(units: Units, layout: Layout) -> list[tuple[list[ShardedParam], int]]:
+    """Bytes of flat buffers while the gradients of some parameters are made: of the weights that are prefetched, and
+    of the gradients that were reduced last."""
+    ahead = [gathered_bytes(block) if layout.reshard_after_forward else 0 for block in units.blocks]
+    behind = [reduced_bytes(block) for block in units.blocks]
+    found = [(units.after, ahead[-1] if ahead else 0), (units.before, behind[0] if behind else 0)]
+    for i, block in enumerate(units.blocks):
+        # Until its own are reduced, those of the block behind it are there.
+        last = max(behind[i : i + 2])
+        found.append((block, (ahead[i - 1] if i > 0 else 0) + last))
+    return found
+
+
+def _of_fsdp(units: Units, layout: Layout) -> list[Message]:
+    """Weights that are gathered, and gradients that FSDP2 reduces."""
+    messages = []
+    shards = layout.shards
+    for unit in units.all:
+        passes = 1 if unit is units.root or not layout.reshard_after_forward else 2
+        for p in unit:
+            if shards > 1:
+                gather = Message("all_gather", p.gathered, p.padded * p.gathered.itemsize // shards, shards)
+                messages += [gather] * (passes * layout.micro_batches)
+            if p.reduced is None:
+                continue
+            size = p.padded * p.reduced.itemsize
+            if shards > 1:
+                messages.append(Message("reduce_scatter", p.reduced, size, shards))
+            if layout.replicas > 1:
+                messages.append(Message("all_reduce", p.reduced, size // shards, layout.replicas))
+    return messages

@@ -1,0 +1,140 @@
+"""The units that FSDP2 gathers together, and what a process keeps of each of their parameters.
+
+A process holds ceil(rows / processes) rows of every parameter, padded with zeros where there are fewer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard
+from nemo_lowprec.report.plan.on_meta import parts_of
+from nemo_lowprec.strategies.shard import blocks_of, policy_for
+
+__all__ = ["ShardedParam", "Units", "gathered_bytes", "reduced_bytes", "units_of"]
+
+
+@dataclass(frozen=True)
+class ShardedParam:
+    """One parameter.
+
+    Attributes:
+        part: the part it belongs to.
+        whole: as the model has it, on the meta device.
+        shard: what a process keeps of it.
+        gathered: dtype in which it is gathered.
+        padded: elements of all shards together.
+        reduced: dtype in which FSDP2 reduces its gradient; None where it is stored in FP8, or there is none.
+        gradient: dtype of its whole gradient before that.
+    """
+
+    part: str
+    whole: nn.Parameter
+    shard: Tensor
+    gathered: torch.dtype
+    padded: int
+    reduced: torch.dtype | None
+    gradient: torch.dtype
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether its gradient is stored in FP8."""
+        return self.whole.requires_grad and self.reduced is None
+
+
+def gathered_bytes(params: list[ShardedParam]) -> int:
+    """Of the whole weights, padded."""
+    return sum(p.padded * p.gathered.itemsize for p in params)
+
+
+def reduced_bytes(params: list[ShardedParam]) -> int:
+    """Of the whole gradients that FSDP2 reduces, padded, in the dtype that it reduces in."""
+    return sum(p.padded * p.reduced.itemsize for p in params if p.reduced is not None)
+
+
+@dataclass(frozen=True)
+class Units:
+    """All parameters of a model, in its order.
+
+    Attributes:
+        before, after: what is in no block, before the first and behind it: together the root unit.
+        blocks: one unit each.
+    """
+
+    before: list[ShardedParam]
+    blocks: list[list[ShardedParam]]
+    after: list[ShardedParam]
+
+    @cached_property
+    def root(self) -> list[ShardedParam]:
+        """The unit of what is in no block."""
+        return self.before + self.after
+
+    @cached_property
+    def all(self) -> list[list[ShardedParam]]:
+        """The units in the order of forward."""
+        return [self.root, *self.blocks]
+
+    @cached_property
+    def params(self) -> list[ShardedParam]:
+        """In the model's order."""
+        return [*self.before, *(p for block in self.blocks for p in block), *self.after]
+
+
+def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
+    """Cut a model as ``shard_model`` does, for so many shards.
+
+    Raises:
+        ValueError: a parameter without dimensions, which FSDP2 does not shard.
+    """
+    part_of = {id(p): part.name for part in parts_of(model, engine) for p in part.params}
+    fp8_params = engine.recipe is not None and engine.recipe.fp8_params
+    low = engine.conversion.low if engine.level.weight == "fp8" or fp8_params else []
+    in_fp8 = {id(model.get_submodule(name).weight) for name in low}
+    for name, param in model.named_parameters():
+        if not param.dim():
+            raise ValueError(f"{name} has no dimension, and cannot be sharded. Give it one, or use lowprec_ddp.")
+
+    def sharded(params: list[nn.Parameter]) -> list[ShardedParam]:
+        return [_sharded(p, part_of[id(p)], id(p) in in_fp8, engine, shards) for p in params]
+
+    seen: set[int] = set()
+    blocks = []
+    for block in blocks_of(model):
+        blocks.append([p for p in block.parameters() if id(p) not in seen])
+        seen |= {id(p) for p in blocks[-1]}
+    order = list(model.parameters())
+    first = next((i for i, p in enumerate(order) if id(p) in seen), len(order))
+    return Units(
+        sharded(order[:first]),
+        [sharded(block) for block in blocks],
+        sharded([p for p in order[first:] if id(p) not in seen]),
+    )
+
+
+def _sharded(param: nn.Parameter, part: str, in_fp8: bool, engine: Engine, shards: int) -> ShardedParam:
+    """As ``ShardedWeights`` stores it."""
+    level, policy = engine.level, policy_for(engine.level)
+    rows = -(-param.shape[0] // shards)
+    local = torch.empty(rows, *param.shape[1:], dtype=param.dtype, device="meta")
+    shard: Tensor = local
+    gathered = policy.param_dtype or param.dtype
+    if in_fp8:
+        gathered = torch.float8_e4m3fn
+        if level.is_low_bit:
+            shard = BlockShard.of(local, engine.reads_as, 0)
+        else:
+            shard = PlainShard(local, engine.half, 0)
+    elif level.is_low_bit and param.dim() > 1 and param.dtype == torch.float32:
+        shard = HalfShard(local.to(torch.float16), engine.reads_as)
+        gathered = torch.float16
+    stays_half = level.has_half_weights and level.weight_grad != "fp32" and not level.is_low_bit
+    gradient = engine.half if stays_half else torch.float32
+    of_fsdp = param.requires_grad and not (level.is_low_bit and param.dim() > 1)
+    reduced = (policy.reduce_dtype or gradient) if of_fsdp else None
+    return ShardedParam(part, param, shard, gathered, rows * shards * param[0].numel(), reduced, gradient)

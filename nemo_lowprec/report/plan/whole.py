@@ -1,0 +1,88 @@
+"""The plan of a process that has the whole model: one device, ``ddp`` and ``lowprec_ddp``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.comm.planned import Message, buffer_bytes, plan_buckets
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.optim.storage import StateFormats, zeros
+from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.on_meta import parts_of
+from nemo_lowprec.weights import master_of
+
+__all__ = ["add_states", "plan_whole"]
+
+_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[PlannedColumn], list[Message]]:
+    """Columns and messages of a model that was settled on the meta device."""
+    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
+    largest: Tensor | None = None
+    for part in parts_of(model, engine):
+        for param in part.params:
+            weights.add(part.name, param)
+            masters.add(part.name, master_of(param))
+            if not param.requires_grad:
+                continue
+            gradient = _gradient(param, engine)
+            add_states(states, part.name, param, param, engine)
+            if not engine.low_bit.gradient_release:
+                gradients.add(part.name, gradient)
+            elif largest is None or gradient.numel() > largest.numel():
+                largest = gradient
+    gradients.add("all", largest)  # released ones go one by one
+    messages, buffers = _averaging(model, engine, layout)
+    return [
+        weights.column("Weight", KEPT),
+        masters.column("Master weight", KEPT),
+        gradients.column("Weight gradient", AT_MOST if largest is not None else AFTER_BACKWARD),
+        states.column("Optimizer states", KEPT),
+        buffers,
+    ], messages
+
+
+def _gradient(param: nn.Parameter, engine: Engine) -> Tensor:
+    if engine.stored is not None and engine.stored.is_matrix(param):
+        return GradientTensor.empty(param)
+    return torch.empty(param.shape, dtype=param.grad_dtype or param.dtype, device="meta")
+
+
+def add_states(states: Holdings, part: str, param: Tensor, local: Tensor, engine: Engine) -> None:
+    """Add Adam's moments of ``param``, of which this process has ``local``."""
+    first, second = engine.level.optimizer_states
+    formats = StateFormats(first, second)  # type: ignore[arg-type]
+    for name in _STATES:
+        states.add(part, zeros(local, formats.of(name, param)))
+
+
+def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn]:
+    """Gradients on the wire, and the buffers that they take."""
+    held = Holdings()
+    when = AT_MOST
+    messages: list[Message] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if layout.world > 1 and layout.strategy == "ddp" and not engine.level.has_half_weights:
+        # torch's own: as many bytes as gradients, for all of training.
+        when = KEPT
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            size = sum(p.nbytes for p in trained if p.dtype == dtype)
+            held.add_bytes("all", dtype, size)
+            messages.append(Message("all_reduce", dtype, size, layout.world))
+    elif layout.world > 1:
+        engine.check_averaging()
+        buckets = plan_buckets(
+            trained, engine.wire_dtype, layout.world, layout.bucket_bytes, peers=layout.peers(layout.world)
+        )
+        messages = [m for bucket in buckets for m in bucket.messages]
+        held.add_bytes("all", _widest(messages), buffer_bytes(buckets, layout.world))
+    return messages, held.column("Communication buffers", when)
+
+
+def _widest(messages: list[Message]) -> torch.dtype:
+    """The dtype that most of the bytes are sent in."""
+    return max(messages, key=lambda m: m.bytes).dtype

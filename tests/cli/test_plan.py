@@ -1,0 +1,81 @@
+"""``nemo-lowprec plan``: the groups of ``pretrain``, and nothing written."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_lowprec.cli import main
+from nemo_lowprec.conf.job import _processes
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def planned(capsys: pytest.CaptureFixture, *overrides: str) -> str:
+    assert main(["plan", *overrides]) == 0
+    assert not list(Path.cwd().iterdir())
+    return " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
+
+
+def refused(capsys: pytest.CaptureFixture, *overrides: str) -> str:
+    assert main(["plan", *overrides]) == 2
+    return capsys.readouterr().err
+
+
+def test_one_process_is_a_single_device(capsys: pytest.CaptureFixture) -> None:
+    out = planned(capsys, "precision=msamp_o2")
+    assert "Plan of msamp_o2: 1.31 M parameters, one process" in out and "Sent" not in out
+
+
+def test_several_are_sharded_unless_told_otherwise(capsys: pytest.CaptureFixture) -> None:
+    assert "2 × 4 processes, lowprec_sharded, ZeRO-3" in planned(capsys, "nodes=2", "gpus=4")
+    options = [
+        "strategy=lowprec_sharded",
+        "trainer.strategy.reshard_after_forward=false",
+        "trainer.strategy.shard_size=4",
+    ]
+    assert "ZeRO-2, 2 copies of 4 shards" in planned(capsys, "nodes=2", "gpus=4", *options)
+    assert "2 × 4 processes, lowprec_ddp" in planned(capsys, "nodes=2", "gpus=4", "strategy=lowprec_ddp")
+    assert "1 × 8 processes, ddp, 4 micro-batches" in planned(
+        capsys, "strategy=ddp", "trainer.devices=8", "trainer.accumulate_grad_batches=4"
+    )
+
+
+def test_options_of_the_level_count(capsys: pytest.CaptureFixture) -> None:
+    plain = planned(capsys, "precision=bf16_with_fp8_mixed")
+    assert planned(capsys, "precision=bf16_with_fp8_mixed", "precision.fp8_params=true") != plain
+
+
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture) -> None:
+    assert "strategy=single_device" not in planned(capsys, "gpus=2")
+    assert "single_device is one process" in refused(capsys, "gpus=2", "strategy=single_device")
+    assert "add gpus=8" in refused(capsys, "strategy=ddp")
+    assert "nodes=0 must be" in refused(capsys, "nodes=0")
+    assert "Choose data=..., or add model.vocab_size" in refused(capsys, "data=megatron")
+    assert "-m a record" in refused(capsys, "-m", "precision=msamp_o1,msamp_o2")
+    assert "takes no 'fp8_margin'" in refused(capsys, "precision=fp16_mixed", "precision.fp8_margin=1")
+
+
+def test_pretrain_takes_the_same_keys() -> None:
+    from hydra import compose, initialize_config_dir
+
+    from nemo_lowprec.conf.job import CONF_DIR
+    from nemo_lowprec.conf.levels import register_levels
+
+    register_levels()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        sharded = compose("config", overrides=["strategy=lowprec_sharded", "nodes=2", "gpus=4"])
+        alone = compose("config", overrides=["gpus=4"])
+        neither = compose("config")
+    assert _processes(sharded) == {"num_nodes": 2, "devices": 4} and _processes(neither) == {}
+    with pytest.raises(ValueError, match="Add strategy=lowprec_sharded, lowprec_ddp or ddp"):
+        _processes(alone)
+
+
+def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture) -> None:
+    readme = (Path(__file__).parents[2] / "README.rst").read_text()
+    command, _, rest = readme.partition("nemo-lowprec plan ")[2].partition("\n")
+    shown = rest.partition("code-block:: text\n\n")[2].partition("\n\n``plan``")[0]
+    assert planned(capsys, *command.split()) == " ".join(shown.split())
