@@ -2,10 +2,11 @@
 
 ::
 
-    from nemo_lowprec.recipes import fp16_mixed, llama3_8b
+    from nemo_lowprec.recipes import fp16_mixed, llama3_8b, lowprec_sharded
 
     recipe = llama3_8b.pretrain_recipe(dir="outputs", name="fp16")
     recipe.trainer.plugins = fp16_mixed()
+    recipe.trainer.strategy = lowprec_sharded()  # of several processes the default
     run.run(recipe, executor=run.LocalExecutor())
 
 and on the command line, with or without nemo_run's own ``nemorun lowprec pretrain``::
@@ -22,7 +23,8 @@ except ImportError as error:
 
 from nemo_lowprec.recipes import entrypoint, llama3_8b, llama32_1b, tiny  # noqa: F401
 from nemo_lowprec.recipes.precision import FACTORIES
+from nemo_lowprec.recipes.strategies import lowprec_ddp, lowprec_sharded
 
-__all__ = ["FACTORIES", "llama3_8b", "llama32_1b", "tiny", *FACTORIES]
+__all__ = ["FACTORIES", "llama3_8b", "llama32_1b", "lowprec_ddp", "lowprec_sharded", "tiny", *FACTORIES]
 
 globals().update(FACTORIES)

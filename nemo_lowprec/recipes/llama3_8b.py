@@ -1,6 +1,7 @@
 """Llama 3 8B, 65k tokens a step.
 
-Weights, masters, gradients and moments take 18 bytes a parameter at bf16_mixed, 145 GB: more than one GPU has.
+Weights, masters, gradients and moments take 18 bytes a parameter at bf16_mixed, 145 GB: more than one GPU has. Several
+share them (``num_gpus_per_node=8``); ``nemo-lowprec plan model=llama3_8b gpus=8`` says what each holds.
 The text is the Python standard library until ``recipe.data.source`` names your own
 (and ``recipe.data.data_dir`` a folder for it).
 """

@@ -11,13 +11,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.train import pretrain
 
 __all__ = ["assemble", "trainer"]
 
 
 def trainer(
-    folder: str | Path, plugins: run.Config[LowPrecision], max_steps: int, val_check_interval: int, **more: Any
+    folder: str | Path,
+    plugins: run.Config[LowPrecision],
+    max_steps: int,
+    val_check_interval: int,
+    num_nodes: int = 1,
+    devices: int = 1,
+    **more: Any,
 ) -> run.Config[Trainer]:
     """A Trainer that keeps the best and the last checkpoint, and logs to TensorBoard and CSV.
 
@@ -26,6 +33,8 @@ def trainer(
         plugins: the precision level, such as ``bf16_mixed()`` of ``nemo_lowprec.recipes``.
         max_steps: optimizer steps.
         val_check_interval: micro-batches between two validations; the last step is validated anyway.
+        num_nodes: machines.
+        devices: processes of each; several train with ``lowprec_sharded``.
         more: further arguments of the Trainer.
     """
     folder = str(folder)
@@ -54,6 +63,9 @@ def trainer(
             run.Config(TensorBoardLogger, save_dir=folder, name="tensorboard", version=""),
             run.Config(CSVLogger, save_dir=folder, name="csv", version="", flush_logs_every_n_steps=10),
         ],
+        num_nodes=num_nodes,
+        devices=devices,
+        strategy=lowprec_sharded() if num_nodes * devices > 1 else "auto",
         **more,
     )
 
