@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Record", "arguments", "earlier", "lines", "read"]
+__all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "read"]
 
+RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
     "torch", "lightning", "transformers", "transformer-engine", "torchao", "triton", "megatron-core", "timm",
     "liger-kernel",
@@ -75,7 +76,7 @@ class Record:
 def arguments(description: str, default: str) -> argparse.ArgumentParser:
     """A parser with ``--out``, the file of results."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results") / default, help="file of results")
+    parser.add_argument("--out", type=Path, default=RESULTS / default, help="file of results")
     return parser
 
 

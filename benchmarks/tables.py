@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import read
+from benchmarks.parallel_tables import gradient_sync, parallel_picture, parallel_step
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import failure, milliseconds, origin, rst_table
 from nemo_lowprec.chart import CHART, COLUMNS
 
-RESULTS = Path(__file__).parent / "results"
 _ROOT = Path(__file__).parent.parent
 DOCUMENTS = (_ROOT / "README.rst", _ROOT / "docs" / "measured.rst")
 _BLACKWELL = ("mxfp8", "nvfp4")
-
-
-def rst_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A reStructuredText list-table."""
-    lines = [".. list-table::", "   :header-rows: 1", ""]
-    for row in (header, *rows):
-        lines += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
-    return "\n".join(lines)
 
 
 def chart() -> str:
@@ -80,7 +73,7 @@ def headlines() -> str:
         (
             "Llama-3-8B, all parameters, sequence 8192, one GPU",
             f"``msamp_o2``: {whole(**large['msamp_o2'])}",
-            f"``bf16_mixed``: {_failure(large['bf16_mixed'])}",
+            f"``bf16_mixed``: {failure(large['bf16_mixed'])}",
             "–",
         )
     )
@@ -106,9 +99,9 @@ def throughput(file: str = "train_step_h200.jsonl") -> str:
     rows = sorted((f for f in figures if "tokens_per_s" in f), key=lambda f: -f["tokens_per_s"])
     table = rst_table(
         ("Contestant", "tokens/s", "ms a step: median (min – max)", "peak GiB"),
-        [(f["name"], f"{f['tokens_per_s']:,}", _range(f, 1), f"{f['peak_gib']:.1f}") for f in rows],
+        [(f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}") for f in rows],
     )
-    return f"{_origin(origins)}\n\n{table}"
+    return f"{origin(origins)}\n\n{table}"
 
 
 def _in_order(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,7 +126,7 @@ def parity() -> str:
             for f in rows
         ],
     )
-    return f"{_origin(origins)}\n\n{table}"
+    return f"{origin(origins)}\n\n{table}"
 
 
 def backends() -> str:
@@ -157,7 +150,7 @@ def backends() -> str:
             if f["benchmark"] == "backends_cast"
         ],
     )
-    return f"{_origin(origins)}\n\n{table}\n\n{casts}"
+    return f"{origin(origins)}\n\n{table}\n\n{casts}"
 
 
 def optimizer_step() -> str:
@@ -173,7 +166,7 @@ def optimizer_step() -> str:
         [
             (
                 f["name"],
-                _range(f, 2),
+                milliseconds(f, 2),
                 f"{f['bytes_per_param']:.2f}",
                 f"{f['gb_per_s']:,}",
                 f"{100 * f['of_copy']:.1f}",
@@ -185,7 +178,7 @@ def optimizer_step() -> str:
         ],
     )  # fmt: skip
     about = f"{shapes['parameters']:,} parameters in {shapes['tensors']} tensors; copy: {copy['gb_per_s']:,} GB/s."
-    return f"{_origin(origins, 'torchao')}\n\n{about}\n\n{table}"
+    return f"{origin(origins, 'torchao')}\n\n{about}\n\n{table}"
 
 
 def memory() -> str:
@@ -208,7 +201,7 @@ def memory() -> str:
             if "ms" in f
         ],
     )
-    return f"{_origin(origins, 'timm')}\n\n{table}"
+    return f"{origin(origins, 'timm')}\n\n{table}"
 
 
 def llama_8b() -> str:
@@ -217,12 +210,12 @@ def llama_8b() -> str:
     rows = []
     for f in figures:
         if "error" in f:
-            rows.append((f"``{f['level']}``", _failure(f), "–", "–", "–"))
+            rows.append((f"``{f['level']}``", failure(f), "–", "–", "–"))
         else:
             sizes = (f"{f[key]:.1f}" for key in ("peak_gib", "peak_reserved_gib", "setup_peak_gib"))
             rows.append((f"``{f['level']}``", f"{f['tokens_per_s']:,}", *sizes))
     table = rst_table(("Level", "tokens/s", "peak GiB", "reserved GiB", "GiB while setting up"), rows)
-    return f"{_origin(origins)}\n\n{table}"
+    return f"{origin(origins)}\n\n{table}"
 
 
 def image_parity() -> str:
@@ -243,7 +236,7 @@ def image_parity() -> str:
             )
         )
     header = ("Level", "seeds", "test accuracy, %: mean (by seed)", "spread", "test loss", "its spread")
-    return f"{_origin(origins, 'timm')}\n\n{rst_table(header, rows)}"
+    return f"{origin(origins, 'timm')}\n\n{rst_table(header, rows)}"
 
 
 def throughput_picture(path: Path) -> None:
@@ -271,25 +264,6 @@ def throughput_picture(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _range(figure: dict, digits: int) -> str:
-    median, least, most = (f"{figure[key]:.{digits}f}" for key in ("ms", "ms_min", "ms_max"))
-    return f"{median} ({least} – {most})"
-
-
-def _failure(figure: dict) -> str:
-    return "out of memory" if "OutOfMemory" in figure["error"] else figure["error"].split(":")[0]
-
-
-def _origin(origins: list[dict], *also: str) -> str:
-    def one(origin: dict) -> str:
-        versions, names = origin["versions"], ("torch", "transformer-engine", "lightning", *also)
-        named = ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
-        gpu = f"{origin['gpus']} × {origin['gpu']}" if origin["gpus"] > 1 else origin["gpu"]
-        return f"``{origin['command']}`` on {gpu}, {origin['date']}, {named}"
-
-    return ";\n".join(map(one, origins)) + ":"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
     "headlines": headlines,
@@ -301,6 +275,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": memory,
     "llama_8b": llama_8b,
     "image_parity": image_parity,
+    "gradient_sync": gradient_sync,
+    "parallel_step": parallel_step,
 }
 
 
@@ -319,6 +295,7 @@ def main() -> None:
         for document in DOCUMENTS:
             document.write_text(fill(document.read_text()))
         throughput_picture(RESULTS / "train_step_h200.png")
+        parallel_picture(RESULTS / "parallel_step_h200.png")
         return
     for make in TABLES.values():
         try:

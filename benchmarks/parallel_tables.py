@@ -1,0 +1,76 @@
+"""Tables and a picture of what several GPUs do together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import milliseconds, origin, rst_table
+
+__all__ = ["gradient_sync", "parallel_picture", "parallel_step"]
+
+OTHERS = ("lightning", "torchao")  # with which the names of contestants that are not ours begin
+
+
+def gradient_sync() -> str:
+    """Time to average gradients, from gradient_sync_h200.jsonl."""
+    origins, figures = read(RESULTS / "gradient_sync_h200.jsonl")
+    table = rst_table(
+        ("Gradients averaged by", "ms: median (min – max)", "of bf16", "MB sent", "relative error"),
+        [
+            (
+                f["contestant"],
+                milliseconds(f, 3),
+                f"{f['of_bf16']:.3f}",
+                f"{f['bytes_sent'] / 1e6:,.0f}",
+                f"{f['error']:.4f}" if "error" in f else "–",
+            )
+            for f in figures
+        ],
+    )
+    return f"{origin(origins)}\n\n{table}"
+
+
+def parallel_step() -> str:
+    """Whole steps on several GPUs, from parallel_step_h200.jsonl."""
+    origins, figures = read(RESULTS / "parallel_step_h200.jsonl")
+    table = rst_table(
+        ("Contestant", "GPUs", "tokens/s", "of as many single ones", "ms a step: median (min – max)", "peak GiB"),
+        [
+            (
+                f["name"],
+                str(f["gpus"]),
+                f"{f['tokens_per_s']:,}",
+                f"{f['of_one_gpu']:.2f}" if "of_one_gpu" in f else "–",
+                milliseconds(f, 1),
+                f"{f['peak_gib']:.1f}",
+            )
+            for f in sorted(figures, key=lambda f: (-f["gpus"], -f["tokens_per_s"]))
+        ],
+    )
+    return f"{origin(origins)}\n\n{table}"
+
+
+def parallel_picture(path: Path) -> None:
+    """Tokens/s of the largest number of GPUs, by contestant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    origins, figures = read(RESULTS / "parallel_step_h200.jsonl")
+    gpus = max(f["gpus"] for f in figures)
+    rows = sorted((f for f in figures if f["gpus"] == gpus), key=lambda f: f["tokens_per_s"])
+    figure, axes = plt.subplots(figsize=(11, 0.34 * len(rows) + 1.2))
+    colors = ["#8899aa" if f["name"].startswith(OTHERS) else "#76b900" for f in rows]
+    bars = axes.barh([f["name"] for f in rows], [f["tokens_per_s"] for f in rows], color=colors)
+    axes.bar_label(bars, [f"{f['tokens_per_s']:,}  ({f['peak_gib']:.0f} GiB)" for f in rows], padding=3, fontsize=8)
+    axes.set(
+        xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {gpus} × {origins[0]['gpu']}",
+        title="green: this project",
+    )
+    axes.margins(y=0.02)
+    axes.set_xlim(right=1.2 * rows[-1]["tokens_per_s"])
+    axes.tick_params(axis="y", labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
