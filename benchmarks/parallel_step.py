@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.llama import BATCH, SEQUENCE
+from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
+from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
+from nemo_lowprec.chart import CHART
 from nemo_lowprec.plugins import LEVELS
 
 Run = Callable[[int], list[float]]
@@ -40,6 +42,18 @@ def ours(level: str, strategy: str, **options: Any) -> Callable[[dict[str, Any]]
 
 def lightning(dtype: torch.dtype, strategy: str = "ddp", **options: Any) -> Callable[[dict[str, Any]], Run]:
     return lambda processes: lambda rounds: under_trainer(rounds, dtype, **options, **processes, strategy=strategy)
+
+
+def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Callable[[dict[str, Any]], Run]:
+    def build(processes: dict[str, Any]) -> Run:
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        strategy = ModelParallelStrategy(data_parallel_size=processes["devices"], tensor_parallel_size=1)
+        return lambda rounds: under_trainer(
+            rounds, dtype, kind=kind, precision=precision, strategy=strategy, **processes
+        )
+
+    return build
 
 
 def transformer_engine(processes: dict[str, Any]) -> Run:
@@ -62,6 +76,14 @@ CONTESTANTS: dict[str, Callable[[dict[str, Any]], Run]] = {
     "fp16_mixed, lowprec_ddp": ours("fp16_mixed", "lowprec_ddp"),
     "te_fp8, ddp": ours("te_fp8", "ddp", **FAST),
     "te_fp8, lowprec_ddp": ours("te_fp8", "lowprec_ddp", **FAST),
+    **{
+        f"{level}, sharded": ours(level, "lowprec_sharded", **(FAST if CHART[level].has_fp8 else {}))
+        for level in ("msamp_o3", "msamp_o2", "msamp_o1", "bf16_with_fp8_mixed", "bf16_mixed", "fp16_mixed", "te_fp8")
+    },
+    "bf16_with_fp8_mixed fp8_params, sharded": ours("bf16_with_fp8_mixed", "lowprec_sharded", fp8_params=True, **FAST),
+    "lightning FSDP2, bf16-true, sharded": fsdp2(Sharded, torch.bfloat16, "bf16-true"),
+    "lightning FSDP2, FP32 shards gathered in bf16, sharded": fsdp2(HalfGathered, torch.float32, "32-true"),
+    "torchao float8 all-gather, FP32 shards, compiled layers, sharded": fsdp2(Float8Gathered, torch.float32, "32-true"),
     "lightning bf16-mixed, ddp": lightning(torch.float32, precision="bf16-mixed"),
     "lightning bf16-true, ddp": lightning(torch.bfloat16, precision="bf16-true"),
 }

@@ -47,8 +47,14 @@ class Clock(pl.Callback):
             self._start = now
 
 
-def under_trainer(rounds: int, dtype: torch.dtype, prepare: Callable[[Any], None] | None = None, **kwargs: Any):
-    module = Llama(dtype)
+def under_trainer(
+    rounds: int,
+    dtype: torch.dtype,
+    prepare: Callable[[Any], None] | None = None,
+    kind: type[Llama] = Llama,
+    **kwargs: Any,
+):
+    module = kind(dtype)
     if prepare is not None:
         prepare(module)
     clock = Clock()

@@ -81,11 +81,16 @@ def every_case(rank):
             dist.barrier()
         found[f"{case} sharded"] = run_sharded(case, rank)
         found[f"{case} blocks"] = run_sharded(case, rank, test_sharded.Blocks)
+        found[f"{case} hybrid"] = run_sharded(case, rank, strategy={"shard_size": 1})
+        found[f"{case} audits"] = {
+            name: test_sharded.audit(case, rank, strategy, accelerator="gpu", backend="te")
+            for name, strategy in test_sharded.AUDITED.items()
+        }
     return found
 
 
-def run_sharded(case, rank, net=Net):
-    found = test_sharded.run(case, rank, net, accelerator="gpu", backend="te")
+def run_sharded(case, rank, net=Net, strategy=None):
+    found = test_sharded.run(case, rank, net, strategy=strategy, accelerator="gpu", backend="te")
     return on_cpu({"grads": found["grads"], "weights": found["weights"], "kinds": found["kinds"]})
 
 
@@ -126,9 +131,16 @@ def test_gradients_are_those_of_one_process_within_their_rounding(ranks, case, s
 
 
 @pytest.mark.parametrize("case", ALL)
-@pytest.mark.parametrize("net", [Net, test_sharded.Blocks], ids=["sharded", "blocks"])
-def test_sharded_training_is_that_of_one_process(ranks, case, net):
-    got, other = (rank[f"{case} {'sharded' if net is Net else 'blocks'}"] for rank in ranks)
+@pytest.mark.parametrize("name", list(test_sharded.AUDITED))
+def test_a_sharded_run_is_found_to_do_what_the_chart_declares(ranks, case, name):
+    test_sharded.assert_audited([rank[f"{case} audits"][name] for rank in ranks], case, name)
+
+
+@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("name", ["sharded", "blocks", "hybrid"])
+def test_sharded_training_is_that_of_one_process(ranks, case, name):
+    got, other = (rank[f"{case} {name}"] for rank in ranks)
+    net = test_sharded.Blocks if name == "blocks" else Net
     assert_same(got, other)
     want = run_sharded(case, None, net)
     bound = 0.15 if is_low_bit(case) else 0.01

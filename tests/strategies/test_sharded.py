@@ -106,12 +106,26 @@ def every_case(rank):
 AUDITED = {"zero3": {}, "zero2": {"reshard_after_forward": False}, "hybrid": {"shard_size": 1}}
 
 
-def audit(case, rank, strategy):
+def audit(case, rank, strategy, **options):
     watch = Audit()
-    run(case, rank, strategy=strategy, callbacks=[watch], max_steps=2)
+    run(case, rank, strategy=strategy, callbacks=[watch], max_steps=2, **options)
     report = watch.report
     found = [(f.column, f.part, f.declared, f.observed, f.bytes_per_param) for f in report.findings]
     return {"findings": found, "agrees": report.agrees, "bytes": report.total_bytes}
+
+
+def assert_audited(audits, case, name):
+    """Of all processes."""
+    level = level_of(case)
+    for found in audits:
+        assert found["agrees"], found["findings"]
+        comm = {part: (declared, size) for column, part, declared, _, size in found["findings"] if column == "Comm"}
+        assert set(comm) == ({"matrices", "vectors"} if level.vectors else {"all"})
+        # Of two processes each sends half of every gradient to its shard, or half of it twice to be averaged in place.
+        share = 1 if name == "hybrid" else 0.5
+        bytes_of = {"fp32": 4, "fp16": 2, "fp8": 288 * 129 / (128 * 32 + 128 * 128 + 32 * 128)}
+        for part, (declared, size) in comm.items():
+            assert size == pytest.approx(share * bytes_of[declared], rel=0.01), part
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +176,7 @@ def test_shards_are_the_masters(ranks, case):
 @AT_CASES
 @pytest.mark.parametrize("name", list(AUDITED))
 def test_a_sharded_run_is_found_to_do_what_the_chart_declares(ranks, case, name):
-    level = level_of(case)
-    for rank in ranks:
-        found = rank[case]["audits"][name]
-        assert found["agrees"], found["findings"]
-        comm = {part: (declared, size) for column, part, declared, _, size in found["findings"] if column == "Comm"}
-        assert set(comm) == ({"matrices", "vectors"} if level.vectors else {"all"})
-        # Of two processes each sends half of every gradient to its shard, or half of it twice to be averaged in place.
-        share = 1 if name == "hybrid" else 0.5
-        bytes_of = {"fp32": 4, "fp16": 2, "fp8": 288 * 129 / (128 * 32 + 128 * 128 + 32 * 128)}
-        for part, (declared, size) in comm.items():
-            assert size == pytest.approx(share * bytes_of[declared], rel=0.01), part
+    assert_audited([rank[case]["audits"][name] for rank in ranks], case, name)
 
 
 def test_blocks_are_units_and_containers_are_descended_into(ranks):
