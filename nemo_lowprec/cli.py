@@ -88,7 +88,8 @@ def _audit(arguments: Sequence[str]) -> None:
 
 def _plan(arguments: Sequence[str]) -> None:
     """print bytes of a process and traffic of a step, without training; takes Hydra overrides, nodes=8 gpus=8"""
-    from nemo_lowprec.conf.job import plan_job, run_with_overrides
+    from nemo_lowprec.conf.job import run_with_overrides
+    from nemo_lowprec.conf.plan_job import plan_job
 
     run_with_overrides(arguments, job=plan_job, command="plan", writes=False)
 

@@ -24,10 +24,10 @@ from nemo_lowprec.conf.levels import register_levels
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nemo_lowprec.report import AuditReport, Plan
+    from nemo_lowprec.report import AuditReport
     from nemo_lowprec.train import PretrainResult
 
-__all__ = ["CONF_DIR", "audit_job", "build", "plan_job", "pretrain_job", "run_with_overrides"]
+__all__ = ["CONF_DIR", "audit_job", "build", "one_sentence", "own_words", "pretrain_job", "run_with_overrides"]
 
 CONF_DIR = Path(__file__).parent
 _MULTIRUN = {"-m", "--multirun"}
@@ -42,7 +42,7 @@ def build(cfg: DictConfig) -> dict[str, Any]:
         TypeError: an argument that the level or the Trainer does not take.
         ValueError: a bad value.
     """
-    with _own_words():
+    with own_words():
         plugin = instantiate(cfg.precision)
         processes = _processes(cfg)
         trainer = instantiate(
@@ -52,7 +52,7 @@ def build(cfg: DictConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _own_words() -> Iterator[None]:
+def own_words() -> Iterator[None]:
     """Hydra wraps what a class says; the class says it better."""
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -121,89 +121,6 @@ def audit_job(cfg: DictConfig) -> AuditReport:
     return report
 
 
-def plan_job(cfg: DictConfig) -> Plan:
-    """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
-
-    Raises:
-        ValueError: a bad value, or processes whose number is not said.
-    """
-    import torch
-    from rich.console import Console
-
-    from nemo_lowprec.report import plan_training
-
-    if cfg.model.vocab_size is None:
-        with open_dict(cfg.model):
-            cfg.model.vocab_size = _vocab_size(cfg)
-    with _own_words():
-        model, precision = instantiate(cfg.model), instantiate(cfg.precision)
-    with torch.device("meta"):
-        model.configure_model()
-    name, options = _strategy(cfg)
-    nodes = cfg.trainer.get("num_nodes", 1) if cfg.nodes is None else cfg.nodes
-    gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
-    if not isinstance(gpus, int):
-        raise ValueError(f"A plan needs the number of processes of a node: add gpus=8 (trainer.devices is {gpus!r}).")
-    found = plan_training(
-        model,
-        precision,
-        nodes,
-        gpus,
-        name,
-        accelerator="cpu" if cfg.trainer.accelerator == "cpu" else "gpu",
-        micro_batches=cfg.trainer.accumulate_grad_batches,
-        **options,
-    )
-    Console(width=None if sys.stdout.isatty() else 140).print(found.table())
-    return found
-
-
-def _vocab_size(cfg: DictConfig) -> int | None:
-    """The vocabulary of a model whose architecture leaves it to the data; None for any other.
-
-    Raises:
-        ValueError: the data do not say.
-    """
-    from nemo_lowprec.models import get_preset
-
-    if "vocab_size" in cfg.model.config or (
-        cfg.model.get("preset") is None or "vocab_size" in get_preset(cfg.model.preset).config
-    ):
-        return None
-    try:
-        with _own_words():
-            size: int = instantiate(cfg.data).vocab_size
-    except (ValueError, OmegaConfBaseException) as error:
-        raise ValueError(
-            f"{cfg.model.preset} takes its vocabulary from the data, which do not say: {_one_sentence(error)} "
-            "Choose data=..., or add model.vocab_size=32000."
-        ) from error
-    return size
-
-
-def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
-    """A plan's name of the strategy, None where none was chosen, and those of its options that a plan depends on."""
-    from hydra.core.hydra_config import HydraConfig
-
-    from nemo_lowprec.report import STRATEGIES
-
-    chosen: Any = cfg.trainer.get("strategy")
-    if isinstance(chosen, str):
-        if chosen != "auto":
-            return chosen, {}
-        by_hand = any(o.split("=")[0] == "strategy" for o in HydraConfig.get().overrides.task)
-        return ("single_device" if by_hand else None), {}
-    classes = {
-        "nemo_lowprec.strategies.LowPrecisionShardedStrategy": "lowprec_sharded",
-        "nemo_lowprec.strategies.LowPrecisionDDPStrategy": "lowprec_ddp",
-    }
-    if chosen["_target_"] not in classes:
-        raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy=single_device, ddp, lowprec_ddp or "
-                         "lowprec_sharded.")  # fmt: skip
-    name = classes[chosen["_target_"]]
-    return name, {k: chosen[k] for k in STRATEGIES[name] if chosen.get(k) is not None}
-
-
 def run_with_overrides(
     overrides: Sequence[str],
     job: Callable[[DictConfig], Any] = pretrain_job,
@@ -255,7 +172,7 @@ def run_with_overrides(
         if failures:
             raise failures[0]
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(_one_sentence(error)) from error
+        raise ValueError(one_sentence(error)) from error
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -264,7 +181,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     try:
         parsed = OverridesParser.create().parse_overrides(plain)
     except HydraException as error:
-        raise ValueError(_one_sentence(error)) from error
+        raise ValueError(one_sentence(error)) from error
     levels: list[str] = []
     for override in parsed:
         if override.key_or_group == "precision" and override.type is not OverrideType.DEL:
@@ -303,7 +220,7 @@ def _check_argument(level: str, argument: str) -> None:
         LEVELS[level](**{argument: None})  # raises the level's own TypeError
 
 
-def _one_sentence(error: BaseException) -> str:
+def one_sentence(error: BaseException) -> str:
     """Hydra's message on one line, without the hints that name its internals."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "See https"))]

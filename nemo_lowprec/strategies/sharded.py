@@ -131,10 +131,12 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
                 module.reshard()  # what is left gathered after evaluation
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        super().teardown()
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        finally:
+            super().teardown()
 
     # Checkpoints
 

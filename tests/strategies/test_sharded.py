@@ -81,14 +81,15 @@ class Watch(Callback):
         self.units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
 
 
-def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), **options):
+def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), world=2, **options):
     backend = options.pop("backend", None)
     model, watch = net(optimizer=linear_optimizer(case, 0.1)), Watch()
     if rank is not None:
         sharded = LowPrecisionShardedStrategy(**(strategy or {}))
-        options |= {"devices": 2, "strategy": sharded, "use_distributed_sampler": False}
+        options |= {"devices": world, "strategy": sharded, "use_distributed_sampler": False}
     options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
-    data = ResumableLoader(Samples(32), 4, 3, rank or 0, 1 if rank is None else 2, global_batch_size=8 * accumulate)
+    processes = (rank, world) if rank is not None else (0, 1)
+    data = ResumableLoader(Samples(32), 8 // world, 3, *processes, global_batch_size=8 * accumulate)
     precision = plugin(case, **({"backend": backend} if backend and level_of(case).has_fp8 else {}))
     trainer(precision, watch, *callbacks, **options).fit(model, data)
     return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
@@ -177,6 +178,28 @@ def test_shards_are_the_masters(ranks, case):
 @pytest.mark.parametrize("name", list(AUDITED))
 def test_a_sharded_run_is_found_to_do_what_the_chart_declares(ranks, case, name):
     assert_audited([rank[case]["audits"][name] for rank in ranks], case, name)
+
+
+def two_copies(rank):
+    return {
+        case: [run(case, rank, Blocks, strategy={"shard_size": size}, world=4) for size in (2, 4)] for case in OF_FOUR
+    }
+
+
+OF_FOUR = ["msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
+
+
+def test_two_copies_of_two_shards_train_as_four_shards(tmp_path):
+    ranks = on_processes(4, tmp_path, two_copies)
+    for case in OF_FOUR:
+        first, *others = (rank[case][0] for rank in ranks)
+        for other in others:
+            assert_same(first["grads"], other["grads"])
+            assert_same(first["weights"], other["weights"])
+        # Of FP8, a rounding more than without copies, on the way between them.
+        bound = 0.15 if is_low_bit(case) else 2**-9
+        for name, value in ranks[0][case][1]["grads"][0].items():
+            assert (first["grads"][0][name] - value).norm() <= bound * value.norm() + 1e-12, (case, name)
 
 
 def test_blocks_are_units_and_containers_are_descended_into(ranks):

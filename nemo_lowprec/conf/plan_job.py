@@ -1,0 +1,100 @@
+"""The Hydra job of ``nemo-lowprec plan``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_lowprec.conf.job import one_sentence, own_words
+
+if TYPE_CHECKING:
+    from nemo_lowprec.report import Plan
+
+__all__ = ["plan_job"]
+
+
+def plan_job(cfg: DictConfig) -> Plan:
+    """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
+
+    Raises:
+        ValueError: a bad value, or processes whose number is not said.
+    """
+    import torch
+    from rich.console import Console
+
+    from nemo_lowprec.report import plan_training
+
+    if cfg.model.vocab_size is None:
+        with open_dict(cfg.model):
+            cfg.model.vocab_size = _vocab_size(cfg)
+    with own_words():
+        model, precision = instantiate(cfg.model), instantiate(cfg.precision)
+    with torch.device("meta"):
+        model.configure_model()
+    name, options = _strategy(cfg)
+    nodes = cfg.trainer.get("num_nodes", 1) if cfg.nodes is None else cfg.nodes
+    gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
+    if not isinstance(gpus, int):
+        raise ValueError(f"A plan needs the number of processes of a node: add gpus=8 (trainer.devices is {gpus!r}).")
+    found = plan_training(
+        model,
+        precision,
+        nodes,
+        gpus,
+        name,
+        accelerator="cpu" if cfg.trainer.accelerator == "cpu" else "gpu",
+        micro_batches=cfg.trainer.accumulate_grad_batches,
+        **options,
+    )
+    Console(width=None if sys.stdout.isatty() else 140).print(found.table())
+    return found
+
+
+def _vocab_size(cfg: DictConfig) -> int | None:
+    """The vocabulary of a model whose architecture leaves it to the data; None for any other.
+
+    Raises:
+        ValueError: the data do not say.
+    """
+    from nemo_lowprec.models import get_preset
+
+    if "vocab_size" in cfg.model.config or (
+        cfg.model.get("preset") is None or "vocab_size" in get_preset(cfg.model.preset).config
+    ):
+        return None
+    try:
+        with own_words():
+            size: int = instantiate(cfg.data).vocab_size
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(
+            f"{cfg.model.preset} takes its vocabulary from the data, which do not say: {one_sentence(error)} "
+            "Choose data=..., or add model.vocab_size=32000."
+        ) from error
+    return size
+
+
+def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
+    """A plan's name of the strategy, None where none was chosen, and those of its options that a plan depends on."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from nemo_lowprec.report import STRATEGIES
+
+    chosen: Any = cfg.trainer.get("strategy")
+    if isinstance(chosen, str):
+        if chosen != "auto":
+            return chosen, {}
+        by_hand = any(o.split("=")[0] == "strategy" for o in HydraConfig.get().overrides.task)
+        return ("single_device" if by_hand else None), {}
+    classes = {
+        "nemo_lowprec.strategies.LowPrecisionShardedStrategy": "lowprec_sharded",
+        "nemo_lowprec.strategies.LowPrecisionDDPStrategy": "lowprec_ddp",
+    }
+    if chosen["_target_"] not in classes:
+        raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy=single_device, ddp, lowprec_ddp or "
+                         "lowprec_sharded.")  # fmt: skip
+    name = classes[chosen["_target_"]]
+    return name, {k: chosen[k] for k in STRATEGIES[name] if chosen.get(k) is not None}
