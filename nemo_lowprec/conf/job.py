@@ -113,7 +113,8 @@ def audit_job(cfg: DictConfig) -> AuditReport:
     trainer.fit(parts["model"], datamodule=parts["data"])
     report = audit.report
     assert report is not None
-    Console(width=None if sys.stdout.isatty() else 140).print(report.table())
+    if trainer.is_global_zero:
+        Console(width=None if sys.stdout.isatty() else 140).print(report.table())
     differing = [f for f in report.findings if not f.agrees]
     if differing:
         found = "; ".join(f"{f.column} of {f.part}: {f.declared} declared, {f.observed} found" for f in differing)

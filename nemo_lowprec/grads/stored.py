@@ -31,12 +31,14 @@ class StoredGradients:
 
     Attributes:
         apart: gradients that are not left on their parameters, by the parameters' id; None where they are.
+        watch: called with each parameter whose gradient was put apart, before anyone takes it from there.
         overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
     def __init__(self, release: Callable[[Tensor], None] | None = None, apart: bool = False) -> None:
         self.release = release
         self.apart: dict[int, GradientTensor] | None = {} if apart else None
+        self.watch: Callable[[Tensor], None] | None = None
         self.overflowed: Callable[[], Tensor] | None = None
         self._handles: dict[int, Any] = {}
         self._marked: list[Tensor] = []
@@ -59,6 +61,8 @@ class StoredGradients:
                 self.apart[id(param)].accumulate_(grad)
             else:
                 self.apart[id(param)] = GradientTensor.from_float(grad)
+            if self.watch is not None:
+                self.watch(param)
             return
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
             param.grad = stored = GradientTensor.from_float(grad)

@@ -43,6 +43,12 @@ _AT = {
     "Weight gradient": "after backward, before unscaling",
     "Optimizer states": "after the step",
 }
+_AT_SHARDED = {
+    "Weight": "while it is gathered",
+    "Master weight": "its shard, after the step",
+    "Weight gradient": "before it is reduced",
+    "Optimizer states": "their shards, after the step",
+}
 
 
 @dataclass
@@ -73,11 +79,16 @@ class Finding:
 
 @dataclass
 class AuditReport:
-    """All columns of one level."""
+    """All columns of one level.
+
+    Attributes:
+        is_sharded: whether weights and states were sharded.
+    """
 
     level: PrecisionLevel
     findings: list[Finding] = field(default_factory=list)
     total_bytes: dict[str, int] = field(default_factory=dict)
+    is_sharded: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -92,7 +103,8 @@ class AuditReport:
         for f in self.findings:
             size = "–" if f.bytes_per_param is None else f"{f.bytes_per_param:.2f}"
             mark = "ok" if f.agrees else "DIFFERS"
-            table.add_row(f.column, f.part, f.declared.upper(), f.observed.upper(), size, _AT[f.column], mark)
+            place = (_AT | _AT_SHARDED if self.is_sharded else _AT)[f.column]
+            table.add_row(f.column, f.part, f.declared.upper(), f.observed.upper(), size, place, mark)
         for name, total in self.total_bytes.items():
             table.add_row(f"{name}, all", "", "", "", f"{total / 2**20:,.1f} MiB", "", "")
         return table
@@ -157,7 +169,7 @@ class Audit(pl.Callback):
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> AuditReport:
         plugin = _plugin(trainer)
         level, recipe = plugin.level, plugin.engine.recipe
-        report = AuditReport(level)
+        report = AuditReport(level, is_sharded=self._gathered is not None)
         totals: dict[str, int] = defaultdict(int)
         stored_fp8 = recipe is not None and recipe.fp8_params
         for part, params in _parts(trainer, module):

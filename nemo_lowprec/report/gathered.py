@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,13 +24,17 @@ class Gathered:
         self.weights: dict[int, Stored] = {}
         self.gradients: dict[int, Stored] = {}
         self._handles: list[Any] = []
-        self._hooked: set[int] = set()
+        self._sharded: dict[int, int] = {}
 
     def __enter__(self) -> Gathered:
+        if self._engine.gradients is not None:
+            self._engine.gradients.watch = self._note_gradient
         self._handles = [m.register_forward_pre_hook(self._before_forward) for m in self._model.modules()]
         return self
 
     def __exit__(self, *_: Any) -> None:
+        if self._engine.gradients is not None:
+            self._engine.gradients.watch = None
         for handle in self._handles:
             handle.remove()
 
@@ -43,14 +46,13 @@ class Gathered:
             if param is None or sharded is None or param is sharded:
                 continue
             self.weights[id(sharded)] = as_stored(param)
-            if param.requires_grad and id(param) not in self._hooked:
-                self._hooked.add(id(param))
-                note = partial(self._note_gradient, id(sharded))
-                self._handles.append(param.register_post_accumulate_grad_hook(note))
+            if param.requires_grad and id(param) not in self._sharded:
+                self._sharded[id(param)] = id(sharded)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._note_gradient))
 
-    def _note_gradient(self, key: int, whole: Tensor) -> None:
+    def _note_gradient(self, whole: Tensor) -> None:
         gradients = self._engine.gradients
         apart = gradients.apart if gradients is not None else None
         found = whole.grad if whole.grad is not None or apart is None else apart.get(id(whole))
-        if found is not None:
-            self.gradients[key] = as_stored(found)
+        if found is not None:  # else it was put apart and sent, and noted then
+            self.gradients[self._sharded[id(whole)]] = as_stored(found)

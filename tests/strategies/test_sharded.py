@@ -120,6 +120,9 @@ def assert_audited(audits, case, name):
     level = level_of(case)
     for found in audits:
         assert found["agrees"], found["findings"]
+        for column, part, _, observed, size in found["findings"]:  # none is left out
+            if column not in ("Computation (GEMM)", "Comm") and observed != "–":
+                assert size >= {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}[observed], (column, part)
         comm = {part: (declared, size) for column, part, declared, _, size in found["findings"] if column == "Comm"}
         assert set(comm) == ({"matrices", "vectors"} if level.vectors else {"all"})
         # Of two processes each sends half of every gradient to its shard, or half of it twice to be averaged in place.
