@@ -1,6 +1,9 @@
 """Loss parity: a Llama of about 100M parameters on real text, at each level and several seeds.
 
     python -m benchmarks.loss_parity --source FOLDER_OF_TEXT
+    python -m benchmarks.loss_parity --levels bf16_mixed msamp_o2 msamp_o2@lowprec_sharded --out PARALLEL.jsonl
+
+``LEVEL@STRATEGY`` trains on all GPUs of the machine, on the same samples in each step as one GPU would.
 
 Every run has its own process; runs of one seed share weights and the order of the data, so the gap to bf16_mixed is
 taken seed by seed. Results already in the file of results are kept, each after its own origin, so that a
@@ -50,18 +53,21 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
 
     pl.seed_everything(seed)
     curve = Curve()
-    name, *variants = level.split("+")
+    row, _, strategy = level.partition("@")
+    world = int(os.environ["WORLD_SIZE"]) if strategy else 1
+    processes = {"strategy": strategy, "use_distributed_sampler": False} if strategy else {}
+    name, *variants = row.split("+")
     options = {k: v for variant in variants for k, v in VARIANTS.get(variant, {variant: True}).items()}
     plugin = LEVELS[name](**options)
     trainer = pl.Trainer(
-        accelerator="auto", devices=1, max_steps=steps, plugins=plugin, callbacks=[curve], logger=False,
+        accelerator="auto", devices=world, max_steps=steps, plugins=plugin, callbacks=[curve], logger=False,
         gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, limit_val_batches=0,
+        num_sanity_val_steps=0, limit_val_batches=0, **processes,
     )  # fmt: skip
     model = CausalLM(preset="llama_100m", lr=6e-4, min_lr=6e-5, warmup_steps=100, init_seed=seed)
     data = TextDataModule(
         train_prefix=f"{data_dir}/train", validation_prefix=f"{data_dir}/validation", seq_length=SEQUENCE,
-        micro_batch_size=BATCH, seed=seed, num_workers=2, validation_samples=1024,
+        micro_batch_size=BATCH // world, seed=seed, num_workers=2, validation_samples=1024,
     )  # fmt: skip
     start = time.perf_counter()
     trainer.fit(model, datamodule=data)
@@ -74,6 +80,7 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
         "level": level,
         "seed": seed,
         "steps": steps,
+        "gpus": world,
         "tokens_per_step": SEQUENCE * BATCH,
         "parameters": sum(p.numel() for p in model.parameters()),
         "val_loss": metrics["val/loss"],
@@ -82,7 +89,8 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
         "train_loss": [round(x, 4) for x in torch.stack(curve.losses).float().tolist()],
         "every": EVERY,
     }
-    out.write_text(json.dumps(result))
+    if trainer.is_global_zero:
+        out.write_text(json.dumps(result))
 
 
 def summarize(record: Record, runs: list[dict[str, Any]]) -> None:
@@ -174,13 +182,18 @@ def main() -> None:
                 print(f"not started for lack of time: {level}, seed {seed}", flush=True)
                 return
             out = Path(folder) / f"{level}-{seed}.json"
-            command = [sys.executable, "-m", "benchmarks.loss_parity", "--steps", str(args.steps), "--out", str(out)]
+            command = ["benchmarks.loss_parity", "--steps", str(args.steps), "--out", str(out)]
             gpu = gpus.get()
+            visible = str(gpu)
+            if "@" in level:
+                count = torch.cuda.device_count()
+                visible = ",".join(map(str, range(count)))
+                command = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}", "-m", *command]
             result = subprocess.run(
-                [*command, "--one", level, str(seed), data_dir],
+                [sys.executable, "-m", *command, "--one", level, str(seed), data_dir],
                 capture_output=True,
                 text=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
             )
             gpus.put(gpu)
             if out.exists():
