@@ -57,6 +57,8 @@ def test_a_killed_process_ends_the_job_and_a_restart_goes_on_bit_for_bit(tmp_pat
         assert is_folder(last) if strategy == "sharded" else torch.load(last, weights_only=True)
     victim, survivor, output, _ = start(killed, strategy)
     assert (victim, survivor) == (0, 0), output
-    assert "starts at 5" in output  # the death at the checkpoint of step 6 left that of step 5
+    if strategy == "ddp":  # in the background the last complete one may be of a step before
+        assert "starts at 5" in output  # the death at the checkpoint of step 6 left that of step 5
+    assert "starts at 0" not in output
     assert_same(*(torch.load(folder / "end.pt", weights_only=True) for folder in (killed, whole)))
     assert [p.name for p in sorted(killed.iterdir())] == ["end.pt", "last.ckpt"]
