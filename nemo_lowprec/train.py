@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.strategies.replace import recover
 
 __all__ = ["PretrainResult", "pretrain"]
 
@@ -110,6 +111,7 @@ def pretrain(
 
 
 def _check_checkpoint(path: Path) -> None:
+    recover(path)
     if not path.exists():
         raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
     # The directory of a zip file is written last.

@@ -127,8 +127,10 @@ def _apply(
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
             plan.inputs.give_out(x, gradient, given_out)
+        if x.dim() == 2:
+            return out
         # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
-        return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], out.shape[-1]])
+        return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:

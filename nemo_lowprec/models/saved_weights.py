@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.strategies.replace import recover
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder, open_folder, read_weights
 
 __all__ = ["SavedWeights", "first_of", "open_checkpoint"]
@@ -43,6 +44,7 @@ def open_checkpoint(path: Path) -> SavedWeights:
     Raises:
         ValueError: ``path`` does not exist, is incomplete, or is no checkpoint of a LightningModule.
     """
+    recover(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
     rest, tensors = _guarded(path, _open_folder if path.is_dir() else _open_file)

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-__all__ = ["AtomicCheckpointIO"]
+__all__ = ["AtomicCheckpointIO", "sync_folder"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -35,11 +35,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, place)
-        _sync(place.parent)
+        sync_folder(place.parent)
 
 
-def _sync(folder: Path) -> None:
-    """Have the rename on the disk, too."""
+def sync_folder(folder: Path) -> None:
+    """Have what was renamed in ``folder`` on the disk, too."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

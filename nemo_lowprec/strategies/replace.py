@@ -6,7 +6,10 @@ import ctypes
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+from nemo_lowprec.plugins.checkpoint_io import sync_folder
 
 __all__ = ["part_of", "put_in_place", "recover", "start_part"]
 
@@ -33,21 +36,24 @@ def start_part(path: Path) -> None:
 def put_in_place(path: Path) -> None:
     """Rename ``part_of(path)``, which is complete, to ``path``, and remove what was there."""
     part, old = part_of(path), _old_of(path)
-    if path.is_dir() and not path.is_symlink():
-        if _exchange(part, path):
-            shutil.rmtree(part)
-            return
-        os.replace(path, old)  # a file system without exchange: ``recover`` knows this name
-    elif path.exists() or path.is_symlink():
-        path.unlink()
-    os.replace(part, path)
+    was_folder = path.is_dir() and not path.is_symlink()
+    if was_folder and _exchange(part, path):
+        old = part
+    else:
+        if was_folder:
+            os.replace(path, old)  # a file system without exchange: ``recover`` knows this name
+        else:
+            path.unlink(missing_ok=True)
+        os.replace(part, path)
+    sync_folder(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def recover(path: Path) -> None:
-    """Where a run was killed between two renames, take the earlier folder back."""
+    """Where a run was killed between two renames, take the earlier folder back; several processes may try."""
     if not path.exists() and _old_of(path).is_dir():
-        os.replace(_old_of(path), path)
+        with suppress(FileNotFoundError):  # another one has
+            os.replace(_old_of(path), path)
 
 
 def _exchange(one: Path, other: Path) -> bool:

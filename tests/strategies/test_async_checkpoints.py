@@ -6,9 +6,11 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.models.saved_weights import open_checkpoint
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace, sharded_checkpoint
 from nemo_lowprec.strategies.replace import part_of, put_in_place, recover, start_part
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder
+from nemo_lowprec.train import _check_checkpoint
 from tests.processes import on_processes
 from tests.support import Net, Samples, plugin, trainer
 
@@ -123,7 +125,13 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, exchange):
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_path, monkeypatch):
+def exported(folder):
+    with pytest.raises(ValueError, match="no complete sharded checkpoint"):  # a folder of a text
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("opener", [recover, _check_checkpoint, exported])
+def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_path, monkeypatch, opener):
     """On a file system without exchange."""
     folder, rename, calls = tmp_path / "a", replace.os.replace, []
     fill(folder, "first")
@@ -141,5 +149,5 @@ def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_
         with pytest.raises(KeyboardInterrupt):
             put_in_place(folder)
     assert not folder.exists()
-    recover(folder)
+    opener(folder)
     assert (folder / "text").read_text() == "first"
