@@ -39,9 +39,9 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     """One run: writes its validation loss and its loss curve."""
     import lightning.pytorch as pl
 
+    import nemo_lowprec
     from nemo_lowprec.data import TextDataModule
     from nemo_lowprec.models import CausalLM
-    from nemo_lowprec.plugins import LEVELS
 
     class Curve(pl.Callback):
         def __init__(self) -> None:
@@ -58,7 +58,7 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     processes = {"strategy": strategy, "use_distributed_sampler": False} if strategy else {}
     name, *variants = row.split("+")
     options = {k: v for variant in variants for k, v in VARIANTS.get(variant, {variant: True}).items()}
-    plugin = LEVELS[name](**options)
+    plugin = getattr(nemo_lowprec, name)(**options)
     trainer = pl.Trainer(
         accelerator="auto", devices=world, max_steps=steps, plugins=plugin, callbacks=[curve], logger=False,
         gradient_clip_val=1.0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -140,7 +140,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    from nemo_lowprec.chart import CHART
+    from nemo_lowprec import CHART
 
     # Everything that does not need Blackwell.
     levels = [n for n, row in CHART.items() if row.scaling not in ("mxfp8", "nvfp4")]

@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import nemo_lowprec
 from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
 from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
-from nemo_lowprec.chart import CHART
-from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec import CHART
 
 Run = Callable[[int], list[float]]
 
 
 def ours(level: str, strategy: str, **options: Any) -> Callable[[dict[str, Any]], Run]:
     def build(processes: dict[str, Any]) -> Run:
-        plugin = LEVELS[level](**options)
+        plugin = getattr(nemo_lowprec, level)(**options)
         return lambda rounds: under_trainer(
             rounds, torch.float32, plugins=plugin, **(processes | ({"strategy": strategy} if processes else {}))
         )
@@ -133,7 +133,7 @@ def main() -> None:
             continue
         level = name.rpartition(",")[0]
         for world in (1, gpus):
-            if (world == 1 and (level not in LEVELS or level in alone)) or (name, world) in have:
+            if (world == 1 and (level not in CHART or level in alone)) or (name, world) in have:
                 continue
             try:
                 seconds, peak = measure(name, world, args)

@@ -110,7 +110,7 @@ class Fp8Bucket(_OfParameters):
         self.slot.exchange()
 
     def advance(self) -> None:
-        mean_of_messages(self.slot.received(), self.layout, self.slot.mean())
+        mean_of_messages(self.slot.received(), self.layout, self.slot.mean(), self.slot.own())
         self.slot.gather()
 
     def complete(self) -> None:
@@ -171,7 +171,7 @@ class Fp8ShardBucket(Bucket):
 
     def advance(self) -> None:
         self._mean = self.slot.mean()
-        mean_of_messages(self.slot.received(), self.layout, self._mean)
+        mean_of_messages(self.slot.received(), self.layout, self._mean, self.slot.own())
         if self._replicas is not None:
             self._replicas.launch(self._mean)
 

@@ -2,7 +2,8 @@
 
 ``CollectiveSlot`` uses the process group's collectives, everywhere. ``PeerSlot`` is for GPUs of one machine that reach
 each other's memory: their copy engines move the messages, which takes no multiprocessor from a backward pass that
-goes on, and wastes less of the links than NCCL's kernels do.
+goes on, and wastes less of the links than NCCL's kernels do. They write, and one message after the other: reading is
+slower, and copies that go on at once take more time than one after the other (measured between four H200s).
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from nemo_lowprec.comm.wire import Messages
 
 __all__ = ["CollectiveSlot", "PeerMemory", "PeerSlot", "Slot", "watchers"]
 
-_CHANNELS = {"all_to_all": 0, "all_gather": 1}  # of barriers; each kind of exchange has a stream, too
-SLOTS = 3  # buckets in flight: one is sent, one is summed, one is stored
+_SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
 
 # Called with the kind of each exchange between peers and the bytes that this process sends: no process group sees it.
 watchers: list[Callable[[str, int], None]] = []
@@ -44,7 +44,11 @@ class Slot(ABC):
 
     @abstractmethod
     def received(self) -> Tensor:
-        """uint8 [world, bytes]: the messages to this process, once they are there."""
+        """uint8 [world, bytes]: the messages to this process, once they are there; ``own`` apart."""
+
+    def own(self) -> tuple[int, Tensor] | None:
+        """(index, uint8 [bytes]) of this process's message to itself where ``received`` is without it."""
+        return None
 
     @abstractmethod
     def mean(self) -> Tensor:
@@ -113,10 +117,14 @@ class CollectiveSlot(Slot):
 
 
 class PeerMemory:
-    """Memory for ``SLOTS`` buckets in flight that all processes of a group reach, and a stream that copies.
+    """Memory for buckets in flight that all processes of a group reach, and a stream that copies.
 
-    Buckets take slots in turn. A slot is used again when its last bucket was stored; every process has passed a
-    barrier since.
+    Buckets take slots in turn; between them, a bucket is sent, the one before summed and the one before that stored.
+    Who writes into another's slot knows that the bucket which had it was read:
+
+    - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
+    - The mean of k is sent after all have packed k, and before that have stored k-3.
+    - Between two backward passes lies an all_reduce (``GradientReducer.finish``).
 
     Args:
         capacity: bytes of the largest message.
@@ -130,29 +138,29 @@ class PeerMemory:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
         self._timeout = int(_timeout(group).total_seconds() * 1000)
-        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up.
-        self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in _CHANNELS}
-        size = self.world * capacity
-        # Sent and gathered, of each slot.
-        self._shared = symmetric.empty(2 * SLOTS * size, dtype=torch.uint8, device=device)
+        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up. A stream of its
+        # own for them: copies go on meanwhile.
+        self.copies, self.barriers = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
+        size, slots = self.world * capacity, _RECEIVED + _GATHERED
+        self._shared = symmetric.empty(slots * size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._shared, group or dist.group.WORLD)
         every = [
-            self._handle.get_buffer(rank, (SLOTS, 2, size), torch.uint8) if rank != self.rank
-            else self._shared.view(SLOTS, 2, size)
+            self._handle.get_buffer(rank, (slots, size), torch.uint8) if rank != self.rank
+            else self._shared.view(slots, size)
             for rank in range(self.world)
         ]  # fmt: skip
-        self.sent = [buffer[:, 0] for buffer in every]
-        self.gathered = [buffer[:, 1] for buffer in every]
-        self.received = torch.empty(SLOTS, size, dtype=torch.uint8, device=device)
+        self.received = [buffer[:_RECEIVED] for buffer in every]
+        self.gathered = [buffer[_RECEIVED:] for buffer in every]
+        self.sent = torch.empty(_SENT, size, dtype=torch.uint8, device=device)
 
     @staticmethod
     def bytes_for(capacity: int, world: int) -> int:
         """Bytes that it takes on each GPU: sent, gathered and received messages of each slot."""
-        return 3 * SLOTS * world * capacity
+        return (_SENT + _RECEIVED + _GATHERED) * world * capacity
 
-    def barrier(self, kind: str) -> None:
+    def barrier(self) -> None:
         """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""
-        self._handle.barrier(channel=_CHANNELS[kind], timeout_ms=self._timeout)
+        self._handle.barrier(timeout_ms=self._timeout)
 
     @classmethod
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
@@ -179,41 +187,44 @@ class PeerSlot(Slot):
     """By copies between the memories of GPUs."""
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int) -> None:
-        world, size, self._index = layout.world, layout.bytes, index % SLOTS
+        world, size = layout.world, layout.bytes
         self._memory = memory
-        view = lambda buffers: buffers[self._index][: world * size].view(world, size)  # noqa: E731
-        self._sent = [view(b) for b in memory.sent]
+        view = lambda slots: slots[index % len(slots)][: world * size].view(world, size)  # noqa: E731
+        self._sent = view(memory.sent)
+        self._received = [view(b) for b in memory.received]
         self._gathered = [view(b) for b in memory.gathered]
-        self._received = view(memory.received)
         self._event = torch.cuda.Event()
         self._others = [(memory.rank + i) % world for i in range(1, world)]  # all start with another one
         self._bytes = size * (world - 1)
 
     def messages(self) -> Tensor:
-        return self._sent[self._memory.rank]
+        return self._sent
 
     def exchange(self) -> None:
         me = self._memory.rank
         with self._copying("all_to_all"):
-            self._memory.barrier("all_to_all")  # all have filled theirs
             for other in self._others:
-                self._received[other].copy_(self._sent[other][me], non_blocking=True)
-        self._received[me].copy_(self._sent[me][me], non_blocking=True)
+                self._received[other][me].copy_(self._sent[other], non_blocking=True)
 
     @contextmanager
     def _copying(self, kind: str) -> Iterator[None]:
         memory = self._memory
-        stream = memory.streams[kind]
-        stream.wait_stream(torch.cuda.current_stream(memory.device))
-        with torch.cuda.stream(stream):
+        memory.copies.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(memory.copies):
             yield
+        memory.barriers.wait_stream(memory.copies)
+        with torch.cuda.stream(memory.barriers):
+            memory.barrier()  # all have sent theirs
             self._event.record()
         for watcher in watchers:
             watcher(kind, self._bytes)
 
     def received(self) -> Tensor:
         self._event.wait()
-        return self._received
+        return self._received[self._memory.rank]
+
+    def own(self) -> tuple[int, Tensor]:
+        return self._memory.rank, self._sent[self._memory.rank]
 
     def mean(self) -> Tensor:
         return self._gathered[self._memory.rank][self._memory.rank]
@@ -223,7 +234,6 @@ class PeerSlot(Slot):
         with self._copying("all_gather"):
             for other in self._others:
                 self._gathered[other][me].copy_(self._gathered[me][me], non_blocking=True)
-            self._memory.barrier("all_gather")  # all have sent theirs
 
     def gathered(self) -> Tensor:
         self._event.wait()

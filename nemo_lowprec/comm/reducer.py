@@ -138,7 +138,8 @@ class GradientReducer:
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
         if trained and trained[0].is_cuda:
-            self._stream = torch.cuda.Stream(trained[0].device)
+            # Ahead of backward, whose kernels it would otherwise wait behind while the links have nothing to do.
+            self._stream = torch.cuda.Stream(trained[0].device, priority=-1)
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         if wire != torch.float8_e4m3fn:

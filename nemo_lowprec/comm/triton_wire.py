@@ -72,8 +72,8 @@ def _copy_kernel(
 
 @triton.jit(do_not_specialize=["inverse"])
 def _mean_kernel(
-    received_ptr, out_ptr, chunk, inverse, WORLD: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    received_ptr, own_ptr, out_ptr, chunk, inverse, WORLD: tl.constexpr, OWN: tl.constexpr, TOP: tl.constexpr,
+    MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     lane = tl.arange(0, 128)
@@ -81,7 +81,7 @@ def _mean_kernel(
     place = block[:, None] * 128 + lane[None, :]
     total = tl.zeros((BLOCKS, 128), tl.float32)
     for source in tl.static_range(WORLD):
-        base = received_ptr + source * (chunk * 129)
+        base = own_ptr if source == OWN else received_ptr + source * (chunk * 129)
         data = tl.load(base.to(tl.pointer_type(tl.float8e4nv)) + place).to(tl.float32)
         exponent = tl.load(base + chunk * 128 + block).to(tl.int32)
         total += data * power_of_two(exponent)[:, None]
@@ -123,12 +123,13 @@ class FusedPacker:
             )  # fmt: skip
 
 
-def mean(received: Tensor, layout: Messages, out: Tensor) -> None:
-    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes]."""
+def mean(received: Tensor, layout: Messages, out: Tensor, own: tuple[int, Tensor] | None) -> None:
+    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes]; see ``wire.mean_of_messages``."""
     top, mantissa = exponent_rule(E4M3)
-    assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and out.is_contiguous()
+    index, message = own or (-1, received)
+    assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and message.is_contiguous() and out.is_contiguous()
     with torch.cuda.device(received.device):
         _mean_kernel[(layout.chunk // _BLOCKS,)](
-            received, out, layout.chunk, 1.0 / layout.world, WORLD=layout.world, TOP=top, MANTISSA=mantissa,
-            BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+            received, message, out, layout.chunk, 1.0 / layout.world, WORLD=layout.world, OWN=index, TOP=top,
+            MANTISSA=mantissa, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

@@ -142,12 +142,19 @@ class Packer:
         return kernels
 
 
-def mean_of_messages(received: Tensor, layout: Messages, out: Tensor) -> None:
-    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes], summed in FP32 in their order."""
+def mean_of_messages(received: Tensor, layout: Messages, out: Tensor, own: tuple[int, Tensor] | None = None) -> None:
+    """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes], summed in FP32 in their order.
+
+    Args:
+        own: (index, uint8 [bytes]): a message that lies elsewhere; what ``received`` has at this index is not read.
+    """
     kernels = _kernels(received)
     if kernels is not None:
-        kernels.mean(received, layout, out)
+        kernels.mean(received, layout, out, own)
         return
+    if own is not None:
+        received = received.clone()
+        received[own[0]] = own[1]
     data, exponents = layout.parts(received)
     total = torch.zeros(layout.chunk, BLOCK, device=received.device)
     for i in range(layout.world):

@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_lowprec.formats.block_tensor import BlockTensor
 from nemo_lowprec.formats.cast_tensor import CastTensor
 from nemo_lowprec.formats.floats import E4M3, FP16, FloatFormat, cast
+from nemo_lowprec.formats.fused import block_kernels, fused_kernels
 from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.formats.scaled_tensor import ScaledTensor
 from nemo_lowprec.formats.stored import StoredTensor, aten
@@ -135,8 +136,11 @@ class Fp8Gathered(Shard):
         self.scale_inv = self.scale.reciprocal()
 
     def gathered(self) -> tuple[Tensor, Any]:
-        data = cast(self.dequantize(torch.float32) * self.scale, E4M3)
-        return data.view(torch.uint8), self.scale_inv
+        return self.scaled_to_fp8().view(torch.uint8), self.scale_inv
+
+    def scaled_to_fp8(self) -> Tensor:
+        """The values times the scale, in E4M3."""
+        return cast(self.dequantize(torch.float32) * self.scale, E4M3)
 
     def weight(self, data: Tensor, along: Any) -> Tensor:
         stored = data.view(torch.float8_e4m3fn)
@@ -163,6 +167,13 @@ class BlockShard(Fp8Gathered, BlockTensor):
         blocks: BlockTensor = BlockTensor.from_float(values, FP16)
         return cls(blocks.data_blocks, blocks.exponent, FP16, gathers_as, margin)
 
+    def scaled_to_fp8(self) -> Tensor:
+        kernels = block_kernels() if self.is_cuda else None
+        if kernels is None:
+            return super().scaled_to_fp8()
+        cast_: Tensor = kernels.cast_blocks(self.data_blocks, self.exponent, self.scale, E4M3)
+        return cast_
+
     def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> BlockShard:
         zeros: BlockTensor = BlockTensor.zeros(shape, self.fmt, self.device)
         return BlockShard(zeros.data_blocks, zeros.exponent, self.fmt, self.gathers_as, self.margin)
@@ -183,6 +194,14 @@ class PlainShard(Fp8Gathered):
     def __new__(cls, data_fp32: Tensor, gathers_as: torch.dtype, margin: int):
         settings = {"gathers_as": gathers_as, "margin": margin, "power_of_two": False}
         return cls._wrap((data_fp32,), settings, torch.float32)
+
+    def scaled_to_fp8(self) -> Tensor:
+        kernels = fused_kernels() if self.is_cuda else None
+        if kernels is None:
+            return super().scaled_to_fp8()
+        matrix = self.data_fp32.reshape(self.shape[0], self.shape[1:].numel())
+        data, _, _ = kernels.quantize(matrix, self.scale, E4M3, rowwise=True, columnwise=False, record=None)
+        return data.view(self.shape)
 
     def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> PlainShard:
         return PlainShard(self.data_fp32.new_zeros(shape), self.gathers_as, self.margin)

@@ -24,6 +24,7 @@ __all__ = [
     "GROUP",
     "accumulate",
     "block_amax",
+    "cast_blocks",
     "exponents_of",
     "keep_positive",
     "norms",
@@ -173,6 +174,50 @@ def accumulate(
     """
     nonfinite.zero_()
     _launch(values, data, exponent, factor, nonfinite, E4M3, float(alpha), count)
+
+
+# Shards of several shapes: their sizes must not multiply the compiled variants.
+@triton.jit(do_not_specialize=["cols", "per_row", "total"])
+def _cast_kernel(
+    data_ptr, exponent_ptr, scale_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, FP8_MAX: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    if FLAT:
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = (block // per_row)[:, None] * cols + col
+    exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
+    x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
+    y = x * tl.load(scale_ptr)
+    # Comparisons with NaN are false, so that it passes through.
+    y = tl.where(y > FP8_MAX, FP8_MAX, y)
+    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
+    tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def cast_blocks(data: Tensor, exponent: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    """What a CUDA tensor in blocks stands for, times ``scale`` (FP32 [1]), rounded to ``fmt`` and saturated.
+
+    Returns:
+        contiguous, of the shape of ``data``.
+    """
+    out = torch.empty(data.shape, dtype=fmt.dtype, device=data.device)
+    rows, cols, per_row = block_grid(data.shape)
+    total = rows * per_row
+    if total:
+        assert data.is_contiguous() and exponent.is_contiguous()
+        with torch.cuda.device(data.device):
+            _cast_kernel[(triton.cdiv(total, _BLOCKS),)](
+                data, exponent, scale, out, cols, per_row, total, FLAT=cols % 128 == 0, FP8_MAX=fmt.max,
+                BLOCKS=_BLOCKS, num_warps=_WARPS,
+            )  # fmt: skip
+    return out
 
 
 @triton.jit

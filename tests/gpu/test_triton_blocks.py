@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import kernels_or_skip
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor
+from nemo_lowprec.formats import E4M3, FP16, BlockShard, BlockTensor, GradientTensor, PlainShard, cast
 from nemo_lowprec.formats.fused import block_kernels
 from nemo_lowprec.formats.multi_tensor import PointerTable
 from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
@@ -266,3 +266,18 @@ def test_beyond_31_bit_offsets(kernels, cols):
         torch.testing.assert_close(kernels.norms([grad.parts()[:3]])[0].double(), last.norm(), rtol=1e-5, atol=0)
         grad.zero_()
         grad.add_(values)
+
+
+@pytest.mark.parametrize("shape", [(33, 128), (257, 384), (37, 129), (3, 5, 7, 9), (0, 4)], ids=str)
+@pytest.mark.parametrize("kind", [BlockShard, PlainShard])
+def test_shards_are_gathered_as_by_the_reference(kernels, kind, shape):
+    for binades in (4, 40):
+        values = make(shape, binades=binades)
+        if values.numel():
+            values.view(-1)[7] = NAN
+        shard = kind.of(values, torch.bfloat16, 1) if kind is BlockShard else kind(values, torch.bfloat16, 1)
+        for amax in (1.0, 3e-4, 1e6):  # too small a scale, and one at which values saturate
+            shard.set_scale(torch.full((1,), amax, device="cuda"))
+            sent, along = shard.gathered()
+            assert_same(sent.view(torch.float8_e4m3fn), cast(shard.dequantize(torch.float32) * shard.scale, E4M3))
+            assert along is shard.scale_inv

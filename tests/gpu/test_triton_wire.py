@@ -65,7 +65,13 @@ def test_messages_are_packed_averaged_and_unpacked_as_by_the_reference(shapes, w
             packer.pack(rows(gradients), messages)
         # What one process receives: the first message of each.
         mean = torch.empty(layout.bytes, dtype=torch.uint8, device="cuda")
-        mean_of_messages(torch.stack([p[0] for p in packed]), layout, mean)
+        received = torch.stack([p[0] for p in packed])
+        mean_of_messages(received, layout, mean)
+        for own in range(world):
+            elsewhere, again = received.clone(), torch.empty_like(mean)
+            elsewhere[own] = 0x55
+            mean_of_messages(elsewhere, layout, again, (own, received[own].clone()))
+            assert torch.equal(again, mean)
         into = make(shapes, 99)
         packer.unpack(packed[-1], rows(into))
         return packed, mean, into
