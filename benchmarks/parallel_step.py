@@ -2,18 +2,20 @@
 
     python -m benchmarks.parallel_step
 
-Every contestant has processes of its own, one a GPU, which train the same model (``benchmarks/llama.py``) with fused
-AdamW on other batches each. A figure is the median over rounds of five steps, of the slowest process; tokens are those
-of all GPUs. ``of one GPU`` is the throughput beside that of as many single GPUs at the same level.
+All contestants train the same model (``benchmarks/llama.py``) with fused AdamW, one after the other in the same
+processes, one a GPU, on other batches each. A figure is the median over rounds of five steps, of the slowest process;
+tokens are those of all GPUs. ``of one GPU`` is the throughput beside that of as many single GPUs at the same level:
+the levels are first trained alone, on all GPUs at a time. A file of results that is there is continued.
 """
 
 from __future__ import annotations
 
-import argparse
+import gc
 import os
+import queue
 import statistics
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,94 +29,116 @@ from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
 from nemo_lowprec import CHART
 
-Run = Callable[[int], list[float]]
+Contestant = Callable[[int, dict[str, Any]], list[float]]
+"""Given rounds and the Trainer's arguments for the processes: seconds a step, by round."""
+
+LEVELS = [name for name, level in CHART.items() if level.scaling not in ("mxfp8", "nvfp4")]  # those need Blackwell
+STRATEGIES = ("ddp", "lowprec_ddp", "lowprec_sharded")
 
 
-def ours(level: str, strategy: str, **options: Any) -> Callable[[dict[str, Any]], Run]:
-    def build(processes: dict[str, Any]) -> Run:
-        plugin = getattr(nemo_lowprec, level)(**options)
-        return lambda rounds: under_trainer(
-            rounds, torch.float32, plugins=plugin, **(processes | ({"strategy": strategy} if processes else {}))
-        )
+def ours(level: str, **options: Any) -> Contestant:
+    if CHART[level].has_fp8:
+        options = {"attention": "cudnn", "convert": "*"} | options
 
-    return build
+    def train(rounds: int, processes: dict[str, Any]) -> list[float]:
+        return under_trainer(rounds, torch.float32, plugins=getattr(nemo_lowprec, level)(**options), **processes)
 
-
-def lightning(dtype: torch.dtype, strategy: str = "ddp", **options: Any) -> Callable[[dict[str, Any]], Run]:
-    return lambda processes: lambda rounds: under_trainer(rounds, dtype, **options, **processes, strategy=strategy)
+    return train
 
 
-def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Callable[[dict[str, Any]], Run]:
-    def build(processes: dict[str, Any]) -> Run:
+def lightning(dtype: torch.dtype, **options: Any) -> Contestant:
+    return lambda rounds, processes: under_trainer(rounds, dtype, **options, **processes)
+
+
+def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Contestant:
+    def train(rounds: int, processes: dict[str, Any]) -> list[float]:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(data_parallel_size=processes["devices"], tensor_parallel_size=1)
-        return lambda rounds: under_trainer(
-            rounds, dtype, kind=kind, precision=precision, strategy=strategy, **processes
-        )
+        return under_trainer(rounds, dtype, kind=kind, precision=precision, **(processes | {"strategy": strategy}))
 
-    return build
+    return train
 
 
-def transformer_engine(processes: dict[str, Any]) -> Run:
+def transformer_engine(rounds: int, processes: dict[str, Any]) -> list[float]:
     from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
     plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16)
-    return lambda rounds: under_trainer(rounds, torch.bfloat16, plugins=plugin, **processes, strategy="ddp")
+    return under_trainer(rounds, torch.bfloat16, plugins=plugin, **processes)
 
 
-FAST = {"attention": "cudnn", "convert": "*"}
-CONTESTANTS: dict[str, Callable[[dict[str, Any]], Run]] = {
-    "msamp_o2, ddp": ours("msamp_o2", "ddp", **FAST),
-    "msamp_o2, lowprec_ddp": ours("msamp_o2", "lowprec_ddp", **FAST),
-    "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": transformer_engine,
-    "msamp_o3, lowprec_ddp": ours("msamp_o3", "lowprec_ddp", **FAST),
-    "msamp_o1, lowprec_ddp": ours("msamp_o1", "lowprec_ddp", **FAST),
-    "bf16_with_fp8_mixed, ddp": ours("bf16_with_fp8_mixed", "ddp", **FAST),
-    "bf16_with_fp8_mixed, lowprec_ddp": ours("bf16_with_fp8_mixed", "lowprec_ddp", **FAST),
-    "bf16_mixed, lowprec_ddp": ours("bf16_mixed", "lowprec_ddp"),
-    "fp16_mixed, lowprec_ddp": ours("fp16_mixed", "lowprec_ddp"),
-    "te_fp8, ddp": ours("te_fp8", "ddp", **FAST),
-    "te_fp8, lowprec_ddp": ours("te_fp8", "lowprec_ddp", **FAST),
-    **{
-        f"{level}, sharded": ours(level, "lowprec_sharded", **(FAST if CHART[level].has_fp8 else {}))
-        for level in ("msamp_o3", "msamp_o2", "msamp_o1", "bf16_with_fp8_mixed", "bf16_mixed", "fp16_mixed", "te_fp8")
-    },
-    "bf16_with_fp8_mixed fp8_params, sharded": ours("bf16_with_fp8_mixed", "lowprec_sharded", fp8_params=True, **FAST),
-    "lightning FSDP2, bf16-true, sharded": fsdp2(Sharded, torch.bfloat16, "bf16-true"),
-    "lightning FSDP2, FP32 shards gathered in bf16, sharded": fsdp2(HalfGathered, torch.float32, "32-true"),
-    "torchao float8 all-gather, FP32 shards, compiled layers, sharded": fsdp2(Float8Gathered, torch.float32, "32-true"),
-    "lightning bf16-mixed, ddp": lightning(torch.float32, precision="bf16-mixed"),
-    "lightning bf16-true, ddp": lightning(torch.bfloat16, precision="bf16-true"),
-}
+def contestants() -> dict[str, tuple[str, Contestant]]:
+    """(strategy, contestant) by name; the strategy of those that bring one of their own is not read."""
+    field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in LEVELS}
+    with_fp8_params = ours("bf16_with_fp8_mixed", fp8_params=True)
+    return field | {
+        "bf16_with_fp8_mixed fp8_params, lowprec_sharded": ("lowprec_sharded", with_fp8_params),
+        "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": ("ddp", transformer_engine),
+        "lightning bf16-mixed, ddp": ("ddp", lightning(torch.float32, precision="bf16-mixed")),
+        "lightning bf16-true, ddp": ("ddp", lightning(torch.bfloat16, precision="bf16-true")),
+        "lightning FSDP2, bf16-true": ("", fsdp2(Sharded, torch.bfloat16, "bf16-true")),
+        "lightning FSDP2, FP32 shards gathered in bf16": ("", fsdp2(HalfGathered, torch.float32, "32-true")),
+        "torchao float8 all-gather, FP32 shards, compiled layers, FSDP2": (
+            "",
+            fsdp2(Float8Gathered, torch.float32, "32-true"),
+        ),
+    }
 
 
-def run(rank: int, world: int, name: str, rounds: int, port: int, results: Any) -> None:
-    """One process of one contestant; the first reports (seconds a step of the slowest, peak GiB of the largest)."""
+def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, results: Any) -> None:
+    """One process: puts (name, error or None, seconds a step of the slowest process and peak GiB of the largest)."""
     import transformer_engine.pytorch  # noqa: F401  (before anything touches CUDA)
 
-    processes: dict[str, Any] = {}
-    if world > 1:
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    torch.cuda.set_device(rank)
+    if not alone:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
         os.environ.update({key: str(value) for key, value in numbers.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark")
-        processes = {"devices": world, "use_distributed_sampler": False}
-    torch.cuda.set_device(rank)
-    seconds = CONTESTANTS[name](processes)(rounds)
-    found = torch.tensor([*seconds, torch.cuda.max_memory_allocated() / 2**30], device="cuda")
-    if world > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-    if rank == 0:
-        results.put(found.tolist())
-    if world > 1:
+    for name in names[rank::gpus] if alone else names:
+        gc.collect()
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated()
+        try:
+            if alone:
+                found = ours(name)(rounds, {"devices": [rank]})
+            else:
+                strategy, train = contestants()[name]
+                found = train(rounds, {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False})
+        except Exception as error:
+            results.put((name, f"{type(error).__name__}: {error}"[:300], []))
+            raise
+        worst = torch.tensor([*found, (torch.cuda.max_memory_allocated() - left) / 2**30], device="cuda")
+        if not alone:
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if alone or rank == 0:
+            results.put((name, None, worst.tolist()))
+    if not alone and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def measure(name: str, world: int, args: argparse.Namespace) -> tuple[list[float], float]:
-    results = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run, (world, name, args.rounds, args.port, results), nprocs=world)
-    *seconds, peak = results.get()
-    return seconds, peak
+def measured(
+    names: list[str], gpus: int, alone: bool, rounds: int, port: int
+) -> Iterator[tuple[str, str | None, list[float]]]:
+    """What ``work`` puts, for every name; after an error the others go on in new processes."""
+    left = list(names)
+    while left:
+        results = mp.get_context("spawn").Queue()
+        processes = mp.spawn(work, (gpus, left, alone, rounds, port, results), nprocs=gpus, join=False)
+        error = None
+        while left and error is None:
+            try:
+                name, error, found = results.get(timeout=1)
+            except queue.Empty:
+                if not any(p.is_alive() for p in processes.processes):
+                    raise RuntimeError(f"All processes are gone, and {left} were not measured.") from None
+                continue
+            left.remove(name)
+            yield name, error, found
+        try:
+            while not processes.join():
+                pass
+        except Exception:
+            traceback.print_exc()
 
 
 def main() -> None:
@@ -125,31 +149,32 @@ def main() -> None:
     args = parser.parse_args()
     gpus = torch.cuda.device_count()
     kept = [line for line in earlier(args.out, "parallel_step") if "error" not in line]
-    have = {(line["name"], line["gpus"]) for line in kept if "name" in line}
+    figures = [line for line in kept if "name" in line]
+    chosen = [name for name in contestants() if not args.only or any(part in name for part in args.only)]
+    chosen = [name for name in chosen if not any(f["name"] == name and f["gpus"] == gpus for f in figures)]
+    alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1}
+    levels = {name: name.rpartition(",")[0] for name in chosen}
+    baselines = [level for level in LEVELS if level in levels.values() and level not in alone]
     record = Record(args.out, kept)
-    alone: dict[str, float] = {line["level"]: line["tokens_per_s"] for line in kept if line.get("gpus") == 1}
-    for name in CONTESTANTS:
-        if args.only and not any(part in name for part in args.only):
-            continue
-        level = name.rpartition(",")[0]
-        for world in (1, gpus):
-            if (world == 1 and (level not in CHART or level in alone)) or (name, world) in have:
-                continue
-            try:
-                seconds, peak = measure(name, world, args)
-            except Exception as error:
-                traceback.print_exc()
-                record.add(benchmark="parallel_step", name=name, gpus=world, error=f"{type(error).__name__}"[:300])
-                continue
-            median = statistics.median(seconds)
-            rate = world * BATCH * SEQUENCE / median
-            figures = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
-            figures |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
-            if world == 1:
-                alone[level] = rate
-            elif level in alone:
-                figures["of_one_gpu"] = round(rate / (world * alone[level]), 4)
-            record.add(benchmark="parallel_step", name=name, level=level, gpus=world, **figures)
+
+    def note(name: str, level: str | None, count: int, error: str | None, found: list[float]) -> float:
+        if error is not None:
+            record.add(benchmark="parallel_step", name=name, gpus=count, error=error)
+            return 0.0
+        *seconds, peak = found
+        median = statistics.median(seconds)
+        rate = count * BATCH * SEQUENCE / median
+        line = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
+        line |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
+        if count > 1 and alone.get(level or ""):
+            line["of_one_gpu"] = round(rate / (count * alone[level or ""]), 4)
+        record.add(benchmark="parallel_step", name=name, level=level, gpus=count, **line)
+        return rate
+
+    for name, error, found in measured(baselines, gpus, True, args.rounds, args.port):
+        alone[name] = note(name, name, 1, error, found)
+    for name, error, found in measured(chosen, gpus, False, args.rounds, args.port):
+        note(name, levels[name] if levels[name] in LEVELS else None, gpus, error, found)
 
 
 if __name__ == "__main__":

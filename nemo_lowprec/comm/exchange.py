@@ -138,9 +138,10 @@ class PeerMemory:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
         self._timeout = int(_timeout(group).total_seconds() * 1000)
-        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up. A stream of its
-        # own for them: copies go on meanwhile.
-        self.copies, self.barriers = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
+        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up. Between two GPUs
+        # copies go on meanwhile; between more, it keeps them from meeting: each has one source and one target then.
+        self.copies = torch.cuda.Stream(device, priority=-2)
+        self.barriers = torch.cuda.Stream(device, priority=-2) if self.world == 2 else self.copies
         size, slots = self.world * capacity, _RECEIVED + _GATHERED
         self._shared = symmetric.empty(slots * size, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(self._shared, group or dist.group.WORLD)
