@@ -8,6 +8,7 @@ Source: the extension points ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class Fp8Gathered(Shard):
     """A shard whose weight is E4M3 with one scale, that of the whole matrix: all processes agree on its amax.
 
     Attributes:
-        scale, scale_inv: FP32 [1], set by ``set_scale`` before the first weight is gathered.
+        scale, scale_inv: FP32 [1], set by ``set_scales`` before the first weight is gathered.
         gathers_as: dtype that the gathered weight reads as.
         margin: the scale is divided by 2**margin.
         power_of_two: the scale is one.
@@ -126,14 +127,16 @@ class Fp8Gathered(Shard):
         known, self.amax_of_step = self.amax_of_step, None
         return compute_amax(self.dequantize(torch.float32)) if known is None else known
 
-    def set_scale(self, amax: Tensor) -> None:
-        """Scale for a matrix whose largest magnitude is ``amax`` (FP32 [1])."""
-        if self.power_of_two:
-            self.scale = power_of_two_scale(amax, E4M3, self.margin)
-        else:
-            self.scale = compute_scale(amax, E4M3.max, self.margin)
+    @staticmethod
+    def set_scales(shards: Sequence[Fp8Gathered], amax: Tensor) -> None:
+        """Scales for matrices whose largest magnitudes are ``amax`` (FP32 [shards]); shards of one kind and margin."""
+        power_of_two, margin = shards[0].power_of_two, shards[0].margin
+        scale = power_of_two_scale(amax, E4M3, margin) if power_of_two else compute_scale(amax, E4M3.max, margin)
         # Here, and not where shards are gathered: that is on another stream, which would reuse its memory too early.
-        self.scale_inv = self.scale.reciprocal()
+        scale_inv = scale.reciprocal()
+        for shard, *both in zip(shards, scale.split(1), scale_inv.split(1), strict=True):
+            assert (shard.power_of_two, shard.margin) == (power_of_two, margin)
+            shard.scale, shard.scale_inv = both
 
     def gathered(self) -> tuple[Tensor, Any]:
         return self.scaled_to_fp8().view(torch.uint8), self.scale_inv

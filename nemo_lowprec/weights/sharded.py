@@ -128,8 +128,7 @@ class ShardedWeights:
         if shards:
             amax = torch.stack([shard.local_amax() for shard in shards])
             self._reduce_amax(amax)
-            for shard, one in zip(shards, amax.split(1), strict=True):
-                shard.set_scale(one)
+            Fp8Gathered.set_scales(shards, amax)
 
     @torch.no_grad()
     def remove(self) -> None:

@@ -277,7 +277,7 @@ def test_shards_are_gathered_as_by_the_reference(kernels, kind, shape):
             values.view(-1)[7] = NAN
         shard = kind.of(values, torch.bfloat16, 1) if kind is BlockShard else kind(values, torch.bfloat16, 1)
         for amax in (1.0, 3e-4, 1e6):  # too small a scale, and one at which values saturate
-            shard.set_scale(torch.full((1,), amax, device="cuda"))
+            shard.set_scales([shard], torch.full((1,), amax, device="cuda"))
             sent, along = shard.gathered()
             assert_same(sent.view(torch.float8_e4m3fn), cast(shard.dequantize(torch.float32) * shard.scale, E4M3))
             assert along is shard.scale_inv
