@@ -15,9 +15,11 @@ import os
 import queue
 import statistics
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -28,12 +30,34 @@ from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
 from nemo_lowprec import CHART
+from nemo_lowprec.report.found import format_of
+from nemo_lowprec.report.traffic import Traffic
 
 Contestant = Callable[[int, dict[str, Any]], list[float]]
 """Given rounds and the Trainer's arguments for the processes: seconds a step, by round."""
 
 LEVELS = [name for name, level in CHART.items() if level.scaling not in ("mxfp8", "nvfp4")]  # those need Blackwell
 STRATEGIES = ("ddp", "lowprec_ddp", "lowprec_sharded")
+
+
+class Sent(pl.Callback):
+    """Bytes that this process sends in the second step, by what sends them and in which format."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[str] = Counter()
+        self._traffic: Traffic | None = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            self._traffic = Traffic().__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if self._traffic is not None:
+            self._traffic.__exit__(None, None, None)
+            for one in self._traffic.sent:
+                format_ = "fp8" if one.dtype == torch.uint8 else format_of(one.dtype)
+                self.bytes[f"{one.kind} {format_}"] += one.bytes
+            self._traffic = None
 
 
 def ours(level: str, **options: Any) -> Contestant:
@@ -86,7 +110,10 @@ def contestants() -> dict[str, tuple[str, Contestant]]:
 
 
 def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, results: Any) -> None:
-    """One process: puts (name, error or None, seconds a step of the slowest process and peak GiB of the largest)."""
+    """One process: puts (name, error, seconds a step of the slowest process and peak GiB of the largest, bytes).
+
+    The bytes are those that it sent in a step, by what sent them.
+    """
     import transformer_engine.pytorch  # noqa: F401  (before anything touches CUDA)
 
     torch.cuda.set_device(rank)
@@ -98,27 +125,31 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         gc.collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated()
+        sent = Sent()
+        # What is compiled is compiled once more within a mode that looks at operations.
+        looks = [] if alone or "compiled" in name else [sent]
         try:
             if alone:
                 found = ours(name)(rounds, {"devices": [rank]})
             else:
                 strategy, train = contestants()[name]
-                found = train(rounds, {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False})
+                processes = {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False}
+                found = train(rounds, processes | {"callbacks": looks})
         except Exception as error:
-            results.put((name, f"{type(error).__name__}: {error}"[:300], []))
+            results.put((name, f"{type(error).__name__}: {error}"[:300], [], {}))
             raise
         worst = torch.tensor([*found, (torch.cuda.max_memory_allocated() - left) / 2**30], device="cuda")
         if not alone:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         if alone or rank == 0:
-            results.put((name, None, worst.tolist()))
+            results.put((name, None, worst.tolist(), dict(sent.bytes)))
     if not alone and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def measured(
     names: list[str], gpus: int, alone: bool, rounds: int, port: int
-) -> Iterator[tuple[str, str | None, list[float]]]:
+) -> Iterator[tuple[str, str | None, list[float], dict[str, int]]]:
     """What ``work`` puts, for every name; after an error the others go on in new processes."""
     left = list(names)
     while left:
@@ -127,13 +158,13 @@ def measured(
         error = None
         while left and error is None:
             try:
-                name, error, found = results.get(timeout=1)
+                name, error, found, sent = results.get(timeout=1)
             except queue.Empty:
                 if not any(p.is_alive() for p in processes.processes):
                     raise RuntimeError(f"All processes are gone, and {left} were not measured.") from None
                 continue
             left.remove(name)
-            yield name, error, found
+            yield name, error, found, sent
         try:
             while not processes.join():
                 pass
@@ -157,24 +188,28 @@ def main() -> None:
     baselines = [level for level in LEVELS if level in levels.values() and level not in alone]
     record = Record(args.out, kept)
 
-    def note(name: str, level: str | None, count: int, error: str | None, found: list[float]) -> float:
+    def note(
+        name: str, level: str | None, count: int, error: str | None, found: list[float], sent: dict[str, int]
+    ) -> float:
         if error is not None:
             record.add(benchmark="parallel_step", name=name, gpus=count, error=error)
             return 0.0
         *seconds, peak = found
         median = statistics.median(seconds)
         rate = count * BATCH * SEQUENCE / median
-        line = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
+        line: dict[str, Any] = {"tokens_per_s": round(rate), "ms": round(median * 1e3, 2), "peak_gib": round(peak, 2)}
         line |= {"ms_min": round(min(seconds) * 1e3, 2), "ms_max": round(max(seconds) * 1e3, 2)}
         if count > 1 and alone.get(level or ""):
             line["of_one_gpu"] = round(rate / (count * alone[level or ""]), 4)
+        if sent:
+            line |= {"bytes_sent": sum(sent.values()), "sent": sent}
         record.add(benchmark="parallel_step", name=name, level=level, gpus=count, **line)
         return rate
 
-    for name, error, found in measured(baselines, gpus, True, args.rounds, args.port):
-        alone[name] = note(name, name, 1, error, found)
-    for name, error, found in measured(chosen, gpus, False, args.rounds, args.port):
-        note(name, levels[name] if levels[name] in LEVELS else None, gpus, error, found)
+    for name, *found in measured(baselines, gpus, True, args.rounds, args.port):
+        alone[name] = note(name, name, 1, *found)
+    for name, *found in measured(chosen, gpus, False, args.rounds, args.port):
+        note(name, levels[name] if levels[name] in LEVELS else None, gpus, *found)
 
 
 if __name__ == "__main__":

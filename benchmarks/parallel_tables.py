@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import milliseconds, origin, rst_table
 
-__all__ = ["gradient_sync", "parallel_picture", "parallel_step"]
+__all__ = ["gradient_sync", "parallel_parity", "parallel_picture", "parallel_step"]
 
 OTHERS = ("lightning", "torchao")  # with which the names of contestants that are not ours begin
 
@@ -16,10 +16,11 @@ def gradient_sync() -> str:
     """Time to average gradients, from gradient_sync_h200.jsonl."""
     origins, figures = read(RESULTS / "gradient_sync_h200.jsonl")
     table = rst_table(
-        ("Gradients averaged by", "ms: median (min – max)", "of bf16", "MB sent", "relative error"),
+        ("Gradients averaged by", "GPUs", "ms: median (min – max)", "of bf16", "MB sent", "relative error"),
         [
             (
                 f["contestant"],
+                str(f["gpus"]),
                 milliseconds(f, 3),
                 f"{f['of_bf16']:.3f}",
                 f"{f['bytes_sent'] / 1e6:,.0f}",
@@ -35,7 +36,15 @@ def parallel_step() -> str:
     """Whole steps on several GPUs, from parallel_step_h200.jsonl."""
     origins, figures = read(RESULTS / "parallel_step_h200.jsonl")
     table = rst_table(
-        ("Contestant", "GPUs", "tokens/s", "of as many single ones", "ms a step: median (min – max)", "peak GiB"),
+        (
+            "Contestant",
+            "GPUs",
+            "tokens/s",
+            "of as many single ones",
+            "ms a step: median (min – max)",
+            "peak GiB",
+            "GB sent a step",
+        ),
         [
             (
                 f["name"],
@@ -44,11 +53,39 @@ def parallel_step() -> str:
                 f"{f['of_one_gpu']:.2f}" if "of_one_gpu" in f else "–",
                 milliseconds(f, 1),
                 f"{f['peak_gib']:.1f}",
+                f"{f['bytes_sent'] / 1e9:.2f}" if "bytes_sent" in f else "–",
             )
             for f in sorted(figures, key=lambda f: (-f["gpus"], -f["tokens_per_s"]))
         ],
     )
     return f"{origin(origins)}\n\n{table}"
+
+
+def parallel_parity() -> str:
+    """Validation losses on several GPUs beside one, from loss_parity_parallel_h200.jsonl."""
+    origins, figures = read(RESULTS / "loss_parity_parallel_h200.jsonl")
+    losses = {f["level"]: f["val_loss"] for f in figures if f["benchmark"] == "loss_parity"}
+    rows = [f for f in figures if f["benchmark"] == "loss_parity"]
+    table = rst_table(
+        ("Level", "strategy", "GPUs", "validation loss", "gap to one GPU, %", "gap to bf16_mixed on one GPU, %"),
+        [
+            (
+                f"``{level}``",
+                strategy or "–",
+                str(f["gpus"]),
+                f"{f['val_loss']:.4f}",
+                _gap(f["val_loss"], losses.get(level)) if strategy else "–",
+                _gap(f["val_loss"], losses.get("bf16_mixed")),
+            )
+            for f in sorted(rows, key=lambda f: f["level"])
+            for level, _, strategy in [f["level"].partition("@")]
+        ],
+    )
+    return f"{origin(origins)}\n\n{table}"
+
+
+def _gap(loss: float, beside: float | None) -> str:
+    return "–" if beside is None else f"{(loss / beside - 1) * 100:+.2f}"
 
 
 def parallel_picture(path: Path) -> None:

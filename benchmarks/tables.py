@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parallel_tables import gradient_sync, parallel_picture, parallel_step
+from benchmarks.parallel_tables import gradient_sync, parallel_parity, parallel_picture, parallel_step
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import failure, milliseconds, origin, rst_table
 from nemo_lowprec.chart import CHART, COLUMNS
@@ -277,6 +277,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "image_parity": image_parity,
     "gradient_sync": gradient_sync,
     "parallel_step": parallel_step,
+    "parallel_parity": parallel_parity,
 }
 
 

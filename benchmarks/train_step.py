@@ -14,7 +14,7 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,7 @@ def under_trainer(
     dtype: torch.dtype,
     prepare: Callable[[Any], None] | None = None,
     kind: type[Llama] = Llama,
+    callbacks: Sequence[pl.Callback] = (),
     **kwargs: Any,
 ):
     module = kind(dtype)
@@ -60,7 +61,8 @@ def under_trainer(
     clock = Clock()
     trainer = pl.Trainer(
         accelerator="gpu", max_steps=WARMUP + ROUND * rounds + 1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock], **({"devices": 1} | kwargs),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[clock, *callbacks],
+        **({"devices": 1} | kwargs),
     )  # fmt: skip
     trainer.fit(module, loader())
     return clock.rounds
