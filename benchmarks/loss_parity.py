@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.levels import HOPPER
 from benchmarks.record import Record, arguments, earlier
 
 SEQUENCE, BATCH, EVERY = 1024, 16, 20
@@ -140,11 +141,7 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    from nemo_lowprec import CHART
-
-    # Everything that does not need Blackwell.
-    levels = [n for n, row in CHART.items() if row.scaling not in ("mxfp8", "nvfp4")]
-    levels += ["msamp_o2+stochastic_rounding", "msamp_o3+stochastic_rounding", "msamp_o2+fp8_head"]
+    levels = [*HOPPER, "msamp_o2+stochastic_rounding", "msamp_o3+stochastic_rounding", "msamp_o2+fp8_head"]
     levels += ["bf16_with_fp8_mixed+fp8_params"]
     parser = arguments(__doc__.split("\n")[0], "loss_parity_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=levels)

@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 
 import nemo_lowprec
 from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
+from benchmarks.levels import HOPPER
 from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
@@ -36,7 +37,6 @@ from nemo_lowprec.report.traffic import Traffic
 Contestant = Callable[[int, dict[str, Any]], list[float]]
 """Given rounds and the Trainer's arguments for the processes: seconds a step, by round."""
 
-LEVELS = [name for name, level in CHART.items() if level.scaling not in ("mxfp8", "nvfp4")]  # those need Blackwell
 STRATEGIES = ("ddp", "lowprec_ddp", "lowprec_sharded")
 
 
@@ -93,7 +93,7 @@ def transformer_engine(rounds: int, processes: dict[str, Any]) -> list[float]:
 
 def contestants() -> dict[str, tuple[str, Contestant]]:
     """(strategy, contestant) by name; the strategy of those that bring one of their own is not read."""
-    field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in LEVELS}
+    field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in HOPPER}
     with_fp8_params = ours("bf16_with_fp8_mixed", fp8_params=True)
     return field | {
         "bf16_with_fp8_mixed fp8_params, lowprec_sharded": ("lowprec_sharded", with_fp8_params),
@@ -185,7 +185,7 @@ def main() -> None:
     chosen = [name for name in chosen if not any(f["name"] == name and f["gpus"] == gpus for f in figures)]
     alone = {f["level"]: f["tokens_per_s"] for f in figures if f["gpus"] == 1}
     levels = {name: name.rpartition(",")[0] for name in chosen}
-    baselines = [level for level in LEVELS if level in levels.values() and level not in alone]
+    baselines = [level for level in HOPPER if level in levels.values() and level not in alone]
     record = Record(args.out, kept)
 
     def note(
@@ -209,7 +209,7 @@ def main() -> None:
     for name, *found in measured(baselines, gpus, True, args.rounds, args.port):
         alone[name] = note(name, name, 1, *found)
     for name, *found in measured(chosen, gpus, False, args.rounds, args.port):
-        note(name, levels[name] if levels[name] in LEVELS else None, gpus, *found)
+        note(name, levels[name] if levels[name] in HOPPER else None, gpus, *found)
 
 
 if __name__ == "__main__":

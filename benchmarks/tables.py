@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.levels import HOPPER
 from benchmarks.parallel_tables import gradient_sync, parallel_parity, parallel_picture, parallel_step
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import failure, milliseconds, origin, rst_table
@@ -20,12 +21,11 @@ from nemo_lowprec.chart import CHART, COLUMNS
 
 _ROOT = Path(__file__).parent.parent
 DOCUMENTS = (_ROOT / "README.rst", _ROOT / "docs" / "measured.rst")
-_BLACKWELL = ("mxfp8", "nvfp4")
 
 
 def chart() -> str:
     """The precision chart, without the rows that no run has shown."""
-    rows = [level for level in CHART.values() if level.scaling not in _BLACKWELL]
+    rows = [CHART[name] for name in HOPPER]
     return rst_table(COLUMNS, [[f"``{r.name}``", *list(r.columns().values())[1:]] for r in rows])
 
 

@@ -78,24 +78,31 @@ def keep_positive(scaled, amax, SMALLEST: tl.constexpr):
     return tl.maximum(scaled, least, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def _tile(cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexpr):
+    """The blocks of this program's tile, and of its elements [blocks, 128] whether they lie inside the tensor, their
+    rows and columns, and their offsets where it is contiguous."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    row, col = (block // per_row)[:, None], (block % per_row)[:, None] * 128 + lane[None, :]
+    if FLAT:
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        inside = inside & (col < cols)
+        offset = row * cols + col
+    return block, inside, row, col, offset
+
+
 @triton.jit(do_not_specialize=["count"])
 def _quantize_kernel(
     x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, count, cols, per_row, total, stride_r, stride_c,
     FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, ROUND_BITS: tl.constexpr,
     ROUND_SMALLEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 128)
-    inside = (block < total)[:, None] & (lane >= 0)[None, :]
-    if FLAT:
-        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
-        source = offset
-    else:
-        row, col = block // per_row, (block % per_row)[:, None] * 128 + lane[None, :]
-        inside = inside & (col < cols)
-        offset = row[:, None] * cols + col
-        source = row[:, None] * stride_r + col * stride_c
+    block, inside, row, col, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
+    source = offset if FLAT else row * stride_r + col * stride_c
     x = tl.load(x_ptr + source, mask=inside, other=0.0).to(tl.float32)
     if ACCUMULATE:
         old = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32)
@@ -182,16 +189,7 @@ def _cast_kernel(
     data_ptr, exponent_ptr, scale_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 128)
-    inside = (block < total)[:, None] & (lane >= 0)[None, :]
-    if FLAT:
-        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
-    else:
-        col = (block % per_row)[:, None] * 128 + lane[None, :]
-        inside = inside & (col < cols)
-        offset = (block // per_row)[:, None] * cols + col
+    block, inside, _, _, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
     exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
     x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
     y = x * tl.load(scale_ptr)
