@@ -188,6 +188,7 @@ class Engine:
             ReferenceBackend() if device.type == "cpu" else None,
             self.layers,
             self.histories,
+            fp32_wgrad=self.level.has_half_weights and self.level.weight_grad == "fp32",
         )
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done

@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
 from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
@@ -33,7 +34,7 @@ class Conversion:
 
     Attributes:
         low: names of layers whose GEMMs run below 16 bits.
-        half: names of linear layers whose GEMMs run in half precision on the reference backend (CPU).
+        half: names of linear layers whose GEMMs run in half precision, and not by torch alone.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
     """
@@ -57,6 +58,7 @@ def convert_layers(
     half_backend: Backend | None,
     layers: LayerFilter,
     histories: DelayedScaling | None,
+    fp32_wgrad: bool = False,
 ) -> Conversion:
     """Convert linear layers and norms of ``model`` in place.
 
@@ -64,9 +66,10 @@ def convert_layers(
         half: dtype of activations.
         recipe: the FP8 recipe; None converts no layer to FP8 and leaves norms alone.
         backend: runs the FP8 GEMMs.
-        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves them as they are.
+        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves that to torch.
         layers: which layers.
         histories: gets a column for every operand, for delayed scaling.
+        fp32_wgrad: whether those layers' weight gradients are FP32; torch rounds them to half before.
     """
     result = Conversion()
     if recipe is not None:
@@ -79,6 +82,11 @@ def convert_layers(
                 result.half.append(name)
             elif _is_conv1d(module) and _ORIGINAL not in module.__dict__:
                 _swap_conv1d(module, GemmPlan(half_backend, half))
+                result.half.append(name)
+    elif fp32_wgrad:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and _ORIGINAL not in module.__dict__ and _linear_obstacle(module) is None:
+                _swap(module, HalfLinear)
                 result.half.append(name)
     return result
 

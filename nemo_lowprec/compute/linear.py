@@ -18,7 +18,7 @@ from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
-__all__ = ["GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear"]
+__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "wgrad_dtype"]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class LowPrecisionConv1D(LowPrecisionLinear):
         return _apply(x, self.weight, self.bias, self, transposed=True)
 
 
-class _AutocastOff:
+class AutocastOff:
     """``torch.autocast(device, enabled=False)`` at half of what that costs the host, for code that is not compiled."""
 
     __slots__ = ("device", "was")
@@ -112,7 +112,7 @@ def _apply(
             plan = replace(plan, half=out_dtype)
     # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
     record = layer.training
-    with _AutocastOff(device):
+    with AutocastOff(device):
         flat = x.reshape(-1, x.shape[-1])
         # needs_input_grad does not know of no_grad.
         grad = torch.is_grad_enabled()
@@ -225,7 +225,7 @@ class _LinearFunction(torch.autograd.Function):
         if grad_output is None:  # only the layers that share this one's input are part of the loss
             total = ctx.gradient.take()
             return None if total is None else total[: ctx.rows], None, None, None
-        with _AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
+        with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
             return _LinearFunction._backward(ctx, grad_output)
 
     @staticmethod

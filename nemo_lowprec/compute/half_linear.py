@@ -1,0 +1,63 @@
+"""A linear layer with half weights whose weight gradient is the FP32 accumulator of its GEMM, not rounded to half.
+
+Autograd would round the gradient to the weight's dtype and then make an FP32 copy: a pass over every gradient that
+costs more than the GEMM's wider output. Source: Megatron-LM's ``gradient_accumulation_fusion``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.backends.scaled_mm import half_matmul
+from nemo_lowprec.compute.linear import AutocastOff, wgrad_dtype
+
+__all__ = ["HalfLinear"]
+
+
+class HalfLinear(nn.Linear):
+    """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
+
+    All else (a compiled block, a transform of ``torch.func``, evaluation, other dtypes) is left to ``nn.Linear``.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
+            device, half = input.device.type, weight.dtype
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+            fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
+            if fits and wgrad_dtype(weight) == torch.float32 and not torch._C._are_functorch_transforms_active():
+                with AutocastOff(device):
+                    rows = input.to(half).reshape(-1, input.shape[-1])
+                    out: Tensor = _HalfLinearFunction.apply(rows, weight, bias)
+                # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
+                shape = [*input.shape[:-1], out.shape[-1]]
+                return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
+        return super().forward(input)
+
+
+class _HalfLinearFunction(torch.autograd.Function):
+    """Of (input [rows, in_features], weight, bias or None), all half, to [rows, out_features]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
+            dx = grad_output @ weight if need_x else None
+            dw = db = None
+            if need_weight:
+                twice = torch.is_grad_enabled()  # a second derivative is wanted, which half_matmul may not have
+                dw = grad_output.t() @ x if twice else half_matmul(grad_output.t(), x, torch.float32)
+            if need_bias:
+                db = grad_output.sum(0, dtype=torch.float32)
+        return dx, dw, db
