@@ -94,14 +94,17 @@ class GradientReducer:
         self._active = False
         while self._launched < len(self._buckets):
             self._launch()
+        # On shards after all else: all have read what they received then (``PeerMemory``).
+        there = self._ask_who_has() if self._shards is None else None
         with self._on_side_stream():
             for bucket in self._buckets[-1:]:
                 bucket.advance()
+            self._commit()
             for bucket in self._buckets[-2:]:
                 bucket.complete()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        self._forget_unused()
+        self._forget_unused(*(there or self._ask_who_has()))
         for key in self._bucket_of:
             self._expected[key] = max(self._expected.get(key, 1), self._arrivals[key])
 
@@ -198,6 +201,7 @@ class GradientReducer:
             bucket.launch()
             if index > 0:
                 self._buckets[index - 1].advance()
+            self._commit()
             if index > 1:
                 self._buckets[index - 2].complete()
 
@@ -208,14 +212,17 @@ class GradientReducer:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def _forget_unused(self) -> None:
-        """Take the zeros away that stand for gradients which no process has."""
-        pairs = [(p, b) for b in self._buckets for p in b.params]
-        if not pairs:
-            return
-        params = [p for p, _ in pairs]
+    def _commit(self) -> None:
+        if self._peers is not None:
+            self._peers.commit()
+
+    def _ask_who_has(self) -> tuple[Tensor | None, Any]:
+        """Begin to add up which gradients any process has: int8, in the order of the buckets; and the work."""
+        params = [p for b in self._buckets for p in b.params]
+        if not params:
+            return None, None
+        made = {id(p) for p in self._made}
         device = params[0].device
-        made, self._made = {id(p) for p in self._made}, []
         if self._all_there is None:
             self._all_there = torch.ones(len(params), dtype=torch.int8, device=device)
         # The maximum of ones is ones: what is sent where nothing is missing need not be made anew.
@@ -223,8 +230,16 @@ class GradientReducer:
         if made:
             there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
         with bookkeeping():
-            dist.all_reduce(there, dist.ReduceOp.MAX, self.group)
-        if made:
+            return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
+
+    def _forget_unused(self, there: Tensor | None, work: Any) -> None:
+        """Take the zeros away that stand for gradients which no process has."""
+        if there is None:
+            return
+        work.wait()
+        if self._made:
+            self._made = []
+            pairs = [(p, b) for b in self._buckets for p in b.params]
             for (param, bucket), flag in zip(pairs, there.tolist(), strict=True):
                 if not flag:
                     bucket.forget(param)
