@@ -3,7 +3,7 @@
     python -m benchmarks.gradient_sync
 
 268 M gradients, as of 16 matrices of 4096 x 4096. A pass lets every process sleep on its GPU while the host queues the
-work (in training it runs ahead of the GPU, too) and measures from the end of the sleep to the end of the work; a round
+work (in training it runs ahead of the GPU, too), then for the others, and measures from there to the end; a round
 times one pass of each contestant, and rounds repeat. The time of a pass is that of the slowest process.
 
 ``fp8`` is what training runs: a backward pass hands out BF16 gradients, each is quantized and stored, and buckets are
@@ -76,10 +76,11 @@ class Stored:
         for param, gradient in zip(self.params, self.gradients, strict=True):
             param.grad = None
             self.losses.append(_HandOut.apply(param, [gradient.clone()]))
+        self.ones = [torch.ones_like(loss) for loss in self.losses]
 
     def backward(self) -> None:
         self.reducer.begin()
-        torch.autograd.backward(self.losses, [torch.ones_like(loss) for loss in self.losses])
+        torch.autograd.backward(self.losses, self.ones)
         self.reducer.finish()
 
     def reduce(self) -> None:
@@ -113,8 +114,10 @@ def milliseconds(work: Callable[[], None], prepare: Callable[[], None], device: 
     prepare()
     dist.barrier()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    together = torch.zeros(1, device=device)
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP)
+    dist.all_reduce(together)  # clocks differ, and a GPU that wakes before the others would wait in what is timed
     start.record()
     work()
     end.record()

@@ -16,9 +16,10 @@ BUCKET_BYTES = 64 * 2**20  # on the wire
 def cut_into_buckets(
     params: Iterable[Tensor], wire: Callable[[Tensor], torch.dtype], bucket_bytes: int = BUCKET_BYTES
 ) -> list[tuple[torch.dtype, list[Tensor]]]:
-    """Cut parameters into buckets of each wire format; smaller ones where nothing else is under way.
+    """Cut parameters into buckets of each wire format; smaller ones where little else is under way.
 
-    Those are the first, before which nothing is sent, and the last, after which backward is over.
+    Those are the first, before which nothing is sent, the second, which is to be there when the first is sent, and the
+    last, after which backward is over.
 
     Args:
         params: in the order in which backward makes their gradients.
@@ -43,5 +44,5 @@ def cut_into_buckets(
         if filled[dtype] >= limit[dtype]:
             left[dtype] -= filled.pop(dtype)
             buckets.append((dtype, filling.pop(dtype)))
-            limit[dtype] = min(bucket_bytes, max(left[dtype] - last, last))
+            limit[dtype] = min(bucket_bytes, 2 * limit[dtype], max(left[dtype] - last, last))
     return buckets + list(filling.items())

@@ -11,7 +11,8 @@ from __future__ import annotations
 import datetime
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -118,13 +119,12 @@ class CollectiveSlot(Slot):
 class PeerMemory:
     """Memory for buckets in flight that all processes of a group reach, and a stream that copies.
 
-    Buckets take slots in turn; between them, a bucket is sent, the one before summed and the one before that stored,
-    and then ``commit`` lets all wait for each other. Who writes into another's slot knows that the bucket which had it
-    was read:
+    Buckets take slots in turn; between them, a bucket is sent, the one before summed and the one before that stored.
+    Who writes into another's slot knows that the bucket which had it was read:
 
     - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
     - The mean of k is sent after all have packed k, and before that have stored k-3.
-    - Between two backward passes all have summed all, since the mean of the last bucket was sent; where no means are,
+    - Between two backward passes all have summed all: the mean of the last bucket was sent. Where no means are sent,
       an all_reduce comes last (``GradientReducer.finish``).
 
     Args:
@@ -154,34 +154,15 @@ class PeerMemory:
         self.received = [buffer[:_RECEIVED] for buffer in every]
         self.gathered = [buffer[_RECEIVED:] for buffer in every]
         self.sent = torch.empty(_SENT, size, dtype=torch.uint8, device=device)
-        self._open: list[torch.cuda.Event] = []
 
     @staticmethod
     def bytes_for(capacity: int, world: int) -> int:
         """Bytes that it takes on each GPU: sent, gathered and received messages of each slot."""
         return (_SENT + _RECEIVED + _GATHERED) * world * capacity
 
-    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], there: torch.cuda.Event) -> None:
-        """Copy (target, source), after the current stream; after the next ``commit``, ``there`` is all processes'."""
-        self.copies.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copies):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        self._open.append(there)
-
-    def commit(self) -> None:
-        """Wait, after the copies since the last call, for those of all processes; an error after the group's timeout.
-
-        Not on the current stream: whoever reads waits for the event.
-        """
-        if not self._open:
-            return
-        self.barriers.wait_stream(self.copies)
-        with torch.cuda.stream(self.barriers):
-            self._handle.barrier(timeout_ms=self._timeout)
-            for event in self._open:
-                event.record()
-        self._open.clear()
+    def barrier(self) -> None:
+        """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""
+        self._handle.barrier(timeout_ms=self._timeout)
 
     @classmethod
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
@@ -223,10 +204,20 @@ class PeerSlot(Slot):
 
     def exchange(self) -> None:
         me = self._memory.rank
-        self._send("all_to_all", [(self._received[other][me], self._sent[other]) for other in self._others])
+        with self._copying("all_to_all"):
+            for other in self._others:
+                self._received[other][me].copy_(self._sent[other], non_blocking=True)
 
-    def _send(self, kind: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self._memory.copy(pairs, self._event)
+    @contextmanager
+    def _copying(self, kind: str) -> Iterator[None]:
+        memory = self._memory
+        memory.copies.wait_stream(torch.cuda.current_stream(memory.device))
+        with torch.cuda.stream(memory.copies):
+            yield
+        memory.barriers.wait_stream(memory.copies)
+        with torch.cuda.stream(memory.barriers):
+            memory.barrier()  # all have sent theirs
+            self._event.record()
         for watcher in watchers:
             watcher(kind, self._bytes)
 
@@ -242,7 +233,9 @@ class PeerSlot(Slot):
 
     def gather(self) -> None:
         me = self._memory.rank
-        self._send("all_gather", [(self._gathered[other][me], self._gathered[me][me]) for other in self._others])
+        with self._copying("all_gather"):
+            for other in self._others:
+                self._gathered[other][me].copy_(self._gathered[me][me], non_blocking=True)
 
     def gathered(self) -> Tensor:
         self._event.wait()

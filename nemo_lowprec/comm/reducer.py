@@ -99,7 +99,6 @@ class GradientReducer:
         with self._on_side_stream():
             for bucket in self._buckets[-1:]:
                 bucket.advance()
-            self._commit()
             for bucket in self._buckets[-2:]:
                 bucket.complete()
         if self._stream is not None:
@@ -201,7 +200,6 @@ class GradientReducer:
             bucket.launch()
             if index > 0:
                 self._buckets[index - 1].advance()
-            self._commit()
             if index > 1:
                 self._buckets[index - 2].complete()
 
@@ -211,10 +209,6 @@ class GradientReducer:
         if after_current:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
-
-    def _commit(self) -> None:
-        if self._peers is not None:
-            self._peers.commit()
 
     def _ask_who_has(self) -> tuple[Tensor | None, Any]:
         """Begin to add up which gradients any process has: int8, in the order of the buckets; and the work."""
