@@ -93,20 +93,21 @@ def transformer_engine(rounds: int, processes: dict[str, Any]) -> list[float]:
 
 def contestants() -> dict[str, tuple[str, Contestant]]:
     """(strategy, contestant) by name; the strategy of those that bring one of their own is not read."""
-    field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in HOPPER}
-    with_fp8_params = ours("bf16_with_fp8_mixed", fp8_params=True)
-    return field | {
-        "bf16_with_fp8_mixed fp8_params, lowprec_sharded": ("lowprec_sharded", with_fp8_params),
+    rivals = {
         "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": ("ddp", transformer_engine),
         "lightning bf16-mixed, ddp": ("ddp", lightning(torch.float32, precision="bf16-mixed")),
         "lightning bf16-true, ddp": ("ddp", lightning(torch.bfloat16, precision="bf16-true")),
         "lightning FSDP2, bf16-true": ("", fsdp2(Sharded, torch.bfloat16, "bf16-true")),
         "lightning FSDP2, FP32 shards gathered in bf16": ("", fsdp2(HalfGathered, torch.float32, "32-true")),
-        "torchao float8 all-gather, FP32 shards, compiled layers, FSDP2": (
-            "",
-            fsdp2(Float8Gathered, torch.float32, "32-true"),
-        ),
     }
+    field = {f"{level}, {strategy}": (strategy, ours(level)) for strategy in STRATEGIES for level in HOPPER}
+    with_fp8_params = ours("bf16_with_fp8_mixed", fp8_params=True)
+    # Last, as it changes how torch compiles in this process.
+    torchao = fsdp2(Float8Gathered, torch.float32, "32-true")
+    return rivals | field | {
+        "bf16_with_fp8_mixed fp8_params, lowprec_sharded": ("lowprec_sharded", with_fp8_params),
+        "torchao float8 all-gather, FP32 shards, compiled layers, FSDP2": ("", torchao),
+    }  # fmt: skip
 
 
 def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port: int, results: Any) -> None:
