@@ -55,9 +55,21 @@ class Sent(pl.Callback):
         if self._traffic is not None:
             self._traffic.__exit__(None, None, None)
             for one in self._traffic.sent:
-                format_ = "fp8" if one.dtype == torch.uint8 else format_of(one.dtype)
+                # Bytes are FP8, or weights of several formats that FSDP2 gathers together.
+                format_ = "bytes" if one.dtype == torch.uint8 else format_of(one.dtype)
                 self.bytes[f"{one.kind} {format_}"] += one.bytes
             self._traffic = None
+
+
+class Ending(pl.Callback):
+    """Notes the peak of memory, and has model and optimizer stay on the GPU: moving them takes longer than the steps."""
+
+    peak = 0.0
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.peak = torch.cuda.max_memory_allocated()
+        trainer.strategy.optimizers = []
+        module.cpu = lambda: module
 
 
 def ours(level: str, **options: Any) -> Contestant:
@@ -126,12 +138,12 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         gc.collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated()
-        sent = Sent()
+        sent, ending = Sent(), Ending()
         # What is compiled is compiled once more within a mode that looks at operations.
-        looks = [] if alone or "compiled" in name else [sent]
+        looks = [ending] if alone or "compiled" in name else [ending, sent]
         try:
             if alone:
-                found = ours(name)(rounds, {"devices": [rank]})
+                found = ours(name)(rounds, {"devices": [rank], "callbacks": looks})
             else:
                 strategy, train = contestants()[name]
                 processes = {"devices": gpus, "strategy": strategy, "use_distributed_sampler": False}
@@ -139,7 +151,7 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         except Exception as error:
             results.put((name, f"{type(error).__name__}: {error}"[:300], [], {}))
             raise
-        worst = torch.tensor([*found, (torch.cuda.max_memory_allocated() - left) / 2**30], device="cuda")
+        worst = torch.tensor([*found, (ending.peak - left) / 2**30], device="cuda")
         if not alone:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         if alone or rank == 0:

@@ -6,10 +6,41 @@ from pathlib import Path
 
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import milliseconds, origin, rst_table
+from nemo_lowprec.comm.cut import BUCKET_BYTES
 
-__all__ = ["gradient_sync", "parallel_parity", "parallel_picture", "parallel_step"]
+__all__ = ["gradient_sync", "parallel_headlines", "parallel_parity", "parallel_picture", "parallel_step"]
 
 OTHERS = ("lightning", "torchao")  # with which the names of contestants that are not ours begin
+
+
+def parallel_headlines() -> list[tuple[str, str, str, str]]:
+    """Rows for the table of what there is to see first."""
+    means = {(f["gpus"], f["contestant"]): f for f in read(RESULTS / "gradient_sync_h200.jsonl")[1]}
+    rows = []
+    for gpus in sorted({gpus for gpus, _ in means}):
+        fp8, bf16 = means[gpus, f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"], means[gpus, "bf16 all_reduce"]
+        rows.append(
+            (
+                f"268 M gradients averaged over {gpus} GPUs",
+                f"FP8, with quantization: {fp8['ms']:.2f} ms",
+                f"BF16 all_reduce of NCCL: {bf16['ms']:.2f} ms",
+                f"{bf16['ms'] / fp8['ms']:.2f} × as fast",
+            )
+        )
+    steps = {(f["gpus"], f["name"]): f for f in read(RESULTS / "parallel_step_h200.jsonl")[1]}
+    gpus = max(gpus for gpus, _ in steps)
+    ours = steps[gpus, "msamp_o2, lowprec_ddp"]
+    te = steps[gpus, "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp"]
+    whole = "{tokens_per_s:,} tokens/s, {peak_gib:.1f} GiB a GPU".format
+    rows.append(
+        (
+            f"Whole step on {gpus} GPUs, Llama-8B-shaped",
+            f"``msamp_o2``, ``lowprec_ddp``: {whole(**ours)}",
+            f"Lightning's TransformerEnginePrecision, BF16 weights and states, DDP: {whole(**te)}",
+            f"{te['ms'] / ours['ms']:.3f} × as fast",
+        )
+    )
+    return rows
 
 
 def gradient_sync() -> str:

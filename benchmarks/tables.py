@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.levels import HOPPER
-from benchmarks.parallel_tables import gradient_sync, parallel_parity, parallel_picture, parallel_step
+from benchmarks.parallel_tables import (
+    gradient_sync,
+    parallel_headlines,
+    parallel_parity,
+    parallel_picture,
+    parallel_step,
+)
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import failure, milliseconds, origin, rst_table
 from nemo_lowprec.chart import CHART, COLUMNS
@@ -90,6 +96,7 @@ def headlines() -> str:
             "–",
         )
     )
+    rows += parallel_headlines()
     return rst_table(("Figure", "nemo_lowprec", "beside", "ratio"), rows)
 
 
