@@ -62,7 +62,7 @@ class Sent(pl.Callback):
 
 
 class Ending(pl.Callback):
-    """Notes the peak of memory, and has model and optimizer stay on the GPU: moving them takes longer than the steps."""
+    """Notes the peak of memory, and leaves the model on the GPU: moving it takes longer than the steps."""
 
     peak = 0.0
 

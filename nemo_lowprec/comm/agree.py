@@ -11,7 +11,15 @@ from torch import Tensor
 
 from nemo_lowprec.formats import StoredTensor
 
-__all__ = ["anywhere", "bookkeeping", "broadcast_weights", "check_same", "is_bookkeeping", "reduce_amax"]
+__all__ = [
+    "anywhere",
+    "bookkeeping",
+    "broadcast_weights",
+    "check_same",
+    "is_bookkeeping",
+    "reduce_amax",
+    "refuse_together",
+]
 
 _depth = 0
 
@@ -77,6 +85,18 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None)
         if len(processes) > 1:
             found = "; ".join(f"{value} on rank {_some(ranks)}" for value, ranks in processes.items())
             raise ValueError(f"Processes that train one model must agree on {name}. There is {found}.")
+
+
+def refuse_together(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
+    """Stop all processes of ``group`` for what is wrong with one: the others would wait for it.
+
+    Raises:
+        ValueError: on every process, the first one's problem.
+    """
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    for found in filter(None, problems):
+        raise ValueError(found)
 
 
 def _some(ranks: list[int]) -> str:

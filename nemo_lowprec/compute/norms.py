@@ -68,13 +68,14 @@ def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or weight.is_meta:
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
     if any(True for _ in module.children()) or len(list(module.parameters(recurse=False))) != 1:
         return None
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4, weight.numel(), generator=generator).to(weight.device, weight.dtype)
-    weight = (0.25 + 0.5 * torch.rand(weight.numel(), generator=generator)).to(weight.device, weight.dtype)
+    place = torch.empty(0, dtype=weight.dtype, device="cpu" if weight.is_meta else weight.device)
+    x = torch.randn(4, weight.numel(), generator=generator).to(place)
+    weight = (0.25 + 0.5 * torch.rand(weight.numel(), generator=generator)).to(place)
     probe = copy.copy(module)  # shares all but its parameters
     probe.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
     try:

@@ -1,6 +1,7 @@
 """A LightningModule around a transformers causal language model built from a config: nothing is downloaded."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -127,11 +128,14 @@ class CausalLM(LightningModule):
             raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
         self._check_positions(config)
         seed = self.hparams["init_seed"]
+        # A strategy that shards the weights lets one process make them.
+        once = getattr(getattr(self._trainer, "strategy", None), "init_on_first_process", nullcontext)
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(gpus, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
-            self.model = self._build(AutoModelForCausalLM, config)
+            with once():
+                self.model = self._build(AutoModelForCausalLM, config)
 
     def _build(self, auto: Any, config: Any) -> nn.Module:
         model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -18,8 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nemo_lowprec.comm import refuse_together
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.background import BackgroundWriter
+from nemo_lowprec.strategies.materialize import obstacle
 from nemo_lowprec.strategies.replace import recover
 from nemo_lowprec.strategies.root import gather_around_steps
 from nemo_lowprec.strategies.shard import (
@@ -39,7 +42,8 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
 
     Weights are gathered for each block's forward and backward in the level's format, gradients reduced onto their
     shards in that of its column Comm. The model's repeated blocks are sharded by themselves; a model that was sharded
-    in ``configure_model`` keeps its units.
+    in ``configure_model`` keeps its units. One that is too large for each process's memory is made within
+    ``init_on_first_process``, or on torch's meta device by modules that have a ``reset_parameters``.
 
     Args:
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
@@ -73,6 +77,20 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         self._shard_size = shard_size
         self.require_backward_grad_sync = True
 
+    @contextmanager
+    def init_on_first_process(self) -> Generator[None, None, None]:
+        """For ``configure_model``: the first process makes the weights, and the others get them, block by block.
+
+        Theirs are made on torch's meta device, so that a machine holds one copy of the model in its CPU's memory at
+        most, whatever the number of its GPUs::
+
+            def configure_model(self):
+                with self.trainer.strategy.init_on_first_process():
+                    self.model = MyModel()
+        """
+        with nullcontext() if self.is_global_zero else torch.device("meta"):
+            yield
+
     @override
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
@@ -86,14 +104,16 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
             raise ValueError("lowprec_sharded needs a level of nemo_lowprec among the Trainer's plugins.")
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        _materialize_distributed_module(self.model, self.root_device)
         policy, own = policy_for(plugin.level), mesh_of_units(self.model)
+        if own is not None:
+            _materialize_distributed_module(self.model, self.root_device)
         mesh = own or self._mesh()
         plugin.engine.sharding = sharding_over(mesh, self._reshard)
         self.model = plugin.convert_module(self.model)
         if own is not None:
             take_over_units(self.model, policy)
         else:
+            refuse_together(obstacle(self.model, self.is_global_zero))
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
         gather_around_steps(self.model)
         self.model_to_device()

@@ -71,7 +71,12 @@ class StoredWeights:
                 raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
             if param.dtype == torch.float64 and param.requires_grad:
                 raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
-            if _is_matrix(param) and param.numel() and float(compute_amax(param.detach())) > FP16.max:
+            if (
+                _is_matrix(param)
+                and param.numel()
+                and not param.is_meta
+                and float(compute_amax(param.detach())) > FP16.max
+            ):
                 raise ValueError(
                     f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
                     "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."

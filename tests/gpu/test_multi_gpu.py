@@ -8,7 +8,7 @@ from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import GradientTensor
 from tests.processes import on_processes
-from tests.strategies import test_sharded
+from tests.strategies import test_materialize, test_sharded
 from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin, train, values_of
 
 pytestmark = [
@@ -86,6 +86,9 @@ def every_case(rank):
             name: test_sharded.audit(case, rank, strategy, accelerator="gpu", backend="te")
             for name, strategy in test_sharded.AUDITED.items()
         }
+    for case in test_materialize.CASES:
+        nets = (test_materialize.Later, test_materialize.OnFirst)
+        found[f"{case} made"] = [run_sharded(case, rank, net) for net in nets]
     return found
 
 
@@ -148,3 +151,10 @@ def test_sharded_training_is_that_of_one_process(ranks, case, name):
         assert (got["grads"][0][key] - value).norm() <= bound * value.norm(), key
     for key, value in want["weights"].items():
         assert (got["weights"][key] - value).norm() <= 2 * bound * value.norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("case", test_materialize.CASES)
+def test_what_one_process_makes_trains_as_what_all_make(ranks, case):
+    for rank in ranks:
+        by_all, by_first = rank[f"{case} made"]
+        assert_same(by_first, by_all)

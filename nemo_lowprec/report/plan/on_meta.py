@@ -14,13 +14,6 @@ from nemo_lowprec.engine import Engine, Sharding
 __all__ = ["Part", "parts_of", "settled_on_meta"]
 
 
-class _MetaEngine(Engine):
-    """An engine for a model whose weights have no values."""
-
-    def _check_weights(self, model: nn.Module) -> None:
-        """Nothing can be said of values that are not there."""
-
-
 @dataclass(frozen=True)
 class Part:
     """Parameters that a level treats alike.
@@ -50,7 +43,7 @@ def settled_on_meta(model: nn.Module, engine: Engine, sharded: bool) -> tuple[nn
     if not tensors:
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
     twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
-    meta = _MetaEngine(
+    meta = Engine(
         engine.level, engine.recipe, None, engine.layers, "reference", engine.low_bit, engine.reads_as
     )  # fmt: skip
     meta.sharding = Sharding(None, None) if sharded else None
