@@ -422,7 +422,11 @@ class Engine:
             yield
             return
         self.reducer.begin()
-        yield
+        try:
+            yield
+        except BaseException:
+            self.reducer.abandon()
+            raise
         self.reducer.finish()
 
     def _forget_released(self, optimizer: Optimizer, *_: Any) -> None:

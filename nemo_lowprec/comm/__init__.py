@@ -1,8 +1,8 @@
 """Column Comm: gradients averaged over processes in the level's format, on stock collectives."""
 
-from nemo_lowprec.comm.agree import anywhere, broadcast_weights, check_same, reduce_amax, refuse_together
+from nemo_lowprec.comm.agree import anywhere, broadcast_weights, check_same, raise_together, reduce_amax
 from nemo_lowprec.comm.buckets import Fp8ShardBucket
-from nemo_lowprec.comm.ddp import leave_to_ddp, take_from_ddp
+from nemo_lowprec.comm.ddp import give_back_to_ddp, leave_to_ddp, take_from_ddp
 from nemo_lowprec.comm.reducer import GradientReducer
 
 __all__ = [
@@ -11,8 +11,9 @@ __all__ = [
     "anywhere",
     "broadcast_weights",
     "check_same",
+    "give_back_to_ddp",
     "leave_to_ddp",
+    "raise_together",
     "reduce_amax",
-    "refuse_together",
     "take_from_ddp",
 ]

@@ -17,8 +17,8 @@ __all__ = [
     "broadcast_weights",
     "check_same",
     "is_bookkeeping",
+    "raise_together",
     "reduce_amax",
-    "refuse_together",
 ]
 
 _depth = 0
@@ -87,16 +87,18 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None)
             raise ValueError(f"Processes that train one model must agree on {name}. There is {found}.")
 
 
-def refuse_together(problem: str | None, group: dist.ProcessGroup | None = None) -> None:
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
     """Stop all processes of ``group`` for what is wrong with one: the others would wait for it.
 
     Raises:
-        ValueError: on every process, the first one's problem.
+        Exception: on every process, the error of the first one that has one; on that one its own.
     """
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    for found in filter(None, problems):
-        raise ValueError(found)
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    if error is not None:
+        raise error
+    for found in filter(None, errors):
+        raise found
 
 
 def _some(ranks: list[int]) -> str:

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["leave_to_ddp", "take_from_ddp"]
+__all__ = ["give_back_to_ddp", "leave_to_ddp", "take_from_ddp"]
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's; it flags the tensors, too
+_BEFORE = "_lowprec_ignored_before"
 
 
 def leave_to_ddp(model: nn.Module) -> None:
@@ -18,9 +21,21 @@ def leave_to_ddp(model: nn.Module) -> None:
     lazy = nn.parameter.UninitializedParameter  # which it must see, to refuse them
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
     left = min((p for p in params.values() if p.requires_grad), key=lambda p: p.numel(), default=None)
-    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    ignored |= {n for n, p in params.items() if p is not left}
+    model.__dict__.setdefault(_BEFORE, list(getattr(model, _IGNORED, ())))
+    ignored = {*model.__dict__[_BEFORE], *(n for n, p in params.items() if p is not left)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+
+
+def give_back_to_ddp(model: nn.Module) -> None:
+    """Undo ``leave_to_ddp``: another DDP around ``model`` ignores what its user wants ignored."""
+    before = model.__dict__.pop(_BEFORE, None)
+    if before is None:
+        return
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.__dict__.pop("_ddp_ignored", None)
+    delattr(model, _IGNORED)
+    if before:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, before)
 
 
 def take_from_ddp(ddp: DistributedDataParallel) -> None:

@@ -107,6 +107,11 @@ class GradientReducer:
         for key in self._bucket_of:
             self._expected[key] = max(self._expected.get(key, 1), self._arrivals[key])
 
+    def abandon(self) -> None:
+        """The backward pass has failed: send nothing more of it."""
+        self._active = False
+        self._made = []
+
     def _is_alone(self) -> bool:
         """Whether there is nothing to do: one process's gradients are the means, where they are not put on shards."""
         return self._shards is None and dist.get_world_size(self.group) == 1

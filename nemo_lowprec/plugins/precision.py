@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import option_defaults, parse_options
@@ -111,6 +112,8 @@ class LowPrecision(Precision):
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
         self.engine.revert()
+        if self.engine.model is not None:
+            give_back_to_ddp(self.engine.model)
         self.engine.sharding = None  # another Trainer may have another strategy
         if self._module is not None:
             release_schedulers(self._module)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from nemo_lowprec.strategies.replace import remove
 from nemo_lowprec.strategies.sharded_checkpoint import FolderContents
 
 __all__ = ["BackgroundWriter"]
@@ -42,13 +42,13 @@ class BackgroundWriter:
     def _write(self, contents: FolderContents, path: Path) -> None:
         contents.finish(path, self._group)
         while self._removed:
-            shutil.rmtree(self._removed.pop(), ignore_errors=True)
+            remove(self._removed.pop())
 
     def remove(self, path: Path) -> None:
         """Remove an earlier checkpoint; not before the one that is being written is complete."""
         if self._pending is None or path == self._path:
             self.wait()
-            shutil.rmtree(path)
+            remove(path)
             return
         self._removed.append(path)
         if self._pending.done():  # perhaps before it saw the list
@@ -68,7 +68,7 @@ class BackgroundWriter:
         except Exception as error:
             raise RuntimeError(f"{self._path} could not be written; an earlier checkpoint is as it was.") from error
         while self._removed:
-            shutil.rmtree(self._removed.pop(), ignore_errors=True)
+            remove(self._removed.pop())
 
     def close(self) -> None:
         """Wait, and end the thread."""

@@ -5,41 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Materializer", "obstacle"]
+__all__ = ["materialize", "obstacle"]
 
 
-class Materializer:
-    """Gives a model memory one unit at a time, so that no process holds all of it on its GPU.
+def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> None:
+    """Replace what ``unit`` has on the meta device by memory on ``device``, for one unit at a time: no process holds
+    the whole model on its GPU then.
 
     Args:
-        device: where.
         initializes: whether modules are initialized here, by their ``reset_parameters``; processes that get their
             values from one that does leave it out.
     """
+    made: dict[int, Tensor] = {}  # by what was there: tied parameters stay tied
 
-    def __init__(self, device: torch.device, initializes: bool) -> None:
-        self._device, self._initializes = device, initializes
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # both: an id is that of something that lives
-
-    def materialize(self, unit: nn.Module) -> None:
-        """Replace what is on the meta device by memory, initialized where this process does that."""
-        for module in unit.modules():
-            if not _on_meta(module):
-                continue
-            for held in _held(module):
-                held |= {own: self._memory_for(t) for own, t in held.items() if t is not None and t.is_meta}
-            reset = getattr(module, "reset_parameters", None)
-            if self._initializes and callable(reset):
-                reset()
-
-    def _memory_for(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._made:  # once: tied parameters stay tied
-            memory = torch.empty_like(tensor, device=self._device, requires_grad=False)
+    def memory_for(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            memory = torch.empty_like(tensor, device=device, requires_grad=False)
             if isinstance(tensor, nn.Parameter):
                 memory = nn.Parameter(memory, tensor.requires_grad)
                 memory.__dict__.update(tensor.__dict__)
-            self._made[id(tensor)] = tensor, memory
-        return self._made[id(tensor)][1]
+            made[id(tensor)] = memory
+        return made[id(tensor)]
+
+    replaced: list[Tensor | None] = []  # alive until the end, so that no other tensor takes an id
+    for module in unit.modules():
+        if not _on_meta(module):
+            continue
+        for held in _held(module):
+            replaced += held.values()
+            held |= {own: memory_for(t) for own, t in held.items() if t is not None and t.is_meta}
+        reset = getattr(module, "reset_parameters", None)
+        if initializes and callable(reset):
+            reset()
 
 
 def obstacle(model: nn.Module, initializes: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Put a folder in the place of another one, so that there is a complete one at every moment."""
+"""Put a folder in the place of another one (or of a file), so that there is a complete one at every moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemo_lowprec.plugins.checkpoint_io import sync_folder
 
-__all__ = ["part_of", "put_in_place", "recover", "start_part"]
+__all__ = ["part_of", "put_in_place", "recover", "remove", "start_part"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -29,35 +29,47 @@ def start_part(path: Path) -> None:
     """Make ``part_of(path)`` an empty folder, whatever a run that was killed has left."""
     recover(path)
     for left in (part_of(path), _old_of(path)):
-        shutil.rmtree(left, ignore_errors=True)
+        _clear(left)
     part_of(path).mkdir(parents=True)
 
 
 def put_in_place(path: Path) -> None:
     """Rename ``part_of(path)``, which is complete, to ``path``, and remove what was there."""
     part, old = part_of(path), _old_of(path)
-    was_folder = path.is_dir() and not path.is_symlink()
-    if was_folder and _exchange(part, path):
+    was_there = os.path.lexists(path)
+    if was_there and _exchange(part, path):
         old = part
     else:
-        if was_folder:
+        if was_there:
             os.replace(path, old)  # a file system without exchange: ``recover`` knows this name
-        else:
-            path.unlink(missing_ok=True)
         os.replace(part, path)
     sync_folder(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    _clear(old)
+
+
+def remove(path: Path) -> None:
+    """Remove the folder ``path``, which is whole until nothing is there."""
+    _clear(part_of(path))
+    os.replace(path, part_of(path))
+    _clear(part_of(path))
+
+
+def _clear(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def recover(path: Path) -> None:
-    """Where a run was killed between two renames, take the earlier folder back; several processes may try."""
-    if not path.exists() and _old_of(path).is_dir():
+    """Where a run was killed between two renames, take back what was there; several processes may try."""
+    if not path.exists() and _old_of(path).exists():
         with suppress(FileNotFoundError):  # another one has
             os.replace(_old_of(path), path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders at once; whether the system can."""
+    """Exchange two folders, or a folder and a file, at once; whether the system can."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES, Sharding
 from nemo_lowprec.formats.local import is_sharded
-from nemo_lowprec.strategies.materialize import Materializer
+from nemo_lowprec.strategies.materialize import materialize
 
 __all__ = ["blocks_of", "mesh_of_units", "policy_for", "shard_model", "sharding_over", "take_over_units"]
 
@@ -110,9 +110,8 @@ def shard_model(
         mesh: of one dimension, or (replicate, shard).
         reshard: whether weights are freed between forward and backward (ZeRO-3) or kept (ZeRO-2).
     """
-    materializer = Materializer(device, initializes=dist.get_rank() == 0)
     for unit in [*blocks_of(model), model]:
-        materializer.materialize(unit)
+        materialize(unit, device, initializes=dist.get_rank() == 0)
         unit.to(device)
         with torch.no_grad():
             for tensor in [*unit.parameters(), *unit.buffers()]:

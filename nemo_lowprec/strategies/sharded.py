@@ -14,16 +14,17 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nemo_lowprec.comm import refuse_together
+from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.background import BackgroundWriter
 from nemo_lowprec.strategies.materialize import obstacle
-from nemo_lowprec.strategies.replace import recover
+from nemo_lowprec.strategies.replace import recover, remove
 from nemo_lowprec.strategies.root import gather_around_steps
 from nemo_lowprec.strategies.shard import (
     mesh_of_units,
@@ -65,7 +66,12 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         async_checkpoints: bool = False,
         **options: Any,
     ) -> None:
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            if name in options:
+                raise TypeError(f"lowprec_sharded shards over all processes, or over shard_size. Leave {name} out.")
         super().__init__(**options)
+        if shard_size is not None and not (isinstance(shard_size, int) and shard_size > 0):
+            raise ValueError(f"shard_size={shard_size!r} must be a positive number of processes.")
         if async_checkpoints and not self._save_distributed_checkpoint:
             raise ValueError(
                 "async_checkpoints=True writes folders. Leave save_distributed_checkpoint=False out, or give the "
@@ -106,14 +112,20 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         self.accelerator.setup(trainer)
         policy, own = policy_for(plugin.level), mesh_of_units(self.model)
         if own is not None:
-            _materialize_distributed_module(self.model, self.root_device)
+            self._take_over(self.model)
         mesh = own or self._mesh()
         plugin.engine.sharding = sharding_over(mesh, self._reshard)
-        self.model = plugin.convert_module(self.model)
+        problem: ValueError | None = None
+        try:
+            self.model = plugin.convert_module(self.model)
+            found = obstacle(self.model, self.is_global_zero)
+            problem = ValueError(found) if found else None
+        except ValueError as error:  # of values, which perhaps the first process only has
+            problem = error
+        raise_together(problem)
         if own is not None:
             take_over_units(self.model, policy)
         else:
-            refuse_together(obstacle(self.model, self.is_global_zero))
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
         gather_around_steps(self.model)
         self.model_to_device()
@@ -124,6 +136,23 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         if fits:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _take_over(self, model: nn.Module) -> None:
+        """What a user has sharded: give it memory where it has none.
+
+        Raises:
+            ValueError: on all processes, what has no effect on it, or cannot get values.
+        """
+        if self._shard_size is not None or not self._reshard:
+            raise ValueError(
+                "shard_size and reshard_after_forward=False have no effect on a model that fully_shard has cut: give "
+                "fully_shard such a mesh, and reshard_after_forward."
+            )
+        there = "on the meta device" if any(p.is_meta for p in model.parameters()) else "with values"
+        check_same({"where a model that fully_shard cuts is made (without init_on_first_process)": there})
+        found = obstacle(model, initializes=True)
+        raise_together(ValueError(found) if found else None)
+        _materialize_distributed_module(model, self.root_device)
 
     def _mesh(self) -> Any:
         world, size = self.world_size, self._shard_size or self.world_size
@@ -182,9 +211,9 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
                 self._writer.wait()  # nobody would later
         elif self._save_distributed_checkpoint:
             write_folder(checkpoint, path)
+        elif self.broadcast(path.is_dir()):
+            raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
         elif self.is_global_zero:
-            if path.is_dir():
-                raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def _trains(self) -> bool:
@@ -196,6 +225,8 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         path = Path(filepath)
         if self.is_global_zero and self._writer is not None and path.is_dir():
             self._writer.remove(path)
+        elif self.is_global_zero and path.is_dir():
+            remove(path)
         elif self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(path)
 

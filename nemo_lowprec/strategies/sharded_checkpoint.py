@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from nemo_lowprec.comm import raise_together
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
 from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
 
@@ -83,20 +84,36 @@ class FolderContents:
 
     def start(self, path: Path) -> None:
         """Make the folder beside ``path`` to write in."""
-        if dist.get_rank() == 0:
-            start_part(path)
-        dist.barrier()
+        _on_first(lambda: start_part(path))
 
     def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Write all, and rename the folder when it is complete; on the first process it is when this returns."""
+        """Write all, and rename the folder when it is complete, which it is when this returns."""
         part = part_of(path)
         dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=group)
-        if dist.get_rank() == 0:  # dcp.save returns there when all have written
+
+        def complete() -> None:  # dcp.save returns on the first process when all have written
             with (part / _META).open("wb") as file:
                 file.write(self._rest.getvalue())
                 file.flush()
                 os.fsync(file.fileno())
             put_in_place(path)
+
+        _on_first(complete, group)
+
+
+def _on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Let the first process do what all wait for.
+
+    Raises:
+        OSError: on all processes, where it could not.
+    """
+    error: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as found:
+            error = found
+    raise_together(error, group)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -108,7 +125,6 @@ def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
     contents = FolderContents(checkpoint)
     contents.start(path)
     contents.finish(path)
-    dist.barrier()
 
 
 def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -100,6 +100,40 @@ def run_not_finite(rank):
     return result(params) | {"flags": [float(p.grad.nonfinite) for p in params]}
 
 
+def run_abandoned(rank):
+    """A backward pass fails; the next one is none that averages."""
+    param = nn.Parameter(torch.ones(300))
+    reducer = GradientReducer([param], None, lambda _: torch.float32)
+    for _ in range(2):  # the second sends as soon as it can
+        param.grad = None
+        reducer.begin()
+        (param * (rank + 1.0)).sum().backward()
+        reducer.finish()
+    averaged = param.grad.clone()
+    reducer.begin()
+    reducer.abandon()
+    param.grad = None
+    (param * (rank + 1.0)).sum().backward()
+    return {"averaged": averaged, "own": param.grad}
+
+
+def run_overlap(rank):
+    """Buckets that were sent when each of four gradients was there; in the first pass, which learns, and the second."""
+    params = [nn.Parameter(torch.ones(300)) for _ in range(4)]
+    reducer = GradientReducer(params, None, lambda _: torch.float32, bucket_bytes=1)
+    seen = []
+    for _ in range(2):
+        x, sent = torch.ones(300, requires_grad=True), []
+        for param in params:
+            param.grad, x = None, x * param
+            x.register_hook(lambda _, sent=sent: sent.append(reducer._launched))
+        reducer.begin()
+        x.sum().backward()
+        reducer.finish()
+        seen.append(sent)
+    return {"sent": seen, "buckets": len(reducer._buckets)}
+
+
 def run_vectors(rank):
     params = make(rank)
     shapes = [(5,), (), (300,)]
@@ -216,6 +250,17 @@ def test_an_overflow_on_one_is_seen_on_both(ranks):
         assert case["flags"] == [1, 0, 0, 0, 0, 0]
         assert case["read"][0].isnan().nonzero().tolist() == [[2, 150]]
         assert_close(case["read"][1:], exact_mean()[1:])
+
+
+def test_buckets_are_sent_while_backward_goes_on(ranks):
+    for rank in ranks:
+        assert rank["overlap"] == {"sent": [[0, 0, 0, 0], [0, 1, 2, 3]], "buckets": 4}
+
+
+def test_a_backward_pass_that_failed_averages_nothing_later(ranks):
+    for i, rank in enumerate(ranks):
+        assert rank["abandoned"]["averaged"].unique().tolist() == [1.5]
+        assert rank["abandoned"]["own"].unique().tolist() == [i + 1.0]
 
 
 def test_vectors_are_averaged_in_fp32(ranks):

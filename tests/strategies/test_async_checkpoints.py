@@ -3,12 +3,13 @@
 import threading
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models.saved_weights import open_checkpoint
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace, sharded_checkpoint
-from nemo_lowprec.strategies.replace import part_of, put_in_place, recover, start_part
+from nemo_lowprec.strategies.replace import part_of, put_in_place, recover, remove, start_part
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder
 from nemo_lowprec.train import _check_checkpoint
 from tests.processes import on_processes
@@ -69,6 +70,20 @@ def broken(rank, folder):
         dcp.save = save
 
 
+def broken_on_first(rank, folder):
+    """What only the first process does fails: (the error of a thread, of a checkpoint that all wait for)."""
+    whole = sharded_checkpoint.put_in_place
+    sharded_checkpoint.put_in_place = lambda path: (_ for _ in ()).throw(OSError("read-only"))
+    try:
+        with pytest.raises(RuntimeError, match=r"step=2\.ckpt could not be written") as found:
+            fit(rank, folder, max_steps=6)
+        with pytest.raises(OSError, match="read-only"):
+            sharded_checkpoint.write_folder({"state_dict": {"weight": torch.ones(3)}}, folder / "now.ckpt")
+        return str(found.value.__cause__)
+    finally:
+        sharded_checkpoint.put_in_place = whole
+
+
 def after(rank, folder):
     """Saved when the training is over."""
     one = fit(rank, folder / "during", max_steps=1)
@@ -77,7 +92,7 @@ def after(rank, folder):
 
 
 def every_one(rank, folder):
-    return [f(rank, folder / f.__name__) for f in (held_up, broken, after)]
+    return [f(rank, folder / f.__name__) for f in (held_up, broken, broken_on_first, after)]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +115,12 @@ def test_an_error_of_the_writing_thread_ends_the_training(ranks):
     assert [rank[1] for rank in ranks] == ["no space left"] * 2
 
 
+def test_an_error_of_the_first_process_is_that_of_all(ranks):
+    assert [rank[2] for rank in ranks] == ["read-only"] * 2
+
+
 def test_what_is_saved_after_the_training_is_there_at_once(ranks):
-    assert [rank[2] for rank in ranks] == [True, True]
+    assert [rank[3] for rank in ranks] == [True, True]
 
 
 def test_one_file_is_not_written_in_the_background():
@@ -123,6 +142,49 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, exchange):
         put_in_place(tmp_path / "a")
         assert (tmp_path / "a" / "text").read_text() == text
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_takes_the_place_of_a_file(tmp_path, monkeypatch, exchange):
+    """Which is there until the folder is, or is found again."""
+    place, rename, seen = tmp_path / "a", replace.os.replace, []
+    if not exchange:
+        monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
+    unlink = replace.Path.unlink
+    monkeypatch.setattr(replace.Path, "unlink", lambda path, **o: (seen.append(place.is_dir()), unlink(path, **o))[1])
+    place.write_text("first")
+    fill(place, "second")
+    seen.clear()
+    monkeypatch.setattr(replace.os, "replace", lambda *args: (rename(*args), seen.append(found_again(place)))[0])
+    put_in_place(place)
+    assert (place / "text").read_text() == "second"
+    assert all(seen) and len(seen) == (1 if exchange else 3)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def found_again(place):
+    """Whether what is beside ``place`` would be taken back after a kill, or it is there."""
+    return place.is_dir() or replace._old_of(place).read_text() == "first"
+
+
+def test_a_file_comes_back_where_a_process_was_killed_between_two_renames(tmp_path):
+    (tmp_path / "a").write_text("first")
+    fill(tmp_path / "a", "second")
+    replace.os.replace(tmp_path / "a", replace._old_of(tmp_path / "a"))
+    recover(tmp_path / "a")
+    assert (tmp_path / "a").read_text() == "first"
+
+
+def test_a_folder_that_is_removed_is_whole_until_it_is_gone(tmp_path, monkeypatch):
+    fill(tmp_path / "a", "first")
+    put_in_place(tmp_path / "a")
+    rmtree, seen = replace.shutil.rmtree, []
+    monkeypatch.setattr(
+        replace.shutil, "rmtree", lambda path, **o: (seen.append((tmp_path / "a").exists()), rmtree(path, **o))[1]
+    )
+    remove(tmp_path / "a")
+    assert seen == [False]
+    assert list(tmp_path.iterdir()) == []
 
 
 def exported(folder):

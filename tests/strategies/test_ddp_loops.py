@@ -193,8 +193,23 @@ def run_refused(rank):
     }
 
 
+def run_refit(rank):
+    """A model that DDP was to ignore trains with DDP alone, and once more with other parameters frozen."""
+    model, options = Net(), {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+
+    def fit(*precision):
+        trainer(*precision, max_steps=3, **options).fit(model, ResumableLoader(Samples(32), 4, 3, rank, 2))
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    fit(plugin("bf16_mixed"))
+    found = {"by DDP": fit(), "te_fp8": fit(plugin("te_fp8"))}
+    for param in (model.norm.weight, model.norm.bias, model.head.bias):
+        param.requires_grad_(False)
+    return found | {"frozen": fit(plugin("msamp_o2"))}
+
+
 def every_case(rank):
-    found = {"refused": run_refused(rank)}
+    found = {"refused": run_refused(rank), "refit": run_refit(rank)}
     for strategy in STRATEGIES:
         for case in ALL:
             found[f"audit {case} {strategy}"] = run_audit(rank, case, strategy)
@@ -270,6 +285,10 @@ def test_weights_and_statistics_are_the_same_after_many_steps(ranks, case):
     assert_same(first["masters"], second["masters"])
     assert_same(first["statistics"], second["statistics"])  # as they were when the last step began
     assert len(first["losses"]) == MANY and first["losses"][-50:].mean() < 0.1 * first["losses"][:5].mean()
+
+
+def test_ddp_takes_the_parameters_back_after_a_level_that_averages_by_itself(ranks):
+    assert_same(ranks[0]["refit"], ranks[1]["refit"])
 
 
 def test_what_would_have_no_effect_or_differs_is_refused_on_all(ranks):

@@ -1,12 +1,16 @@
 """Models that only the first process makes, or nobody does: values where the model is sharded."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.strategies import LowPrecisionShardedStrategy
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy, shard
 from tests.processes import on_processes
 from tests.strategies.test_sharded import Blocks, run, whole
 from tests.support import Samples, assert_same, plugin, trainer
@@ -83,6 +87,15 @@ class NoReset(OnNone):
     first = Norm
 
 
+class TooLarge(OnFirst):
+    """What only the first process can see."""
+
+    def make(self):
+        super().make()
+        with torch.no_grad():
+            self.odd.weight[0, 0] = 1e6
+
+
 class Attribute(OnFirst):
     def make(self):
         super().make()
@@ -103,16 +116,43 @@ def start(net, rank):
     return found, model.on_meta
 
 
-def refused(net, rank):
+def refused(net, rank, case="bf16_mixed"):
     with pytest.raises(ValueError) as found:
-        start(net, rank)
+        run(case, rank, net)
     return str(found.value)
+
+
+def held_while_sharding(rank):
+    """The most elements that plain parameters have at a time, of a model of eight blocks on the meta device."""
+
+    def held():
+        found = (o for o in gc.get_objects() if type(o) is nn.Parameter and not o.is_meta)
+        return sum(p.numel() for p in found)
+
+    def noted(unit, **options):
+        gc.collect()
+        most.append(held() - before)
+        return fully_shard(unit, **options)
+
+    with torch.device("meta"):
+        model = nn.Sequential()
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64)) for _ in range(8))
+    gc.collect()
+    most, before, fully_shard = [], held(), shard.fully_shard
+    shard.fully_shard = noted
+    try:
+        shard.shard_model(model, init_device_mesh("cpu", (2,)), torch.device("cpu"), MixedPrecisionPolicy(), True)
+    finally:
+        shard.fully_shard = fully_shard
+    return most
 
 
 def every_case(rank):
     found = {case: {net.__name__: run(case, rank, net, max_steps=3) for net in (Later, OnFirst)} for case in CASES}
     found["start"] = {net.__name__: start(net, rank) for net in (Later, OnFirst, OnNone)}
     found["refused"] = {net.__name__: refused(net, rank) for net in (NoReset, Attribute)}
+    found["refused"]["TooLarge"] = refused(TooLarge, rank, "msamp_o2")
+    found["held"] = held_while_sharding(rank)
     found["language model"] = language_model(rank, 2)
     return found
 
@@ -170,6 +210,12 @@ def test_what_cannot_get_values_is_refused_on_all_processes(ranks):
         by_nobody, apart = rank["refused"]["NoReset"], rank["refused"]["Attribute"]
         assert "blocks.0.0 (Norm)" in by_nobody and "init_on_first_process" in by_nobody
         assert "blocks.0.1.offset is on the meta device" in apart
+        assert "odd.weight has values beyond 65504" in rank["refused"]["TooLarge"]
+
+
+def test_one_block_at_a_time_is_whole(ranks):
+    for rank in ranks:
+        assert rank["held"] == [64 * 65] * 8 + [0]
 
 
 def test_a_language_model_is_made_by_the_first_process(ranks):

@@ -41,6 +41,13 @@ class CutInPart(Blocks):
         fully_shard(self.blocks[0], mesh=self.device_mesh["data_parallel"])
 
 
+class CutOnFirst(Cut):
+    def configure_model(self):
+        with self.trainer.strategy.init_on_first_process():
+            self.more = nn.Linear(128, 128)
+        super().configure_model()
+
+
 class Extra(Blocks):
     """A layer that counts on the first process only."""
 
@@ -105,9 +112,9 @@ class Keeps(Blocks):
         return loss
 
 
-def errors(rank, net):
+def errors(rank, net, case="bf16_mixed", **options):
     with pytest.raises(ValueError) as found:
-        run("bf16_mixed", rank, net)
+        run(case, rank, net, **options)
     return str(found.value)
 
 
@@ -186,6 +193,9 @@ def every_case(rank):
         if is_low_bit(case):
             found[case]["waiting"] = waiting(case, rank)
     found["errors"] = [errors(rank, net) for net in (CutOtherwise, CutInPart)]
+    found["no effect"] = [errors(rank, Cut, strategy=s) for s in ({"shard_size": 2}, {"reshard_after_forward": False})]
+    found["on first"] = errors(rank, CutOnFirst)
+    found["levels"] = errors(rank, Blocks, "te_fp8" if rank else "bf16_mixed")
     found["overflow"] = {case: overflow(case, rank) for case in SCALED}
     return found
 
@@ -235,6 +245,34 @@ def test_a_layer_that_one_process_uses_counts_as_zero_on_the_other(ranks, case):
     bound = 0.12 if is_low_bit(case) else 1e-6
     for name, value in want["grads"][0].items():
         assert (got["grads"][0][name] - value).norm() <= bound * value.norm() + 1e-12, name
+
+
+def test_options_that_units_of_the_user_would_not_see_are_refused(ranks):
+    for rank in ranks:
+        assert all(
+            text.startswith("shard_size and reshard_after_forward=False have no effect") for text in rank["no effect"]
+        )
+
+
+def test_processes_that_differ_are_refused_on_all(ranks):
+    for rank in ranks:
+        assert "where a model that fully_shard cuts is made (without init_on_first_process)" in rank["on first"]
+        assert "on the meta device on rank 1" in rank["on first"]
+        assert rank["levels"].startswith("Processes that train one model must agree on the level")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"tensor_parallel_size": 2}, TypeError, "Leave tensor_parallel_size out"),
+        ({"data_parallel_size": 2}, TypeError, "Leave data_parallel_size out"),
+        ({"shard_size": 0}, ValueError, "shard_size=0"),
+        ({"shard_size": -1}, ValueError, "shard_size=-1"),
+    ],
+)
+def test_bad_options_are_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        LowPrecisionShardedStrategy(**options)
 
 
 @AT_CASES
