@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.formats.local import local_of
@@ -219,6 +220,9 @@ class Audit(pl.Callback):
             if weights:
                 totals["Comm, gathered weights"] = sum(s.bytes for s in weights)
             self._traffic = None
+        buckets = _ddp_buckets(trainer)
+        if buckets is not None:
+            totals["DDP's buckets, beside the gradients"] = buckets
         report.total_bytes = dict(totals)
         return report
 
@@ -283,6 +287,16 @@ def _sent(sent: list[Sent], trainer: pl.Trainer, module: nn.Module) -> Iterator[
             size = sum(s.bytes for s in messages)
             per_param = size / sum(p.numel() for p in params)
             yield Finding("Comm", part, declared, "+".join(sorted(names)) or "–", per_param), size
+
+
+def _ddp_buckets(trainer: pl.Trainer) -> int | None:
+    """Bytes of the copies of gradients that torch's DDP holds; None without it, or where gradients are views of it."""
+    ddp = trainer.strategy.model
+    if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+        return None
+    data = ddp._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+    return sum(int(size) for size in sizes.split(","))
 
 
 def _states(trainer: pl.Trainer, params: list[nn.Parameter], key: str) -> Iterator[Tensor | None]:

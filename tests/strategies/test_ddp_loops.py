@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.plugins import processes
 from nemo_lowprec.report import Audit
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy
 from tests.processes import on_processes
@@ -178,6 +179,16 @@ class Sparse(Net):
         self.table = nn.Embedding(8, 8, sparse=True)
 
 
+def other_version(rank):
+    """Of another library on the second process."""
+    own = processes.version
+    processes.version = lambda name: "0.1" if rank and name == "lightning" else own(name)
+    try:
+        return message(rank, "bf16_mixed", "ddp")
+    finally:
+        processes.version = own
+
+
 def run_refused(rank):
     hook = DDPStrategy(ddp_comm_hook=bf16_compress_hook)
     return {
@@ -190,6 +201,7 @@ def run_refused(rank):
         "strategy": message(rank, "te_fp8", ModelParallelStrategy(2, 1), Sharded()),
         "model": message(rank, "bf16_mixed", "ddp", Net() if rank else Parts()),
         "plain": message(rank, "", LowPrecisionDDPStrategy(), precision="none"),
+        "version": other_version(rank),
     }
 
 
@@ -239,6 +251,10 @@ def test_what_is_sent_is_what_the_chart_declares(ranks, case, strategy):
     for rank in ranks:
         found = rank[f"audit {case} {strategy}"]
         assert found["agrees"], found["findings"]
+        # DDP's own, where it averages: a copy of all gradients; a number where it does not.
+        buckets = found["bytes"].get("DDP's buckets, beside the gradients")
+        parameters = sum(p.numel() for p in Net().parameters())
+        assert buckets == (None if strategy == "lowprec_ddp" else 4 if level.has_half_weights else 4 * parameters)
         comm = {part: (declared, size) for column, part, declared, _, size in found["findings"] if column == "Comm"}
         assert set(comm) == ({"matrices", "vectors"} if level.vectors else {"all"})
         # Of two processes each sends every gradient once. FP8 goes in blocks of a row with a byte for the exponent;
@@ -306,6 +322,8 @@ def test_what_would_have_no_effect_or_differs_is_refused_on_all(ranks):
         assert refused["option"].startswith("Processes that train one model must agree on the level")
         assert refused["strategy"].startswith("te_fp8 does not train with ModelParallelStrategy. Use strategy='ddp'")
         assert refused["model"].startswith("Processes that train one model must agree on the model's parameters")
+        assert refused["version"].startswith("Processes that train one model must agree on the version of lightning.")
+        assert refused["version"].endswith("; 0.1 on rank 1.")
         assert refused["plain"].startswith("lowprec_ddp needs a level of nemo_lowprec")
 
 

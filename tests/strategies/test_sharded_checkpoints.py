@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
@@ -65,6 +66,51 @@ def on_one(rank, place):
     }
 
 
+class Everything(Callback):
+    """Weights and optimizer states of the whole model, where a run starts and where it ends."""
+
+    def on_train_start(self, trainer, module):
+        self.start = self.now(trainer, module)
+
+    def on_train_end(self, trainer, module):
+        self.end = self.now(trainer, module)
+
+    def now(self, trainer, module):
+        names = {id(p): n for n, p in module.named_parameters()}
+        found = {n: whole(getattr(p, "master_weight", p)) for n, p in module.named_parameters()}
+        for param, state in trainer.optimizers[0].state.items():
+            found |= {f"{names[id(param)]} {key}": whole(state[key]) for key in ("exp_avg", "exp_avg_sq")}
+        return found
+
+
+def path_of(place, case, world):
+    return place / f"{case}-{world}" / "step=2.ckpt"
+
+
+def on_many(rank, world, place, source=None):
+    """Two steps that are saved; or what a run that another number of processes has saved starts from."""
+    found = {}
+    for case in SOME:
+        seen, options = Everything(), {"adam": True, "max_steps": 2}
+        if source is None:
+            run(case, rank, world, seen, save_at(path_of(place, case, world).parent, 2), **options)
+            found[case] = seen.end
+        else:
+            run(case, rank, world, seen, ckpt=path_of(place, case, source), **(options | {"max_steps": 3}))
+            found[case] = seen.start
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_world(tmp_path_factory, place):
+    """Saved by four processes, and opened by four, two and one."""
+
+    def on(world, **options):
+        return on_processes(world, tmp_path_factory.mktemp("ranks"), on_many, world, place, *options.values())[0]
+
+    return {"saved": on(4)} | {world: on(world, source=4) for world in (4, 2, 1)}
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return tmp_path_factory.mktemp("saved")
@@ -96,6 +142,14 @@ def test_one_process_opens_what_two_have_saved(ranks, alone, place, case):
     assert_same(alone[case], ranks[0][case]["held"])
     file = run(case, None, 1, ckpt=saved(place, case, "file"), adam=True, max_steps=2)
     assert_same(file["weights"], ranks[0][case]["held"])
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("world", [4, 2, 1])
+def test_what_four_processes_have_saved_opens_on_fewer(by_world, case, world):
+    saved = by_world["saved"][case]
+    assert len(saved) > 40 and all(v.isfinite().all() for v in saved.values())
+    assert_same(by_world[world][case], saved)
 
 
 def test_another_level_starts_from_the_same_values(ranks):
