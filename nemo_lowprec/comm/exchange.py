@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -129,13 +131,13 @@ class PeerMemory:
 
     Args:
         capacity: bytes of the largest message.
+        shared: from ``allocate``.
 
     Raises:
         RuntimeError: the GPUs do not reach each other's memory.
     """
 
-    def __init__(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        symmetric = importlib.import_module("torch.distributed._symmetric_memory")
+    def __init__(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device, shared: Tensor) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
         self._timeout = int(_timeout(group).total_seconds() * 1000)
@@ -144,8 +146,8 @@ class PeerMemory:
         self.copies = torch.cuda.Stream(device, priority=-2)
         self.barriers = torch.cuda.Stream(device, priority=-2) if self.world == 2 else self.copies
         size, slots = self.world * capacity, _RECEIVED + _GATHERED
-        self._shared = symmetric.empty(slots * size, dtype=torch.uint8, device=device)
-        self._handle = symmetric.rendezvous(self._shared, group or dist.group.WORLD)
+        self._shared = shared
+        self._handle = _symmetric().rendezvous(shared, group or dist.group.WORLD)
         every = [
             self._handle.get_buffer(rank, (slots, size), torch.uint8) if rank != self.rank
             else self._shared.view(slots, size)
@@ -154,6 +156,14 @@ class PeerMemory:
         self.received = [buffer[:_RECEIVED] for buffer in every]
         self.gathered = [buffer[_RECEIVED:] for buffer in every]
         self.sent = torch.empty(_SENT, size, dtype=torch.uint8, device=device)
+
+    @staticmethod
+    def allocate(capacity: int, world: int, device: torch.device) -> Tensor:
+        """The memory that the others reach."""
+        slots: Tensor = _symmetric().empty(
+            (_RECEIVED + _GATHERED) * world * capacity, dtype=torch.uint8, device=device
+        )  # fmt: skip
+        return slots
 
     @staticmethod
     def bytes_for(capacity: int, world: int) -> int:
@@ -167,16 +177,33 @@ class PeerMemory:
     @classmethod
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         """The same; None on all processes where one cannot have it."""
-        memory = None
-        local = torch.cuda.device_count()
-        if dist.get_backend(group) == "nccl" and 1 < dist.get_world_size(group) <= local:
-            try:
-                memory = cls(capacity, group, device)
-            except (RuntimeError, ImportError, AttributeError):
-                memory = None
-        there = torch.tensor(memory is not None, dtype=torch.int8, device=device)
-        dist.all_reduce(there, dist.ReduceOp.MIN, group)
-        return memory if bool(there) else None
+        world = dist.get_world_size(group)
+        if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
+            return None
+        hosts: list[str] = [""] * world
+        dist.all_gather_object(hosts, socket.gethostname(), group)
+        if len(set(hosts)) > 1:
+            return None
+        # One step at a time: in the next one, a process would wait for those that failed.
+        shared = _on_all(lambda: cls.allocate(capacity, world, device), group, device)
+        return None if shared is None else _on_all(lambda: cls(capacity, group, device, shared), group, device)
+
+
+def _symmetric() -> ModuleType:
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+_T = TypeVar("_T")
+
+
+def _on_all(make: Callable[[], _T], group: dist.ProcessGroup | None, device: torch.device) -> _T | None:
+    """What ``make`` returns, where it does on all processes; otherwise None on all."""
+    made: _T | None = None
+    with suppress(RuntimeError, ImportError, AttributeError):
+        made = make()
+    there = torch.tensor(made is not None, dtype=torch.int8, device=device)
+    dist.all_reduce(there, dist.ReduceOp.MIN, group)
+    return made if bool(there) else None
 
 
 def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ class BackgroundWriter:
 
     A process group of gloo is the thread's own, since the training's collectives go on beside it. A checkpoint that
     is to be removed meanwhile is removed when the new one is complete.
+
+    Args:
+        timeout: after which a process that waits for another one stops with an error; None for gloo's own.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._path: Path | None = None
@@ -76,3 +80,4 @@ class BackgroundWriter:
             self.wait()
         finally:
             self._thread.shutdown()
+            dist.destroy_process_group(self._group)

@@ -205,7 +205,7 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(filepath))
         if self._save_distributed_checkpoint and self._async:
             if self._writer is None:
-                self._writer = BackgroundWriter()
+                self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
             if not self._trains():
                 self._writer.wait()  # nobody would later
