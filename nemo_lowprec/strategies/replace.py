@@ -48,9 +48,10 @@ def put_in_place(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the folder ``path``, which is whole until nothing is there."""
+    """Remove the folder ``path``, if it is there; it is whole until nothing is."""
     _clear(part_of(path))
-    os.replace(path, part_of(path))
+    with suppress(FileNotFoundError):
+        os.replace(path, part_of(path))
     _clear(part_of(path))
 
 

@@ -37,6 +37,8 @@ from nemo_lowprec.strategies.sharded_checkpoint import in_full, is_folder, read_
 
 __all__ = ["LowPrecisionShardedStrategy"]
 
+_CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after the first
+
 
 class LowPrecisionShardedStrategy(ModelParallelStrategy):
     """Each process holds a part of the model: masters and optimizer states of its rows of every parameter.
@@ -127,6 +129,7 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
             take_over_units(self.model, policy)
         else:
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
+            self.model.__dict__[_CUT_WITH] = self._shard_size, self._reshard
         gather_around_steps(self.model)
         self.model_to_device()
         self.barrier()
@@ -143,10 +146,10 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         Raises:
             ValueError: on all processes, what has no effect on it, or cannot get values.
         """
-        if self._shard_size is not None or not self._reshard:
+        if (self._shard_size, self._reshard) != model.__dict__.get(_CUT_WITH, (None, True)):
             raise ValueError(
-                "shard_size and reshard_after_forward=False have no effect on a model that fully_shard has cut: give "
-                "fully_shard such a mesh, and reshard_after_forward."
+                "This model is sharded already: other shard_size and reshard_after_forward than it was sharded with "
+                "have no effect. Where you call fully_shard, give them to it, and leave them out here."
             )
         there = "on the meta device" if any(p.is_meta for p in model.parameters()) else "with values"
         check_same({"where a model that fully_shard cuts is made (without init_on_first_process)": there})
