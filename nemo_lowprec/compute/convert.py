@@ -74,20 +74,19 @@ def convert_layers(
     result = Conversion()
     if recipe is not None:
         _convert_low(model, half, recipe, backend, layers, histories, result)
-    if half_backend is not None:
-        for name, module in model.named_modules():
-            reason = _linear_obstacle(module)
-            if isinstance(module, nn.Linear) and _ORIGINAL not in module.__dict__ and reason is None:
-                _swap(module, LowPrecisionLinear, gemm_plan=GemmPlan(half_backend, half))
-                result.half.append(name)
-            elif _is_conv1d(module) and _ORIGINAL not in module.__dict__:
-                _swap_conv1d(module, GemmPlan(half_backend, half))
-                result.half.append(name)
-    elif fp32_wgrad:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and _ORIGINAL not in module.__dict__ and _linear_obstacle(module) is None:
+    for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
+        if _ORIGINAL in module.__dict__:
+            continue
+        if isinstance(module, nn.Linear) and _linear_obstacle(module) is None:
+            if half_backend is None:
                 _swap(module, HalfLinear)
-                result.half.append(name)
+            else:
+                _swap(module, LowPrecisionLinear, gemm_plan=GemmPlan(half_backend, half))
+        elif half_backend is not None and _is_conv1d(module):
+            _swap_conv1d(module, GemmPlan(half_backend, half))
+        else:
+            continue
+        result.half.append(name)
     return result
 
 

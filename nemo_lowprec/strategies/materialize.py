@@ -9,8 +9,9 @@ __all__ = ["materialize", "obstacle"]
 
 
 def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> None:
-    """Replace what ``unit`` has on the meta device by memory on ``device``, for one unit at a time: no process holds
-    the whole model on its GPU then.
+    """Replace what ``unit`` has on the meta device by memory on ``device``.
+
+    Called for one unit after the other, each sharded before the next: no process holds the whole model on its GPU.
 
     Args:
         initializes: whether modules are initialized here, by their ``reset_parameters``; processes that get their

@@ -226,12 +226,14 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         path = Path(filepath)
-        if self.is_global_zero and self._writer is not None and path.is_dir():
-            self._writer.remove(path)
-        elif self.is_global_zero and path.is_dir():
-            remove(path)
-        elif self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if not path.is_dir():
             self.checkpoint_io.remove_checkpoint(path)
+        elif self._writer is not None:
+            self._writer.remove(path)
+        else:
+            remove(path)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
