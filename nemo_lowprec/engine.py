@@ -1,8 +1,8 @@
 """The engine: one level's columns put together, for any training loop.
 
 It converts the model, gives the optimizer its masters, and owns what surrounds a step: scale the loss, unscale,
-skip on overflow, step, refresh the copies, roll the amax histories. The Lightning plugin calls it from Lightning's
-hooks and adds nothing to it.
+skip where a gradient is not finite, step, refresh the copies, roll the amax histories. The Lightning plugin calls it
+from Lightning's hooks and adds nothing to it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.comm import Fp8ShardBucket, GradientReducer, anywhere, broadcast_weights, reduce_amax
+from nemo_lowprec.comm import Fp8ShardBucket, GradientReducer, anywhere_, broadcast_weights, reduce_amax
 from nemo_lowprec.compute import (
     Backend,
     Conversion,
@@ -36,8 +36,8 @@ from nemo_lowprec.compute import (
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
-from nemo_lowprec.grads import LossScale, LossScaleConfig, StoredGradients, unscale_
-from nemo_lowprec.optim import LowBitOptions, StateFormats, adopt, check_adoptable, release
+from nemo_lowprec.grads import FoundInf, LossScale, LossScaleConfig, StoredGradients, find_nonfinite, unscale_
+from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
 from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
 
 __all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
@@ -132,8 +132,8 @@ class Engine:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._released: set[int] = set()
         self._handles: list[Any] = []
-        self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._saturated = False
+        self._found_inf: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
+        self._saturated: Tensor | None = None
         self._has_te_layers = False
         self._reduced: list[int] = []
 
@@ -465,49 +465,79 @@ class Engine:
         if self.masters is not None:
             self.masters.before_backward()
         self.cover_gradients()
+        self._found_inf.clear()
         if self.loss_scale is None:
             return loss
-        self._unscaled.clear()
         before, scale = self.loss_scale.used, self.loss_scale.begin()
         if scale != before and self.histories is not None:
             # Delayed scales would saturate gradients that have doubled.
             self.histories.rescale("grad_output", scale / before)
         return loss * scale
 
-    def unscale(self, optimizer: Optimizer) -> bool:
-        """Make the optimizer's gradients true gradients; return whether the step must be skipped.
+    def unscale(self, optimizer: Optimizer) -> FoundInf | None:
+        """Make the optimizer's gradients true gradients, and look whether they are finite on all processes.
 
         A second call before the next backward pass returns what the first one did.
+
+        Returns:
+            True where ``step`` will skip; None with gradient release, where there is nothing left to skip.
         """
-        if self.loss_scale is None:
-            return False
-        if optimizer in self._unscaled:
-            return self._unscaled[optimizer]
-        if not self._unscaled:
-            # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
-            self._saturated = self.histories is not None and self.histories.overflowed()
-        overflow = unscale_(_params(optimizer), self.loss_scale.used) or self._saturated
-        if self.sharding is not None:  # each process has seen its shards only
-            overflow = anywhere(overflow, self.device, self.sharding.world)
-        self.loss_scale.learn(overflow)
-        self._unscaled[optimizer] = overflow
+        if self.low_bit.gradient_release:
+            return None
+        if optimizer not in self._found_inf:
+            if not self._found_inf:
+                # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+                self._saturated = self.histories.nonfinite() if self.histories is not None else None
+            found = (
+                find_nonfinite(_params(optimizer), self.device)
+                if self.loss_scale is None
+                else unscale_(_params(optimizer), self.loss_scale.used, self.device)
+            )
+            if self._saturated is not None:
+                found = torch.maximum(found, self._saturated.to(found))
+            if self.sharding is not None:  # each process has seen its shards only
+                anywhere_(found, self.sharding.world)
+            self._found_inf[optimizer] = FoundInf(found)
+        return self._found_inf[optimizer]
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step on the masters, refresh the copies and roll the amax histories.
+
+        Skipped whole where ``unscale`` found a gradient that is not finite: ``skipped`` then has the optimizer.
+        """
+        return self._step(optimizer, self._found_inf.get(optimizer), **kwargs)
+
+    def _step(self, optimizer: Optimizer, found: FoundInf | None, **kwargs: Any) -> Any:
+        result = None
+        skips_by_itself = found is not None and self._skips_by_itself(optimizer)
+        if found is None or skips_by_itself or not found:
+            with ExitStack() as stack:
+                # manual optimization steps inside training_step
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
+                if found is not None and skips_by_itself:
+                    stack.enter_context(found.handed_to(optimizer))
+                result = optimizer.step(**kwargs)
+        overflow = bool(found)
+        if self.loss_scale is not None and found is not None:
+            self.loss_scale.learn(overflow)
         if overflow:
             self.skipped.add(optimizer)
             if self.histories is not None:
                 self.histories.discard()
-        else:
-            self.skipped.discard(optimizer)
-        return overflow
-
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """Step on the masters, refresh the copies and roll the amax histories."""
-        with torch.autocast(self.device.type, enabled=False):  # manual optimization steps inside training_step
-            result = optimizer.step(**kwargs)
+            return None
+        self.skipped.discard(optimizer)
         if self.shards is not None:
             self.shards.renew_scales()
         if self.histories is not None:
             self.histories.update()
         return result
+
+    def _skips_by_itself(self, optimizer: Optimizer) -> bool:
+        """Whether the kernels of ``optimizer`` read ``found_inf``: the host need not wait before the step."""
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            return False
+        # torch's own take a found_inf that is sharded as the parameters are.
+        return self.shards is None or isinstance(optimizer, LowBitStates)
 
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The same for an optimizer that evaluates the loss itself: each evaluation sees the masters' latest values."""
@@ -524,7 +554,7 @@ class Engine:
                 if masters is not None:
                     masters.swap_in(optimizer)
 
-        return self.step(optimizer, closure=evaluate, **kwargs)
+        return self._step(optimizer, None, closure=evaluate, **kwargs)
 
     # State
 

@@ -46,6 +46,11 @@ def plugin(case: str, **options: Any) -> LowPrecision:
     return LEVELS[name](**options)
 
 
+def plugin_on(backend: str | None, case: str, **options: Any) -> LowPrecision:
+    """The same with another backend, where the case has one."""
+    return plugin(case, **({"backend": backend} if backend and level_of(case).has_fp8 else {}), **options)
+
+
 def level_of(case: str) -> Any:
     """The case's row of the chart."""
     name, _, variant = case.partition("+")
@@ -128,6 +133,11 @@ def stateful_loader(batch_size: int = 4, count: int = 16) -> ResumableLoader:
     return ResumableLoader(Samples(count), batch_size, seed=3)
 
 
+def replay(batches: Any) -> DataLoader:
+    """A loader that gives these very batches."""
+    return DataLoader(list(batches), batch_size=None)
+
+
 class Net(pl.LightningModule):
     """A classifier with layers that every recipe converts some of, norms and dropout.
 
@@ -184,6 +194,44 @@ class Net(pl.LightningModule):
             return optimizer
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Overflowing(Net):
+    """Gradients that are not finite at the steps ``bad``, and a snapshot of what must not move then."""
+
+    def __init__(self, *bad: int, factor: float = float("inf"), **options: Any) -> None:
+        super().__init__(stepwise=True, **options)
+        self.bad, self.factor = bad, factor
+        self.before: list[dict[str, Any]] = []
+        self.after: list[dict[str, Any]] = []
+        self.scales: list[float] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss * self.factor if self.trainer.global_step in self.bad else loss
+
+    def part(self) -> dict[str, Any]:
+        engine = self.trainer.precision_plugin.engine
+        histories = engine.histories
+        return {
+            "weights": {k: v.clone() for k, v in self.state_dict().items()},
+            "copies": [stored(p).clone() for p in self.parameters()],
+            "optimizer": {
+                i: {k: v.clone() for k, v in s.items()}
+                for i, s in self.trainer.optimizers[0].state_dict()["state"].items()
+            },
+            "schedule": self.trainer.lr_scheduler_configs[0].scheduler.last_epoch,
+            "fp8": {} if histories is None else histories.state_dict(),
+        }
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.before.append(self.part())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(self.part())
+        loss_scale = self.trainer.precision_plugin.engine.loss_scale
+        if loss_scale is not None:
+            self.scales.append(loss_scale.scale)
 
 
 class Observer(Callback):

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_lowprec.formats import StoredTensor
 
 __all__ = [
-    "anywhere",
+    "anywhere_",
     "bookkeeping",
     "broadcast_weights",
     "check_same",
@@ -62,12 +62,10 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
 
 
-def anywhere(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` is set on any process of ``group``."""
-    found = torch.tensor(flag, dtype=torch.int8, device=device)
+def anywhere_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
     with bookkeeping():
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return bool(found)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
 
 
 def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:

@@ -174,10 +174,6 @@ class DelayedScaling:
             self.reduce_amax(self.amax)
         return (~torch.isfinite(self.amax)).any()
 
-    def overflowed(self) -> bool:
-        """The same, read back to the host."""
-        return bool(self.nonfinite())
-
     def discard(self) -> None:
         """Forget this step's amaxes: the step was skipped."""
         self.amax.zero_()

@@ -123,6 +123,13 @@ class GradientTensor(BlockTensor):
         change(self.own_factor(), by.reshape(()) if isinstance(by, Tensor) else by)
         return self
 
+    @staticmethod
+    def any_nonfinite(grads: list[GradientTensor]) -> Tensor:
+        """1 where an element of any of ``grads`` is not finite, else 0: an FP32 scalar."""
+        factors = [g.factor for g in grads if g.multiplied]
+        bad = torch.cat([g.nonfinite for g in grads]).amax()
+        return (bad + (~torch.cat(factors).isfinite()).any() > 0).float() if factors else bad
+
     def own_factor(self) -> Tensor:
         """The factor, to be changed in place: until then all gradients share one."""
         if not self.multiplied:
@@ -203,7 +210,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     plain = [t for t in tensors if not isinstance(t, GradientTensor)]
     factors = [g.own_factor() for g in ours]
     torch._foreach_mul_(factors, inv_scale.reshape(()))
-    bad = torch.cat([g.nonfinite for g in ours]).amax() + (~torch.cat(factors).isfinite()).any()
+    bad = GradientTensor.any_nonfinite(ours)
     for overflowed in {g.overflowed for g in ours if g.overflowed is not None}:
         bad = bad + overflowed()
     found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))

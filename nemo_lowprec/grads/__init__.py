@@ -1,8 +1,17 @@
 """Column Weight gradient: FP8 storage, clipping, loss scaling and unscaling."""
 
 from nemo_lowprec.grads.clip import clip_grad_norm_
+from nemo_lowprec.grads.found_inf import FoundInf
 from nemo_lowprec.grads.loss_scale import LossScale, LossScaleConfig
 from nemo_lowprec.grads.stored import StoredGradients
-from nemo_lowprec.grads.unscale import unscale_
+from nemo_lowprec.grads.unscale import find_nonfinite, unscale_
 
-__all__ = ["LossScale", "LossScaleConfig", "StoredGradients", "clip_grad_norm_", "unscale_"]
+__all__ = [
+    "FoundInf",
+    "LossScale",
+    "LossScaleConfig",
+    "StoredGradients",
+    "clip_grad_norm_",
+    "find_nonfinite",
+    "unscale_",
+]

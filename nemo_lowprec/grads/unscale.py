@@ -1,20 +1,22 @@
-"""Divide gradients by the loss scale and look for overflows, in FP32."""
+"""Look for gradients that are not finite, and divide them by the loss scale, in FP32: all on the device."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.local import local_of
 
-__all__ = ["unscale_"]
+__all__ = ["find_nonfinite", "unscale_"]
 
 
 @torch.no_grad()
-def unscale_(params: Iterable[Tensor], scale: float) -> bool:
+def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
     """Unscale the gradients of ``params``; return whether any of them is not finite.
 
     FP16 gradients become FP32 first, one at a time: dividing them in FP16 would round small ones to zero.
@@ -23,9 +25,12 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
 
     Raises:
         RuntimeError: a sparse gradient.
+
+    Returns:
+        1 where one is not finite, else 0: an FP32 scalar on ``device``.
     """
     grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    overflow = False
+    halves: list[Tensor] = []
     for param in params:
         if param.grad is None:
             continue
@@ -34,8 +39,7 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
                 "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
             )
         if param.grad.dtype == torch.bfloat16:  # of a parameter without a master, which steps in BF16
-            param.grad.div_(scale)
-            overflow = overflow or not bool(param.grad.isfinite().all())
+            halves.append(param.grad.div_(scale))
             continue
         if param.grad.dtype == torch.float16:
             grad = param.grad.float()
@@ -43,8 +47,40 @@ def unscale_(params: Iterable[Tensor], scale: float) -> bool:
             param.grad_dtype = None  # any
             param.grad = grad
         grads[param.grad.device, param.grad.dtype].append(local_of(param.grad))
-    for (device, _), tensors in grads.items():
-        found = torch.zeros(1, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, torch.full((1,), 1.0 / scale, device=device))
-        overflow = overflow or bool(found.item())
-    return overflow
+    found = [_nonfinite(halves, device)]
+    for (place, _), tensors in grads.items():
+        one = torch.zeros((), device=place)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, one, torch.full((), 1.0 / scale, device=place))
+        found.append(one.to(device))
+    return torch.stack(found).amax()
+
+
+@torch.no_grad()
+def find_nonfinite(params: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Whether any gradient of ``params`` is not finite; nothing is changed.
+
+    Of sharded gradients each process sees its part. FP8 gradients know it of themselves.
+
+    Returns:
+        1 where one is not finite, else 0: an FP32 scalar on ``device``.
+    """
+    return _nonfinite([p.grad for p in params if p.grad is not None], device)
+
+
+def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
+    stored: list[GradientTensor] = []
+    plain: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        local = local_of(grad._values() if grad.is_sparse else grad)
+        if isinstance(local, GradientTensor):
+            stored.append(local)
+        elif local.numel():  # an empty shard has no largest magnitude
+            plain[local.device].append(local)
+    found = [torch.zeros((), device=device)]
+    if stored:
+        found.append(GradientTensor.any_nonfinite(stored).to(device))
+    for tensors in plain.values():
+        # NaN goes through a maximum, and unlike a sum of squares it is finite where all elements are.
+        largest = torch.stack([n.float() for n in torch._foreach_norm(tensors, math.inf)])
+        found.append((~largest.isfinite()).any().float().to(device))
+    return torch.stack(found).amax()

@@ -1,8 +1,8 @@
 """Column Optimizer states: Adam and AdamW with low-bit states and one fused pass a step."""
 
-from nemo_lowprec.optim.adam import Adam, AdamW
+from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
 from nemo_lowprec.optim.options import LowBitOptions
 from nemo_lowprec.optim.storage import StateFormats
 
-__all__ = ["Adam", "AdamW", "LowBitOptions", "StateFormats", "adopt", "check_adoptable", "release"]
+__all__ = ["Adam", "AdamW", "LowBitOptions", "LowBitStates", "StateFormats", "adopt", "check_adoptable", "release"]

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -29,6 +30,11 @@ from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_scheduler
 from nemo_lowprec.plugins.summary import print_summary
 
 __all__ = ["LowPrecision"]
+
+_SKIPPED = (
+    "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
+    "This is said once; the optimizers whose last step was skipped are in trainer.precision_plugin.engine.skipped."
+)
 
 
 class LowPrecision(Precision):
@@ -101,8 +107,7 @@ class LowPrecision(Precision):
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self._module = module
-            if self.level.has_loss_scale:
-                hold_back_skipped(module, self.engine, lr_schedulers)
+            hold_back_skipped(module, self.engine, lr_schedulers)
             if optimizers:
                 print_summary(self.engine, self)
         return model, optimizers, lr_schedulers
@@ -158,10 +163,11 @@ class LowPrecision(Precision):
         result = closure()
         if result is None and model.automatic_optimization:
             return None  # training_step asked to skip the batch
-        overflow = self.engine.unscale(optimizer)
+        self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
-        if not overflow:
-            self.engine.step(optimizer, **kwargs)
+        self.engine.step(optimizer, **kwargs)
+        if optimizer in self.engine.skipped and not self.level.has_loss_scale:
+            rank_zero_warn(_SKIPPED)
         return result
 
     @override

@@ -8,8 +8,14 @@ from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import GradientTensor
 from tests.processes import on_processes
-from tests.strategies import test_materialize, test_sharded
-from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin, train, values_of
+from tests.strategies import (
+    test_ddp_loops,
+    test_materialize,
+    test_sharded,
+    test_sharded_checkpoints,
+    test_sharded_models,
+)
+from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin_on, train, values_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,6 +25,7 @@ pytestmark = [
 
 STRATEGIES = ["ddp", "lowprec_ddp"]
 ALL = [c for c in [*CASES, *FP16_HALF] if level_of(c).scaling not in ("mxfp8", "nvfp4")]  # those need Blackwell
+RESUMED = ["bf16_mixed", "msamp_o2", "msamp_o3"]
 SHAPES = [(1024, 4096), (37, 129), (300,), (64, 256), (8, 3, 5, 5)]
 
 
@@ -36,9 +43,8 @@ def run(case, rank, strategy):
         processes = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
     data = ResumableLoader(Samples(128), 16, 3, rank or 0, 1 if rank is None else 2, global_batch_size=32)
     model = Net()
-    precision = plugin(case, **({"backend": "te"} if level_of(case).has_fp8 else {}))
     observer = train(
-        model, precision, data=data, accelerator="gpu", gradient_clip_val=1.0,
+        model, plugin_on("te", case), data=data, accelerator="gpu", gradient_clip_val=1.0,
         accumulate_grad_batches=2 if rank is None else 1, **processes,
     )  # fmt: skip
     grads = [{n: values_of(g) for n, g in step.items()} for step in observer.grads]
@@ -73,9 +79,13 @@ def _store(param):
     param.grad = GradientTensor.from_float(param.grad)
 
 
-def every_case(rank):
+def every_case(rank, place):
     found = {"reduced": reduced(rank)}
+    on_gpu = {"accelerator": "gpu", "backend": "te"}
     for case in ALL:
+        for strategy in STRATEGIES:
+            found[f"{case} {strategy} nan"] = on_cpu(test_ddp_loops.run_overflow(rank, case, strategy, **on_gpu))
+        found[f"{case} sharded nan"] = on_cpu(test_sharded_models.overflow(case, rank, **on_gpu))
         for strategy in STRATEGIES:
             found[f"{case} {strategy}"] = run(case, rank, strategy)
             dist.barrier()
@@ -83,12 +93,14 @@ def every_case(rank):
         found[f"{case} blocks"] = run_sharded(case, rank, test_sharded.Blocks)
         found[f"{case} hybrid"] = run_sharded(case, rank, strategy={"shard_size": 1})
         found[f"{case} audits"] = {
-            name: test_sharded.audit(case, rank, strategy, accelerator="gpu", backend="te")
-            for name, strategy in test_sharded.AUDITED.items()
+            name: test_sharded.audit(case, rank, strategy, **on_gpu) for name, strategy in test_sharded.AUDITED.items()
         }
     for case in test_materialize.CASES:
         nets = (test_materialize.Later, test_materialize.OnFirst)
         found[f"{case} made"] = [run_sharded(case, rank, net) for net in nets]
+    for case in RESUMED:
+        forms = test_sharded_checkpoints.FORMS
+        found[f"{case} resumed"] = on_cpu(test_sharded_checkpoints.resumed(case, rank, place, forms, **on_gpu))
     return found
 
 
@@ -99,7 +111,8 @@ def run_sharded(case, rank, net=Net, strategy=None):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case, backend="nccl")
+    place = tmp_path_factory.mktemp("checkpoints")
+    return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case, place, backend="nccl")
 
 
 def test_means_that_were_sent_during_backward_are_those_of_the_definition(ranks):
@@ -158,3 +171,25 @@ def test_what_one_process_makes_trains_as_what_all_make(ranks, case):
     for rank in ranks:
         by_all, by_first = rank[f"{case} made"]
         assert_same(by_first, by_all)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_nan_on_one_process_skips_the_step_on_all(ranks, case):
+    for strategy in STRATEGIES:
+        first, second = (rank[f"{case} {strategy} nan"] for rank in ranks)
+        assert_same(first, second)
+        test_ddp_loops.assert_overflow_skipped(first)
+    for rank in ranks:
+        first, second, third = rank[f"{case} sharded nan"]
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third) and third.isfinite().all()
+
+
+@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("form", test_sharded_checkpoints.FORMS)
+def test_a_sharded_run_goes_on_from_its_checkpoint_bit_for_bit(ranks, case, form):
+    for rank in ranks:
+        whole, got = rank[f"{case} resumed"]["whole"], rank[f"{case} resumed"][form]
+        assert got["losses"] == whole["losses"][2:]
+        assert_same(got["weights"], whole["weights"])
+        assert_same(got["state"], whole["state"])

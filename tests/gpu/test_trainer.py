@@ -6,7 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from support import CASES, Net, assert_same, level_of, loader, plugin, save_at, stateful_loader, train, trainer
+from support import (
+    CASES,
+    Net,
+    Overflowing,
+    assert_same,
+    level_of,
+    loader,
+    plugin,
+    save_at,
+    stateful_loader,
+    train,
+    trainer,
+)
 from torch import nn
 
 from nemo_lowprec.compute import BACKENDS, Recipe
@@ -88,7 +100,7 @@ class Silent(Net):
 
 
 class NoWaiting(Callback):
-    """From the fourth step on, whatever waits for the GPU raises."""
+    """From the fourth step on, whatever reads from the GPU raises."""
 
     steps = 0
 
@@ -102,7 +114,7 @@ class NoWaiting(Callback):
 
 
 @pytest.mark.parametrize(("case", "backend"), [r for r in runs() if not level_of(r.values[0]).has_loss_scale])
-def test_a_step_does_not_wait_for_the_device(case, backend):
+def test_a_step_reads_nothing_back_but_whether_its_gradients_are_finite(case, backend):
     watch = NoWaiting()
     try:
         # not fit(): its Observer reads back
@@ -111,6 +123,25 @@ def test_a_step_does_not_wait_for_the_device(case, backend):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert watch.steps == 3
+
+
+def foreach(params):
+    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+
+
+def fused(params):
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize(("case", "backend"), list(runs()))
+@pytest.mark.parametrize("optimizer", [foreach, fused])
+def test_a_step_whose_gradients_are_not_finite_is_skipped_whole(case, backend, optimizer):
+    model = Overflowing(1, factor=float("nan"), optimizer=optimizer)
+    train(model, at(case, backend), accelerator="gpu", max_steps=3)
+    assert_same(model.after[1], model.before[1])
+    for step in (0, 2):
+        assert not torch.equal(model.after[step]["weights"]["mid.weight"], model.before[step]["weights"]["mid.weight"])
+    assert [part["schedule"] for part in model.after] == [1, 1, 2]
 
 
 class WithTELayers(Net):

@@ -22,6 +22,7 @@ from tests.support import (
     level_of,
     loader,
     plugin,
+    plugin_on,
     train,
     trainer,
     values_of,
@@ -32,7 +33,6 @@ STRATEGIES = ["ddp", "lowprec_ddp"]
 BY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 SOME = ["fp16_amp", "te_fp8", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
 AT_SOME = pytest.mark.parametrize("case", SOME)
-FP16 = [case for case in ALL if level_of(case).has_loss_scale]
 MANY = 1000
 
 
@@ -112,25 +112,33 @@ def run_manual(rank, case, strategy):
 
 
 class Overflow(Net):
-    """The second process's loss overflows at the second step."""
+    """The second process's gradients are NaN at the second step."""
 
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)
-        return loss * torch.inf if index == 1 and self.global_rank == 1 else loss
+        return loss * torch.nan if index == 1 and self.global_rank == 1 else loss
 
 
-def run_overflow(rank, case, strategy):
-    precision = plugin(case, loss_scale=None, initial_loss_scale=256.0, hysteresis=1)
+def run_overflow(rank, case, strategy, backend=None, **options):
+    dynamic = {"loss_scale": None, "initial_loss_scale": 256.0, "hysteresis": 1}
+    precision = plugin_on(backend, case, **dynamic if level_of(case).has_loss_scale else {})
     model = Overflow(stepwise=True)
-    observer = fit(model, case, rank, strategy, precision=precision)
+    observer = fit(model, case, rank, strategy, precision=precision, **options)
     steps = {float(s["step"]) for o in observer.state["optimizers"] for s in o["state"].values()}
     rates = [group["lr"] for o in observer.trainer.optimizers for group in o.param_groups]
     return {
         "weights": observer.state["weights"],
         "steps": steps,
         "rates": rates,
-        "scale": precision.engine.loss_scale.scale,
+        "fp8": precision.engine.state_dict().get("fp8"),
+        "scale": precision.engine.loss_scale and precision.engine.loss_scale.scale,
     }
+
+
+def assert_overflow_skipped(found):
+    assert found["steps"] == {2.0} and found["scale"] in (128.0, None)
+    assert all(w.isfinite().all() for w in found["weights"].values())
+    assert found["rates"] == [pytest.approx(1e-2 * 0.9**2)]
 
 
 class Normed(Net):
@@ -228,7 +236,7 @@ def every_case(rank):
         for case in SOME:
             found[f"parts {case} {strategy}"] = run_parts(rank, case, strategy)
             found[f"manual {case} {strategy}"] = run_manual(rank, case, strategy)
-        for case in FP16:
+        for case in ALL:
             found[f"overflow {case} {strategy}"] = run_overflow(rank, case, strategy)
     found["many msamp_o2"] = run_many(rank, "msamp_o2", "ddp")
     found["many msamp_o3"] = run_many(rank, "msamp_o3", "lowprec_ddp")
@@ -285,13 +293,12 @@ def test_manual_optimization_communicates_where_it_says(ranks, case, strategy):
         assert same == bool(index % 2)
 
 
-@pytest.mark.parametrize("case", FP16)
+@pytest.mark.parametrize("case", ALL)
 @BY_STRATEGY
-def test_an_overflow_on_one_process_skips_the_step_on_all(ranks, case, strategy):
+def test_a_nan_on_one_process_skips_the_step_on_all(ranks, case, strategy):
     first, second = (rank[f"overflow {case} {strategy}"] for rank in ranks)
     assert_same(first, second)
-    assert first["steps"] == {2.0} and first["scale"] == 128.0
-    assert first["rates"] == [pytest.approx(1e-2 * 0.9**2)]
+    assert_overflow_skipped(first)
 
 
 @pytest.mark.parametrize("case", ["msamp_o2", "msamp_o3"])

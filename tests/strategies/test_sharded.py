@@ -23,7 +23,7 @@ from tests.support import (
     is_low_bit,
     level_of,
     linear_optimizer,
-    plugin,
+    plugin_on,
     trainer,
 )  # fmt: skip
 
@@ -90,8 +90,7 @@ def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), wor
     options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
     processes = (rank, world) if rank is not None else (0, 1)
     data = ResumableLoader(Samples(32), 8 // world, 3, *processes, global_batch_size=8 * accumulate)
-    precision = plugin(case, **({"backend": backend} if backend and level_of(case).has_fp8 else {}))
-    trainer(precision, watch, *callbacks, **options).fit(model, data)
+    trainer(plugin_on(backend, case), watch, *callbacks, **options).fit(model, data)
     return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
             "units": watch.units}  # fmt: skip
 

@@ -9,7 +9,7 @@ from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder
 from tests.processes import on_processes
 from tests.strategies.test_sharded import ALL, Blocks, Watch, whole
-from tests.support import Samples, assert_same, linear_optimizer, plugin, save_at, trainer
+from tests.support import Samples, assert_same, linear_optimizer, plugin_on, save_at, trainer
 
 SOME = ["te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
 FORMS = {"folder": {}, "file": {"save_distributed_checkpoint": False}, "async": {"async_checkpoints": True}}
@@ -23,7 +23,7 @@ class End(Watch):
         self.state = trainer.precision_plugin.engine.state_dict()
 
 
-def run(case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=False, **options):
+def run(case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=False, backend=None, **options):
     make = None if adam else linear_optimizer(case, 0.1)
     model, end = Blocks(dropout=0.2, optimizer=make), End()
     torch.manual_seed(5 + (rank or 0))
@@ -31,7 +31,7 @@ def run(case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=Fal
         strategy = LowPrecisionShardedStrategy(**FORMS[form])
         options |= {"devices": world, "strategy": strategy, "use_distributed_sampler": False}
     data = ResumableLoader(Samples(32), 8 // world, 3, rank or 0, world, global_batch_size=8)
-    trainer(plugin(case), end, *callbacks, **options).fit(model, data, ckpt_path=ckpt)
+    trainer(plugin_on(backend, case), end, *callbacks, **options).fit(model, data, ckpt_path=ckpt)
     # A run that has nothing left to do ends before it trains; its model is given back in FP32.
     weights = end.weights or {n: whole(p) for n, p in model.named_parameters()}
     return {"weights": weights, "losses": model.losses, "state": end.state}
@@ -41,17 +41,20 @@ def saved(place, case, form):
     return place / f"{case}-{form}" / "step=2.ckpt"
 
 
+def resumed(case, rank, place, forms, **options):
+    """A run, what it is when it goes on from its checkpoints in ``forms``, and the weights that these hold."""
+    options["adam"] = True
+    found = {"whole": run(case, rank, **options)}
+    for form in forms:
+        path = saved(place, case, form)
+        held = run(case, rank, 2, save_at(path.parent, 2), form=form, max_steps=2, **options)
+        found[form] = run(case, rank, ckpt=path, form=form, **options)
+        found["held"] = held["weights"]
+    return found
+
+
 def every_case(rank, place):
-    found = {}
-    for case in ALL:
-        found[case] = {"whole": run(case, rank, adam=True)}
-        for form in FORMS:
-            if form != "folder" and case not in SOME:
-                continue
-            path = saved(place, case, form)
-            held = run(case, rank, 2, save_at(path.parent, 2), form=form, adam=True, max_steps=2)
-            found[case][form] = run(case, rank, ckpt=path, form=form, adam=True)
-            found[case]["held"] = held["weights"]
+    found = {case: resumed(case, rank, place, FORMS if case in SOME else ["folder"]) for case in ALL}
     found["other"] = {
         f"{a} to {b}": run(b, rank, ckpt=saved(place, a, "folder"), adam=True, max_steps=2)["weights"]
         for a, b in (("msamp_o3", "bf16_mixed"), ("bf16_mixed", "msamp_o2"), ("msamp_o2", "te_fp8"))
