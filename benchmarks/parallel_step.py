@@ -61,15 +61,13 @@ class Sent(pl.Callback):
             self._traffic = None
 
 
-class Ending(pl.Callback):
-    """Notes the peak of memory, and leaves the model on the GPU: moving it takes longer than the steps."""
+class Peak(pl.Callback):
+    """Bytes of memory at the peak of training, without what ending it takes."""
 
-    peak = 0.0
+    bytes = 0
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.peak = torch.cuda.max_memory_allocated()
-        trainer.strategy.optimizers = []
-        module.cpu = lambda: module
+        self.bytes = torch.cuda.max_memory_allocated()
 
 
 def ours(level: str, **options: Any) -> Contestant:
@@ -138,9 +136,9 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         gc.collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated()
-        sent, ending = Sent(), Ending()
+        sent, peak = Sent(), Peak()
         # What is compiled is compiled once more within a mode that looks at operations.
-        looks = [ending] if alone or "compiled" in name else [ending, sent]
+        looks = [peak] if alone or "compiled" in name else [peak, sent]
         try:
             if alone:
                 found = ours(name)(rounds, {"devices": [rank], "callbacks": looks})
@@ -151,7 +149,7 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         except Exception as error:
             results.put((name, f"{type(error).__name__}: {error}"[:300], [], {}))
             raise
-        worst = torch.tensor([*found, (ending.peak - left) / 2**30], device="cuda")
+        worst = torch.tensor([*found, (peak.bytes - left) / 2**30], device="cuda")
         if not alone:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         if alone or rank == 0:

@@ -46,6 +46,11 @@ class Clock(pl.Callback):
                 torch.cuda.reset_peak_memory_stats()
             self._start = now
 
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        # Lightning would move both to the CPU, which takes longer than the steps.
+        trainer.strategy.optimizers = []
+        module.cpu = lambda: module
+
 
 def under_trainer(
     rounds: int,
@@ -69,7 +74,10 @@ def under_trainer(
 
 
 def by_hand(rounds: int) -> list[float]:
-    """bf16_with_fp8_mixed's loop without Lightning: half copies, FP32 masters, FP8 layers, fused AdamW."""
+    """bf16_with_fp8_mixed's loop without Lightning: half copies, FP32 masters, FP8 layers, fused AdamW.
+
+    As the plugin does, it skips a step whose gradients are not finite.
+    """
     from nemo_lowprec.compute import LayerFilter, Recipe, choose_backend, convert_layers
 
     device = torch.device("cuda")
@@ -104,10 +112,12 @@ def by_hand(rounds: int) -> list[float]:
         loss.backward()
         for p, master in zip(params, masters, strict=True):
             master.grad = p.grad
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
-        histories.update()
+        largest = torch._foreach_norm([p.grad for p in params], float("inf"))
+        if bool(torch.stack(largest).isfinite().all()):
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
+            histories.update()
     raise AssertionError("the loader is endless")
 
 

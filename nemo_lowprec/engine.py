@@ -36,7 +36,15 @@ from nemo_lowprec.compute import (
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
-from nemo_lowprec.grads import FoundInf, LossScale, LossScaleConfig, StoredGradients, find_nonfinite, unscale_
+from nemo_lowprec.grads import (
+    FoundInf,
+    LossScale,
+    LossScaleConfig,
+    StoredGradients,
+    clip_grad_norm_,
+    find_nonfinite,
+    unscale_,
+)
 from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
 from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
 
@@ -474,38 +482,49 @@ class Engine:
             self.histories.rescale("grad_output", scale / before)
         return loss * scale
 
-    def unscale(self, optimizer: Optimizer) -> FoundInf | None:
-        """Make the optimizer's gradients true gradients, and look whether they are finite on all processes.
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's gradients true gradients, once a backward pass."""
+        if self.loss_scale is None or optimizer in self._found_inf:
+            return
+        if not self._found_inf:
+            self._saturated = self._find_saturated()
+        self._note(optimizer, unscale_(_params(optimizer), self.loss_scale.used, self.device), self._saturated)
 
-        A second call before the next backward pass returns what the first one did.
+    def clip(self, optimizer: Optimizer, max_norm: float) -> None:
+        """Scale the optimizer's true gradients down to ``max_norm``. The norm tells, too, whether they are finite."""
+        self.unscale(optimizer)
+        norm = clip_grad_norm_(_params(optimizer), max_norm)
+        if self.loss_scale is None:
+            self._note(optimizer, (~norm.isfinite()).float().to(self.device), self._find_saturated())
 
-        Returns:
-            True where ``step`` will skip; None with gradient release, where there is nothing left to skip.
-        """
-        if self.low_bit.gradient_release:
-            return None
-        if optimizer not in self._found_inf:
-            if not self._found_inf:
-                # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
-                self._saturated = self.histories.nonfinite() if self.histories is not None else None
-            found = (
-                find_nonfinite(_params(optimizer), self.device)
-                if self.loss_scale is None
-                else unscale_(_params(optimizer), self.loss_scale.used, self.device)
-            )
-            if self._saturated is not None:
-                found = torch.maximum(found, self._saturated.to(found))
-            if self.sharding is not None:  # each process has seen its shards only
-                anywhere_(found, self.sharding.world)
-            self._found_inf[optimizer] = FoundInf(found)
-        return self._found_inf[optimizer]
+    def look(self, optimizer: Optimizer) -> None:
+        """Find out whether the optimizer's gradients are finite, where neither ``unscale`` nor ``clip`` has."""
+        self.unscale(optimizer)
+        # With gradient release it is too late.
+        if optimizer not in self._found_inf and not self.low_bit.gradient_release:
+            self._note(optimizer, find_nonfinite(_params(optimizer), self.device), self._find_saturated())
+
+    def _find_saturated(self) -> Tensor | None:
+        # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+        return self.histories.nonfinite() if self.histories is not None else None
+
+    def _note(self, optimizer: Optimizer, found: Tensor, saturated: Tensor | None) -> None:
+        if saturated is not None:
+            found = torch.maximum(found, saturated.to(found))
+        if self.sharding is not None:  # each process has seen its shards only
+            anywhere_(found, self.sharding.world)
+        self._found_inf[optimizer] = FoundInf(found)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step on the masters, refresh the copies and roll the amax histories.
 
-        Skipped whole where ``unscale`` found a gradient that is not finite: ``skipped`` then has the optimizer.
+        Skipped whole where a gradient is not finite on any process: ``skipped`` then has the optimizer.
         """
-        return self._step(optimizer, self._found_inf.get(optimizer), **kwargs)
+        self.look(optimizer)
+        result = self._step(optimizer, self._found_inf.get(optimizer), **kwargs)
+        if self.loss_scale is None:  # the next gradients may come from a backward pass that is not announced
+            self._found_inf.pop(optimizer, None)
+        return result
 
     def _step(self, optimizer: Optimizer, found: FoundInf | None, **kwargs: Any) -> Any:
         result = None

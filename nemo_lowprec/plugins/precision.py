@@ -21,7 +21,6 @@ from typing_extensions import override
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
-from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
@@ -178,16 +177,16 @@ class LowPrecision(Precision):
                     "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
                     "Leave one of them out."
                 )
-            # Manual optimization clips before it steps.
-            self.engine.unscale(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
-        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
+            super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.engine.stored is None and self.engine.shards is None:
-            super().clip_grad_by_norm(optimizer, clip_val)
-        else:
-            clip_grad_norm_(self.main_params(optimizer), clip_val)
+        self.engine.clip(_unwrapped(optimizer), clip_val)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self.engine.look(_unwrapped(optimizer))  # before infinities become finite
+        super().clip_grad_by_value(optimizer, clip_val)
 
     # State
 
@@ -225,6 +224,11 @@ def _check_release(trainer: pl.Trainer) -> None:
                 f"gradient_release=True steps each parameter as soon as its gradient is there, which cannot go with "
                 f"{name}. Leave one of them out."
             )
+
+
+def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    # Manual optimization clips through Lightning's wrapper.
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _device_of(module: nn.Module) -> torch.device:

@@ -32,7 +32,6 @@ def step(engine, model, optimizer, factor=1.0):
     with engine.forward_context():
         loss = F.cross_entropy(model(SAMPLES.x).float(), SAMPLES.y) * factor
     engine.scale(loss).backward()
-    engine.unscale(optimizer)
     engine.step(optimizer)
     optimizer.zero_grad()
     return loss.item()

@@ -6,6 +6,8 @@ import pytest
 import torch
 from support import CASES, FP16_HALF, Net, Overflowing, assert_same, level_of, plugin, replay, train
 
+from nemo_lowprec import engine
+from nemo_lowprec.grads import find_nonfinite
 from nemo_lowprec.plugins import LEVELS
 
 ALL = [*CASES, *FP16_HALF]
@@ -27,10 +29,14 @@ def fused(params):
 
 
 @pytest.mark.parametrize("case", ALL)
-@pytest.mark.parametrize(("factor", "optimizer"), [(INF, foreach), (NAN, fused)])
-def test_the_step_is_skipped_whole(case, factor, optimizer):
+@pytest.mark.parametrize(
+    ("factor", "optimizer", "clipping"),
+    [(INF, foreach, None), (NAN, fused, None), (NAN, foreach, "norm"), (INF, fused, "norm"), (INF, fused, "value")],
+)
+def test_the_step_is_skipped_whole(case, factor, optimizer, clipping):
     model = Overflowing(1, factor=factor, optimizer=optimizer)
-    run = train(model, scaled(case), max_steps=3)
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": clipping} if clipping else {}
+    run = train(model, scaled(case), max_steps=3, **options)
     assert run.trainer.global_step == 3  # Lightning counts attempts
     assert_same(model.after[1], model.before[1])
     for step in (0, 2):
@@ -119,6 +125,32 @@ def test_dynamic_loss_scaling_overflows_in_silence():
         warnings.simplefilter("default")
         train(Overflowing(1), scaled("fp16_mixed"), max_steps=3)
     assert not any("not finite" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("case", ["bf16_mixed", "msamp_o2"])
+@pytest.mark.parametrize(("clipping", "looks"), [({}, 3), ({"gradient_clip_val": 1.0}, 0)])
+def test_a_norm_that_clipping_has_taken_is_not_taken_again(case, clipping, looks, monkeypatch):
+    looked = []
+    monkeypatch.setattr(engine, "find_nonfinite", lambda *args: looked.append(1) or find_nonfinite(*args))
+    train(Overflowing(), case, max_steps=3, **clipping)
+    assert len(looked) == looks
+
+
+@pytest.mark.parametrize("case", ["bf16_mixed", "te_fp8", "msamp_o2"])
+def test_a_backward_pass_that_nobody_announces_is_looked_at(case):
+    class Own(Overflowing):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.loss(batch).backward()  # not self.manual_backward
+            optimizer.step()
+
+    model = Own(1)
+    train(model, case, max_steps=3)
+    assert_same(model.after[1]["weights"], model.before[1]["weights"])
+    assert not torch.equal(model.after[2]["weights"]["mid.weight"], model.before[2]["weights"]["mid.weight"])
 
 
 def test_gradient_release_has_stepped_already():
