@@ -41,6 +41,7 @@ class Killer(Callback):
         for kind, name, phase in (
             (Fp8Bucket, "advance", "reduction"),
             (Fp8ShardBucket, "advance", "reduction"),
+            (os, "fsync", "writing"),  # tensors are written, and what says where they are is not
             (os, "replace", "checkpoint"),
             (replace, "_exchange", "checkpoint"),
         ):

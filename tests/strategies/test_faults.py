@@ -18,7 +18,7 @@ DEATHS = {
     "ddp": [("ddp", phase, step) for step, phase in enumerate(PHASES, 2)],
     "sharded": [
         ("sharded", "forward", 2), ("async", "backward", 3), ("sharded", "reduction", 4), ("async", "step", 5),
-        ("async", "checkpoint", 6), ("sharded", "checkpoint", 6),
+        ("async", "checkpoint", 6), ("sharded", "checkpoint", 6), ("sharded", "writing", 7),
     ],
 }  # fmt: skip
 TIMEOUT = 30  # of the process group, in fault_job.py
