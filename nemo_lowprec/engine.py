@@ -553,10 +553,10 @@ class Engine:
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
         """Whether the kernels of ``optimizer`` read ``found_inf``: the host need not wait before the step."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        # torch's own take a found_inf that is sharded as the parameters are.
-        return self.shards is None or isinstance(optimizer, LowBitStates)
+        # Of torch's own, fused SGD skips and leaves its momentum uninitialized; all expect a found_inf that is
+        # sharded as the parameters are.
+        own = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and self.shards is None
+        return (own or isinstance(optimizer, LowBitStates)) and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def step_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """The same for an optimizer that evaluates the loss itself: each evaluation sees the masters' latest values."""

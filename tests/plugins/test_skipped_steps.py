@@ -153,6 +153,19 @@ def test_a_backward_pass_that_nobody_announces_is_looked_at(case):
     assert not torch.equal(model.after[2]["weights"]["mid.weight"], model.before[2]["weights"]["mid.weight"])
 
 
+def test_momentum_starts_at_zero_where_the_first_step_is_skipped():
+    """torch's fused SGD leaves it uninitialized when it skips by itself."""
+
+    def sgd(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True)
+
+    skipped = train(Overflowing(0, optimizer=sgd), "bf16_mixed", max_steps=3)
+    batches = list(skipped.trainer.train_dataloader)[1:3]
+    plain = train(Overflowing(optimizer=sgd), "bf16_mixed", data=replay(batches), max_steps=2)
+    assert_same(skipped.state["weights"], plain.state["weights"])
+    assert_same(skipped.state["optimizers"], plain.state["optimizers"])
+
+
 def test_gradient_release_has_stepped_already():
     model = Overflowing(1, factor=NAN)
     train(model, plugin("msamp_o2", gradient_release=True), max_steps=3)
