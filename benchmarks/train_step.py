@@ -47,7 +47,7 @@ class Clock(pl.Callback):
             self._start = now
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        # Lightning would move both to the CPU, which takes longer than the steps.
+        # Lightning would move the model and the optimizer's states to the CPU, which takes longer than the steps.
         trainer.strategy.optimizers = []
         module.cpu = lambda: module
 

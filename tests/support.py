@@ -234,6 +234,24 @@ class Overflowing(Net):
             self.scales.append(loss_scale.scale)
 
 
+def foreach_adamw(params: Any) -> torch.optim.Optimizer:
+    """An optimizer that skips no step by itself."""
+    return torch.optim.AdamW(params, lr=1e-2, foreach=True)
+
+
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    """One whose kernel does."""
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def assert_second_skipped(model: Overflowing) -> None:
+    """Assert that of three steps the second was skipped whole, and the others were not."""
+    assert_same(model.after[1], model.before[1])
+    for step in (0, 2):
+        assert not torch.equal(model.after[step]["weights"]["mid.weight"], model.before[step]["weights"]["mid.weight"])
+    assert [part["schedule"] for part in model.after] == [1, 1, 2]
+
+
 class Observer(Callback):
     """Keeps what is there while the Trainer trains: true gradients at each step, and the state at the end."""
 

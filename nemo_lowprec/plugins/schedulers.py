@@ -1,4 +1,4 @@
-"""A step that was skipped for overflow holds back step-wise learning-rate schedulers too."""
+"""A step that was skipped for gradients that are not finite holds back step-wise learning-rate schedulers too."""
 
 from __future__ import annotations
 
