@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.strategies.replace import recover
 
 __all__ = ["PretrainResult", "pretrain"]
@@ -102,7 +103,7 @@ def pretrain(
         steps=trainer.global_step,
         val_loss_before=record.before,
         val_loss=record.last,
-        tokens_per_sec=None if rate is None else rate * trainer.world_size,
+        tokens_per_sec=None if rate is None else rate * data_parallel_size(trainer),
         checkpoint=_checkpoint(trainer),
     )
     if trainer.is_global_zero:

@@ -14,7 +14,7 @@ from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
 from nemo_lowprec.models.param_groups import decay_groups
 from nemo_lowprec.models.presets import get_preset
 from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
-from nemo_lowprec.models.throughput import TokenRate
+from nemo_lowprec.models.throughput import TokenRate, data_parallel_size
 
 __all__ = ["CausalLM"]
 
@@ -118,15 +118,9 @@ class CausalLM(LightningModule):
         """Makes the weights, in FP32; a second call does nothing."""
         if self.model is not None:
             return
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        vocab_size = self._resolve_vocab_size()
-        fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        try:
-            config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
-        except ValueError as error:
-            raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
-        self._check_positions(config)
+        config = self.transformers_config()
         seed = self.hparams["init_seed"]
         # A strategy that shards the weights lets one process make them.
         once = getattr(getattr(self._trainer, "strategy", None), "init_on_first_process", nullcontext)
@@ -136,6 +130,23 @@ class CausalLM(LightningModule):
                 torch.manual_seed(seed)
             with once():
                 self.model = self._build(AutoModelForCausalLM, config)
+
+    def transformers_config(self) -> Any:
+        """The architecture as transformers has it, with the vocabulary that the model gets.
+
+        Raises:
+            ValueError: see the class.
+        """
+        from transformers import AutoConfig
+
+        vocab_size = self._resolve_vocab_size()
+        fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        try:
+            config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
+        except ValueError as error:
+            raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
+        self._check_positions(config)
+        return config
 
     def _build(self, auto: Any, config: Any) -> nn.Module:
         model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)
@@ -208,7 +219,7 @@ class CausalLM(LightningModule):
             return
         rate = self.token_rate.read()
         if rate is not None:
-            self.log("train/tokens_per_sec", rate * self.trainer.world_size, prog_bar=True)
+            self.log("train/tokens_per_sec", rate * data_parallel_size(self.trainer), prog_bar=True)
 
     def _start_eval(self) -> None:
         self._eval_loss = torch.zeros((), dtype=torch.float64, device=self.device)

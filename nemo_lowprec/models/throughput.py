@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
-__all__ = ["TokenRate"]
+__all__ = ["TokenRate", "data_parallel_size"]
 
 
 class TokenRate:
@@ -63,3 +64,9 @@ def _now() -> float:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def data_parallel_size(trainer: Any) -> int:
+    """How many processes of a Trainer have batches of their own."""
+    sampler: dict[str, int] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return sampler["num_replicas"] if sampler else int(trainer.world_size)

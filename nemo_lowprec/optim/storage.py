@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor
 from nemo_lowprec.formats.block_tensor import quantize_blocks_of_rows
+from nemo_lowprec.formats.flat import is_matrix
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 from nemo_lowprec.formats.row_blocks import quantize_rows
 from nemo_lowprec.formats.stochastic import round_stochastic
@@ -62,7 +63,7 @@ class StateFormats:
 
     def of(self, name: str, param: Tensor) -> StateFormat:
         """Format of the state ``name`` of ``param``."""
-        if param.dim() < 2:
+        if not is_matrix(param):
             return "fp32"
         found: StateFormat = {f.name: getattr(self, f.name) for f in fields(self)}[name]
         return found

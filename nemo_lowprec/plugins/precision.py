@@ -21,6 +21,7 @@ from typing_extensions import override
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
+from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
@@ -28,9 +29,9 @@ from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
 
-__all__ = ["LowPrecision"]
+__all__ = ["SKIPPED", "LowPrecision"]
 
-_SKIPPED = (
+SKIPPED = (
     "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
     "This is said once; the optimizers whose last step was skipped are in trainer.precision_plugin.engine.skipped."
 )
@@ -49,7 +50,7 @@ class LowPrecision(Precision):
     """
 
     def __init__(self, level: str, **options: Any) -> None:
-        parsed = parse_options(get_level(level), options)
+        self.parsed = parsed = parse_options(get_level(level), options)
         row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
@@ -70,6 +71,10 @@ class LowPrecision(Precision):
     def dtype(self) -> torch.dtype:
         """The half dtype that the forward pass runs in."""
         return DTYPES[self.level.autocast]
+
+    def megatron(self, own_layers: bool = False) -> MegatronSettings:
+        """What the level becomes on Megatron-core; see ``nemo_lowprec.megatron.resolve``."""
+        return resolve(self.parsed, own_layers)
 
     # Setting up
 
@@ -166,7 +171,7 @@ class LowPrecision(Precision):
         self._after_closure(model, optimizer)
         self.engine.step(optimizer, **kwargs)
         if optimizer in self.engine.skipped and not self.level.has_loss_scale:
-            rank_zero_warn(_SKIPPED)
+            rank_zero_warn(SKIPPED)
         return result
 
     @override

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
 
-__all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes"]
+__all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes", "versions"]
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -40,7 +40,7 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
     check_same(
         {
             "the level": re.sub(r" at 0x[0-9a-f]+", "", title),
-            **_versions(),
+            **versions(),
             "the model's parameters": _parameters(module),
         }
     )
@@ -65,9 +65,10 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
         leave_to_ddp(module)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Versions of what processes that train together must have the same of."""
     found = {}
-    for name in ("nemo-lowprec", "torch", "lightning", "transformer-engine", "triton"):
+    for name in ("nemo-lowprec", "torch", "lightning", "transformer-engine", "triton", "megatron-core"):
         try:
             found[f"the version of {name}"] = version(name)
         except PackageNotFoundError:

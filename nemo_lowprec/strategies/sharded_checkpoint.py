@@ -29,6 +29,7 @@ __all__ = [
     "FolderContents",
     "in_full",
     "is_folder",
+    "on_first",
     "open_folder",
     "read_folder",
     "read_weights",
@@ -84,7 +85,7 @@ class FolderContents:
 
     def start(self, path: Path) -> None:
         """Make the folder beside ``path`` to write in."""
-        _on_first(lambda: start_part(path))
+        on_first(lambda: start_part(path))
 
     def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Write all, and rename the folder when it is complete, which it is when this returns."""
@@ -98,10 +99,10 @@ class FolderContents:
                 os.fsync(file.fileno())
             put_in_place(path)
 
-        _on_first(complete, group)
+        on_first(complete, group)
 
 
-def _on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
     """Let the first process do what all wait for.
 
     Raises:

@@ -15,6 +15,7 @@ FLOORS = [
     {"chart", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
+    {"megatron"},
     {"plugins", "msamp", "plain_loop"},
     {"strategies"},
     {"models", "data", "report"},

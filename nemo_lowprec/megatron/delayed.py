@@ -1,0 +1,45 @@
+"""Delayed scaling in Megatron-core's layers with Transformer Engine 2.
+
+Megatron-core 0.16.1 to 0.19.2 hand its recipe an ``override_linear_precision``, which Transformer Engine 2 has dropped:
+every step at a level with delayed scaling would end in a TypeError.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+__all__ = ["mend_delayed_scaling"]
+
+
+def mend_delayed_scaling() -> None:
+    """Leave the argument out of Megatron's recipe, where Transformer Engine does not take it."""
+    import transformer_engine.common.recipe as recipes
+    from megatron.core import fp8_utils
+    from megatron.core.extensions import transformer_engine as extension
+
+    if "override_linear_precision" in inspect.signature(recipes.DelayedScaling).parameters:
+        return
+    if issubclass(fp8_utils.TEDelayedScaling, _Mended):
+        return
+
+    class DelayedScaling(_Mended, recipes.DelayedScaling):
+        """What Megatron's class of the name makes of a TransformerConfig."""
+
+        def __init__(self, config: Any, fp8_format: Any, override_linear_precision: tuple[bool, ...] = ()) -> None:
+            if any(override_linear_precision):
+                raise ValueError("Transformer Engine 2 has no override_linear_precision. Use fp8_wgrad=True.")
+            super().__init__(
+                margin=config.fp8_margin,
+                fp8_format=fp8_format,
+                amax_history_len=config.fp8_amax_history_len,
+                amax_compute_algo=config.fp8_amax_compute_algo,
+                fp8_dpa=config.fp8_dot_product_attention,
+                fp8_mha=config.fp8_multi_head_attention,
+            )
+
+    fp8_utils.TEDelayedScaling = extension.TEDelayedScaling = DelayedScaling  # type: ignore[misc]
+
+
+class _Mended:
+    """Marks the class that is in place."""

@@ -1,0 +1,193 @@
+"""FP8 gradient buffers for Megatron-core's DistributedDataParallel, and their reduce-scatter in FP8.
+
+Megatron adds each gradient to its parameter's ``main_grad``, a part of one contiguous buffer that is cut into buckets,
+and each bucket into equal parts, one a process. These buffers hold the same elements in E4M3 with an exponent for
+every 128 (``formats.row_blocks``), 1.01 bytes an element in place of 2 or 4. They travel as they are stored:
+all-to-all, sum in FP32 on the process that steps them, stored again.
+
+They are sent where Megatron would call its ``reduce_scatter_with_fp32_accumulation``; not through it, since that is
+called while NCCL's operations are being coalesced, whose works record no end to wait for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as seam
+from torch import Tensor
+
+from nemo_lowprec.comm.wire import Messages, mean_of_messages
+from nemo_lowprec.formats import E4M3, GradientTensor
+from nemo_lowprec.formats.row_blocks import BLOCK, UNIT
+
+__all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
+
+
+class MainGradient(GradientTensor):
+    """A parameter's part of an FP8 buffer: the first gradient that is added after ``zero_`` is stored to nearest."""
+
+    is_empty = False
+
+    def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
+        if self.is_empty and alpha == 1.0:
+            self.is_empty = False
+            return self.quantize_(values)
+        self.is_empty = False
+        return super().accumulate_(values, alpha)
+
+
+class _Buffer(GradientTensor):
+    """A whole buffer: zeroing it zeroes nothing until somebody reads a part that no gradient was added to."""
+
+    members: list[MainGradient]
+
+    def zero_(self) -> Any:  # type: ignore[override]
+        for member in self.members:
+            member.is_empty = True
+        return self
+
+
+def hold_in_fp8(ddp: Any) -> None:
+    """Give the matrices of a wrapped model chunk FP8 gradients, in place of the buffers that Megatron has made.
+
+    Args:
+        ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective``,
+            ``pad_buckets_for_high_nccl_busbw`` in its config.
+
+    Raises:
+        ValueError: a matrix whose rows are no multiple of 128 elements.
+    """
+    names = {id(p): name for name, p in ddp.module.named_parameters()}
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+        if buffer.grad_dtype == torch.float32:  # of vectors, which keep FP32 gradients
+            continue
+        for param in buffer.params:
+            if param.shape[-1] % BLOCK:
+                raise ValueError(
+                    f"{names[id(param)]} has rows of {param.shape[-1]} elements, and FP8 gradients are stored in "
+                    f"blocks of {BLOCK}. Use sizes that are multiples of {BLOCK}, or bf16_with_fp8_mixed."
+                )
+        _replace(buffer)
+    for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
+        before = None
+        for group in groups:
+            group.__class__ = _Fp8BucketGroup
+            group.drains, before = before, group
+            for index, bucket in enumerate(group.buckets):
+                if isinstance(bucket.grad_data, GradientTensor):
+                    world = group.intra_distributed_optimizer_instance_size
+                    group.cached_grad_buffer_shard_list[index] = _shards(bucket.grad_data, world)
+
+
+def _shards(whole: GradientTensor, world: int) -> list[GradientTensor]:
+    size = whole.numel() // world
+    return [part_of_gradient(whole, rank * size, (rank + 1) * size) for rank in range(world)]
+
+
+def _replace(buffer: Any) -> None:
+    device, size = buffer.grad_data.device, buffer.numel
+    for param in buffer.params:
+        param.main_grad = None
+    buffer.grad_data = None
+    for bucket in buffer.buckets:
+        bucket.grad_data = None
+    data = torch.zeros(size, dtype=E4M3.dtype, device=device)
+    exponent = torch.full((1, size // BLOCK), UNIT, dtype=torch.uint8, device=device)
+    flags = torch.zeros(len(buffer.params), device=device)
+    one = torch.ones(1, device=device)
+    members = []
+    for index, param in enumerate(buffer.params):
+        start, end = buffer.param_index_map[param][:2]
+        blocks = exponent[0, start // BLOCK : end // BLOCK].view(param.shape[0], -1)
+        member = MainGradient(data[start:end].view(param.shape), blocks, one, flags[index : index + 1])
+        param.main_grad = member
+        members.append(member)
+    buffer.grad_data = whole = _Buffer(data, exponent, one, flags)
+    whole.members = members
+    for bucket in buffer.buckets:
+        start, end = buffer.bucket_indices[bucket.bucket_id]
+        bucket.grad_data = part_of_gradient(whole, start, end)
+        bucket.grad_data.members = [p.main_grad for p in bucket.params_list]
+
+
+def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> GradientTensor:
+    """Elements ``[start, end)`` of a gradient, counted flat, in its own storage; both are multiples of 128."""
+    assert start % BLOCK == 0 and end % BLOCK == 0, (start, end)
+    data = gradient.data_blocks.view(-1)[start:end]
+    exponent = gradient.exponent.view(1, -1)[:, start // BLOCK : end // BLOCK]
+    return GradientTensor(data, exponent, gradient.factor, gradient.nonfinite)
+
+
+class _Fp8BucketGroup(seam._ParamAndGradBucketGroup):
+    """Buckets whose gradients are averaged in FP8 where they are stored so."""
+
+    drains: Any = None  # the group that is sent before this one in backward
+    grad_reduce_handle: Any
+
+    def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return  # as Megatron's: sent already
+        assert self.grad_reduce_handle is None and not force_all_reduce
+        if self.drains is not None and self.drains.grad_reduce_handle is not None:
+            # Its messages take as much memory as its gradients do.
+            self.drains.grad_reduce_handle.wait()
+        works = []
+        for bucket, shards in zip(self.buckets, self.cached_grad_buffer_shard_list, strict=True):
+            group = self.intra_distributed_optimizer_instance_group
+            if isinstance(bucket.grad_data, GradientTensor):
+                works.append(_exchange(bucket.grad_data, shards[group.rank()], group))
+            else:
+                out = seam.shard_buffer(bucket.grad_data, group.size())[group.rank()]
+                works.append(dist.reduce_scatter_tensor(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True))
+        handle = _Works(works)
+        if self.ddp_config.overlap_grad_reduce:
+            self.grad_reduce_handle = handle
+        else:
+            handle.wait()
+
+
+class _Works:
+    """Exchanges on their way; the first ``wait`` ends them."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+@torch.no_grad()
+def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup) -> Any:
+    """Average a bucket over ``group`` onto each process's part of it, which is stored again."""
+    for member in bucket.members:  # type: ignore[attr-defined]
+        if member.is_empty:
+            GradientTensor.zero_(member)
+            member.is_empty = False
+    world = group.size()
+    if world == 1:
+        return _Works([])
+    exponent = bucket.exponent.view(world, -1)
+    messages = torch.cat([bucket.data_blocks.view(torch.uint8).view(world, -1), exponent], dim=1)
+    received = torch.empty_like(messages)
+    work = dist.all_to_all_single(received, messages, group=group, async_op=True)
+    return _Received(work, messages, received, Messages((), (), exponent.shape[1], world), out)
+
+
+class _Received:
+    """Messages on their way; ``wait`` stores their mean."""
+
+    def __init__(self, work: Any, sent: Tensor, received: Tensor, layout: Messages, out: GradientTensor) -> None:
+        self._work, self._sent, self._received, self._layout, self._out = work, sent, received, layout, out
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._work.wait()
+        mean = torch.empty(self._layout.bytes, dtype=torch.uint8, device=self._received.device)
+        mean_of_messages(self._received, self._layout, mean)
+        data, exponent = self._layout.parts(mean.view(1, -1))
+        self._out.data_blocks.view(torch.uint8).copy_(data.reshape(-1))
+        self._out.exponent.copy_(exponent)

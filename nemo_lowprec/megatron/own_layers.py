@@ -1,0 +1,82 @@
+"""Any module under Megatron-core's data parallelism: this package converts its layers, all else is Megatron's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_lowprec.comm import reduce_amax
+from nemo_lowprec.compute import check_attention, choose_backend, convert_layers, prefer_attention, revert_layers
+from nemo_lowprec.engine import DTYPES
+from nemo_lowprec.megatron.chunks import cast_parameters
+from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.options import Options
+
+__all__ = ["OwnLayers"]
+
+
+class OwnLayers:
+    """The converted layers of a module, and the amax histories of their operands.
+
+    Args:
+        module: on ``device``; its layers and the dtypes of its parameters are changed in place.
+        options: of the level.
+        settings: of the level.
+        device: the GPU.
+
+    Raises:
+        ValueError: the backend, or the attention kernels, cannot run on ``device``.
+    """
+
+    def __init__(self, module: nn.Module, options: Options, settings: MegatronSettings, device: torch.device) -> None:
+        level, recipe = settings.level, options.recipe
+        check_attention(options.attention, device)
+        backend = choose_backend(options.backend, recipe, device)
+        self._module = module
+        self._half = DTYPES[level.autocast]
+        self._first = True
+        revert_layers(module)  # those of an earlier stage of the same Trainer
+        self.histories = recipe.histories() if recipe is not None else None
+        fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
+        self.conversion = convert_layers(
+            module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad
+        )  # fmt: skip
+        cast_parameters(module, settings)
+        if fp32_wgrad:
+            for param in module.parameters():
+                if param.is_leaf and param.requires_grad:
+                    param.grad_dtype = torch.float32
+        if self.histories is not None:
+            self.histories.to(device)
+            self.histories.reduce_amax = partial(reduce_amax, group=dist.group.WORLD)
+        self._stack = ExitStack()
+        self._stack.enter_context(prefer_attention(options.attention))
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass in the level's half format."""
+        with torch.autocast("cuda", dtype=self._half):
+            yield
+
+    training = forward
+
+    def is_first(self) -> bool:
+        """Whether this is the first backward pass since the last step."""
+        first, self._first = self._first, False
+        return first
+
+    def after_step(self, stepped: bool) -> None:
+        """Roll the amax histories, or leave those of a skipped step out."""
+        self._first = True
+        if self.histories is not None:
+            (self.histories.update if stepped else self.histories.discard)()
+
+    def remove(self) -> None:
+        """Give the module its own layers back."""
+        self._stack.close()
+        revert_layers(self._module)

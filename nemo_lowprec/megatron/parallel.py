@@ -1,0 +1,105 @@
+"""How a model is spread over processes: Megatron-core's parallel sizes, checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["ParallelLayout"]
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the groups of processes; what is left of the world is data-parallel.
+
+    Attributes:
+        tensor: processes that share each layer's matrices.
+        pipeline: stages, each with a part of the layers.
+        virtual_pipeline: parts that each process has of the layers, for the interleaved schedule; None for one.
+        context: processes that share each sequence.
+        expert: processes that share the experts of a layer.
+        sequence_parallel: whether the tensor-parallel processes share the sequence outside of the matrices, too.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "sequence_parallel":
+                if not isinstance(value, bool):
+                    raise ValueError(f"sequence_parallel={value!r} must be True or False.")
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{_ARGUMENT[field.name]}={value!r} must be a positive number of processes.")
+        if self.virtual_pipeline is not None:
+            if self.virtual_pipeline < 2:
+                raise ValueError(
+                    f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} gives each process one part of the "
+                    "layers, as without it. Leave it out, or use 2 or more."
+                )
+            if self.pipeline < 2:
+                raise ValueError(
+                    f"virtual_pipeline_model_parallel_size={self.virtual_pipeline} interleaves the stages of a "
+                    "pipeline, and pipeline_model_parallel_size is 1. Use at least 2, or leave it out."
+                )
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError(
+                "sequence_parallel=True shares the sequence among tensor-parallel processes, and "
+                "tensor_model_parallel_size is 1. Leave it out."
+            )
+
+    def check_world(self, world: int) -> None:
+        """Raise ValueError where the sizes do not fit into a world of so many processes."""
+        model = self.tensor * self.pipeline * self.context
+        if world % model:
+            raise ValueError(
+                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x context ({self.context}) parallelism takes "
+                f"{model} processes, which does not divide the {world} of this run."
+            )
+        if (world // self.pipeline) % self.expert:
+            raise ValueError(
+                f"expert_model_parallel_size={self.expert} does not divide the {world // self.pipeline} processes of "
+                "a pipeline stage."
+            )
+
+    def fields(self) -> dict[str, Any]:
+        """Fields of TransformerConfig."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+    def initialize(self) -> None:
+        """Make Megatron-core's process groups, over the processes of torch's default group; those of other sizes go."""
+        from megatron.core import parallel_state
+
+        global _groups_of
+        sizes = self.fields()
+        del sizes["sequence_parallel"]
+        if parallel_state.model_parallel_is_initialized():
+            if _groups_of == sizes:
+                return
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**sizes)
+        _groups_of = sizes
+
+
+_groups_of: dict[str, Any] | None = None  # the sizes that the groups of this process were made for
+
+
+_ARGUMENT = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}

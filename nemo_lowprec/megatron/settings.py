@@ -1,0 +1,232 @@
+"""A level of the chart as settings of Megatron-core: resolved once from its arguments, checked, and frozen.
+
+Needs no Megatron-core: what it cannot do is said before anything is built.
+
+Sources: megatron-core 0.16.1 and 0.19.2 (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.engine import DTYPES
+from nemo_lowprec.options import Options
+
+__all__ = ["MegatronSettings", "resolve"]
+
+_RECIPES = {"delayed": "delayed", "current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
+_STATES = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}  # Megatron's name of FP8 states is uint8
+
+
+@dataclass(frozen=True)
+class MegatronSettings:
+    """One level for one kind of model.
+
+    Attributes:
+        level: the row.
+        model: fields of TransformerConfig.
+        optimizer: fields of OptimizerConfig; ``exp_avg_dtype`` and the like say what this package's AdamW holds.
+        ddp: fields of DistributedDataParallelConfig, without the overlaps, which are the strategy's arguments.
+        matrices: dtype of parameters of two dimensions and more, but for those that are stored in FP8.
+        vectors: dtype of the others.
+        stochastic_rounding: whether updated 16-bit weights and masters are rounded so.
+        rounding_seed: of that rounding.
+    """
+
+    level: PrecisionLevel
+    model: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    ddp: Mapping[str, Any]
+    matrices: torch.dtype
+    vectors: torch.dtype
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "ddp"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def __reduce__(self) -> Any:  # views of dicts are not pickled
+        plain = (dict(self.model), dict(self.optimizer), dict(self.ddp))
+        rest = (self.matrices, self.vectors, self.stochastic_rounding, self.rounding_seed)
+        return MegatronSettings, (self.level, *plain, *rest)
+
+    @property
+    def fp8_weights(self) -> bool:
+        """Whether the layers' weights are stored, and gathered, in FP8."""
+        return bool(self.model["fp8_param"])
+
+    @property
+    def fp8_gradients(self) -> bool:
+        """Whether gradients are stored, and reduced, in FP8: in buffers of this package, as Megatron has none."""
+        return self.level.weight_grad == "fp8"
+
+    @property
+    def master_weight(self) -> torch.dtype | None:
+        """Dtype of the masters of the layers' weights; None where a weight takes its updates itself."""
+        return DTYPES[self.level.master_weight] if self.level.master_weight is not None else None
+
+
+def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
+    """The settings of a level.
+
+    Args:
+        options: the level's arguments.
+        own_layers: whether the model's layers are converted by this package (any ``nn.Module``, data-parallel), and
+            not built by Megatron-core from its config (``GPTModel``).
+
+    Raises:
+        ValueError: what Megatron-core, or the Transformer Engine in its layers, cannot do at this level; with the
+            nearest that works.
+    """
+    level = options.level
+    _check_level(options)
+    if own_layers:
+        _check_own_layers(options)
+    else:
+        _check_layers(options)
+    fp16, bf16 = level.autocast == "fp16", level.autocast == "bf16"
+    half = DTYPES[level.autocast]
+    # FP32 parameters beside half ones, or alone, need autocast.
+    autocasts = not level.has_half_weights or level.vectors == "fp32"
+    params = DTYPES[level.rest]
+    model: dict[str, Any] = {
+        "fp16": level.has_half_weights and fp16,
+        "bf16": level.has_half_weights and bf16,
+        "params_dtype": params,
+        "pipeline_dtype": half,
+        "enable_autocast": autocasts,
+        "autocast_dtype": half,
+        **_gemms(options, own_layers),
+    }
+    first, second = level.optimizer_states
+    low_bit = level.is_low_bit
+    optimizer: dict[str, Any] = {
+        "optimizer": "adam",
+        "fp16": fp16,  # the loss is scaled, whatever the parameters are
+        "bf16": level.has_half_weights and bf16,
+        "params_dtype": params,
+        "fp8_recipe": model["fp8_recipe"] if model["fp8"] else None,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": low_bit,
+        "store_param_remainders": False,
+        "main_params_dtype": torch.float16 if low_bit else torch.float32,
+        "main_grads_dtype": torch.float32,
+        "exp_avg_dtype": _STATES[first],
+        "exp_avg_sq_dtype": _STATES[second],
+    }
+    scale = options.loss_scale
+    if scale is not None:
+        optimizer |= {
+            "loss_scale": scale.loss_scale,
+            "initial_loss_scale": scale.initial_loss_scale,
+            "min_loss_scale": scale.min_loss_scale,
+            "loss_scale_window": scale.loss_scale_window,
+            "hysteresis": scale.hysteresis,
+        }
+    ddp = {
+        "use_distributed_optimizer": True,
+        "grad_reduce_in_fp32": level.weight_grad == "fp32",
+        "average_in_collective": True,
+        "fp8_param_gather": model["fp8_param"],
+        # Messages of whole blocks of 128 elements for every rank.
+        "pad_buckets_for_high_nccl_busbw": level.weight_grad == "fp8",
+    }
+    vectors = DTYPES[level.vectors] if level.vectors is not None else params
+    low = options.low_bit
+    return MegatronSettings(
+        level, model, optimizer, ddp, params, vectors, low.stochastic_rounding, low.rounding_seed
+    )  # fmt: skip
+
+
+def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:
+    """Fields of TransformerConfig about low-precision GEMMs; without them where the layers are this package's."""
+    level, recipe, layers = options.level, options.recipe, options.layers
+    fields: dict[str, Any] = {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None}
+    if recipe is None or own_layers:
+        return fields
+    fields["attention_backend"] = {"auto": "auto", "cudnn": "fused"}[options.attention]
+    if recipe.scaling == "nvfp4":
+        return fields | {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
+    fields |= {
+        "fp8": recipe.fp8,
+        "fp8_recipe": _RECIPES[recipe.scaling],
+        "fp8_param": recipe.fp8_params or level.weight == "fp8",
+        "fp8_margin": recipe.fp8_margin,
+        "fp8_amax_history_len": recipe.fp8_amax_history_len,
+        "fp8_amax_compute_algo": recipe.fp8_amax_compute_algo,
+    }
+    start, end = layers.num_layers_at_start_in_half, layers.num_layers_at_end_in_half
+    if start or end:
+        fields |= {
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": start,
+            "num_layers_at_end_in_bf16": end,
+        }
+    return fields
+
+
+def _check_level(options: Options) -> None:
+    level = options.level
+    if level.is_low_bit and not level.has_loss_scale:
+        raise ValueError(
+            f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
+            f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
+        )
+    if options.low_bit.gradient_release:
+        raise ValueError("gradient_release=True steps before Megatron-core has reduced the gradients. Leave it out.")
+
+
+def _check_layers(options: Options) -> None:
+    """What layers that Megatron-core builds cannot do."""
+    level, recipe, layers = options.level, options.recipe, options.layers
+    if recipe is None:
+        return
+    if options.backend not in ("auto", "te"):
+        raise ValueError(
+            f"backend={options.backend!r}: Megatron-core's layers are Transformer Engine's. Use backend='te'."
+        )
+    if recipe.interval != 1:
+        raise ValueError(
+            f"interval={recipe.interval}: Transformer Engine 2 computes its scales at every step. Use interval=1."
+        )
+    if any(recipe.override_linear_precision):
+        raise ValueError(
+            f"override_linear_precision={recipe.override_linear_precision}: Transformer Engine 2 has no such choice. "
+            "Leave it out, or use strategy='lowprec_sharded' with backend='torch'."
+        )
+    if layers.convert is not None or layers.skip:
+        raise ValueError(
+            "convert and skip choose layers by name, and Megatron-core builds all of a GPTModel's alike. Leave them "
+            "out; num_layers_at_start_in_half and num_layers_at_end_in_half leave whole blocks in half precision."
+        )
+    if layers.num_layers_at_start_in_half or layers.num_layers_at_end_in_half:
+        if recipe.scaling == "delayed":
+            nearest = "bf16_with_fp8_current_scaling_mixed"
+            raise ValueError(
+                f"{level.name} scales by amaxes of earlier steps, with which Megatron-core leaves no blocks in half "
+                f"precision. Use {nearest}, or leave num_layers_at_start_in_half and num_layers_at_end_in_half out."
+            )
+        if recipe.scaling == "nvfp4":
+            raise ValueError(
+                f"Megatron-core leaves blocks in half precision with FP8 recipes only, not at {level.name}. Leave "
+                "num_layers_at_start_in_half and num_layers_at_end_in_half out."
+            )
+
+
+def _check_own_layers(options: Options) -> None:
+    """What this package's layers cannot do under Megatron-core's data parallelism."""
+    level, recipe = options.level, options.recipe
+    stored = level.weight == "fp8" or (recipe is not None and recipe.fp8_params)
+    if stored:
+        choice = "msamp_o2" if level.is_low_bit else f"{level.name} without fp8_params"
+        raise ValueError(
+            f"{level.name} stores weights in FP8, which Megatron-core gathers for its own layers only. Use {choice}, "
+            "a GPTModel, or strategy='lowprec_sharded'."
+        )

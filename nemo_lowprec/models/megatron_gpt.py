@@ -1,0 +1,180 @@
+"""A LightningModule around Megatron-core's GPTModel, for ``MegatronStrategy``: what ``CausalLM`` is for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.models.causal_lm import CausalLM
+from nemo_lowprec.models.loss import IGNORE
+from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
+from nemo_lowprec.models.megatron_weights import from_transformers, of_stage, part_of
+from nemo_lowprec.strategies.megatron import MegatronStrategy
+
+__all__ = ["MegatronGPT"]
+
+
+class MegatronGPT(CausalLM):
+    """Next-token prediction with a Llama-family GPTModel in Transformer Engine's fused layers.
+
+    Batches, logs, optimizer and schedule are those of ``CausalLM``; ``train/loss`` is the mean over a step's whole
+    batch, and ``train/grad_norm`` its gradient's norm before clipping.
+
+    Args:
+        preset: an architecture of ``models/presets.py``.
+        model_type: transformers' name of another architecture of the family: ``llama``, ``mistral``, ``qwen2``,
+            ``qwen3``.
+        config: fields of the transformers config, on top of the preset's.
+        vocab_size: ids of the tokenizer; as in ``CausalLM``.
+        weights: folder of a transformers model to start from; None: Megatron-core's own random weights.
+        transformer: further fields of TransformerConfig, such as ``recompute_granularity``; those of the level and of
+            the parallel sizes are the plugin's and the strategy's.
+        lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps, fused: as in ``CausalLM``.
+        activation_checkpointing: recompute each layer in backward in place of keeping its activations.
+        init_seed: of the random weights.
+
+    Raises:
+        ValueError: a bad value, at construction; an architecture that GPTModel cannot follow, once it is built.
+        RuntimeError: without ``MegatronStrategy``.
+    """
+
+    def __init__(
+        self,
+        preset: str | None = None,
+        model_type: str | None = None,
+        config: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
+        weights: str | None = None,
+        transformer: dict[str, Any] | None = None,
+        lr: float = 3e-4,
+        min_lr: float = 3e-5,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int | None = None,
+        schedule_steps: int | None = None,
+        fused: bool | None = None,
+        activation_checkpointing: bool = False,
+        init_seed: int = 1234,
+    ) -> None:
+        super().__init__(
+            preset, model_type, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps,
+            schedule_steps, fused, activation_checkpointing, init_seed=init_seed,
+        )  # fmt: skip
+        del self.hparams["attn_implementation"]
+        self.save_hyperparameters({"weights": weights, "transformer": dict(transformer or {})})
+
+    # ------------------------------------------------------------------ the model
+
+    def configure_model(self) -> None:
+        """Nothing: the strategy builds the parts when its processes are there."""
+        if not isinstance(getattr(self._trainer, "strategy", None), MegatronStrategy):
+            raise RuntimeError("MegatronGPT is built by MegatronStrategy: give it to the Trainer, or use CausalLM.")
+
+    def build_chunk(
+        self, fields: dict[str, Any], pre_process: bool, post_process: bool, vp_stage: int | None
+    ) -> nn.Module:
+        """See ``PipelinedModule``."""
+        architecture = gpt_architecture(self.transformers_config())
+        own = dict(self.hparams["transformer"])
+        taken = sorted(own.keys() & fields.keys())
+        if taken:
+            raise ValueError(f"transformer={{'{taken[0]}': ...}} is decided by the level or by MegatronStrategy.")
+        if self.hparams["activation_checkpointing"]:
+            own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | own
+        part = build_gpt(architecture, {**own, **fields}, pre_process, post_process, vp_stage)
+        if self.hparams["weights"] is not None:
+            load_weights(part, from_transformers(_read(Path(self.hparams["weights"])), architecture))
+        return part
+
+    def take_chunks(self, chunks: list[nn.Module]) -> None:
+        """See ``PipelinedModule``."""
+        self.model = nn.ModuleList(chunks)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        raise RuntimeError("A part of a GPTModel has no forward of its own: MegatronStrategy runs its schedules.")
+
+    # ------------------------------------------------------------------ steps
+
+    @property
+    def _strategy(self) -> MegatronStrategy:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, MegatronStrategy)
+        return strategy
+
+    def forward_step(
+        self, chunk: nn.Module, batch: dict[str, Tensor]
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]]:
+        """One micro-batch through one part; Megatron-core's convention. Reports the loss' sum and its tokens."""
+        labels = batch["labels"]
+        output = chunk(batch["input_ids"], None, None, labels=labels.clamp(min=0))
+
+        def loss_func(losses: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            counts = labels != IGNORE
+            total, tokens = (losses.float() * counts).sum(), counts.sum()
+            return total / tokens.clamp(min=1), (total.detach(), tokens)
+
+        return output, loss_func
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy = self._strategy
+        reported = strategy.forward_backward(self.forward_step, batch)
+        loss = strategy.mean_loss([total / tokens.clamp(min=1) for total, tokens in reported])
+        self.token_rate.add(sum(b["labels"].numel() for b in batch))
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/perplexity", loss.exp())
+        if self._is_log_step(self.trainer.global_step + 1):
+            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self._strategy.megatron_optimizer
+        assert optimizer is not None
+        if optimizer.grad_norm is not None and self._is_log_step(self.trainer.global_step):
+            self.log("train/grad_norm", optimizer.grad_norm)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+    def _loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        reported = self._strategy.forward_backward(self.forward_step, [batch], forward_only=True)
+        if not reported:  # not the last stage
+            return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
+        total, tokens = reported[0]
+        return total, tokens
+
+
+def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
+    """Give this process's part of a GPTModel the values of the whole one.
+
+    Args:
+        part: a GPTModel, before it is wrapped.
+        full: the whole model's parameters under Megatron-core's names, of any float dtype.
+    """
+    from megatron.core import parallel_state
+
+    from nemo_lowprec.megatron.chunks import start_from
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    named = dict(part.named_parameters())
+    layers = part.decoder.layers  # type: ignore[union-attr]
+    first = layers[0].layer_number - 1 if len(layers) else 0  # type: ignore[index,operator,arg-type,union-attr]
+    for name, values in of_stage(full, named, first).items():
+        start_from(named[name], part_of(name, values, rank, size))
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """The weights of a transformers model on the disk, mapped into memory."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"weights={str(folder)!r} has no .safetensors files: save a transformers model there.")
+    state: dict[str, Tensor] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return state

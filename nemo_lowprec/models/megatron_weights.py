@@ -1,0 +1,265 @@
+"""Weights of ``megatron_llama`` to and from transformers, and their tensor-parallel and pipeline parts.
+
+Names and layouts are those of a GPTModel with Transformer Engine's layers, in Megatron-core 0.16 to 0.19. A state is a
+dict of parameters by name, without Transformer Engine's ``_extra_state``. Nothing here knows of processes.
+
+Megatron-core fuses projections that read the same input by rows. ``linear_qkv`` has, for each query group, the rows
+of its queries, then of its key, then of its value; ``linear_fc1`` those of the gate, then those of the other factor.
+A norm is a parameter of the projection that reads its output.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_lowprec.models.megatron_llama import GptArchitecture
+from nemo_lowprec.models.saved_weights import first_of
+
+__all__ = ["from_transformers", "joined", "of_stage", "part_of", "shifted", "to_transformers"]
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+
+# How tensor parallelism splits a parameter, by the end of its name.
+_WHOLE = ("layer_norm_weight", "layernorm.weight")
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
+_ROWS_OF_TWO = ("linear_fc1.weight",)
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """How one parameter is made: the rows of each source, in order, group by group.
+
+    Attributes:
+        sources: transformers' names, with their shapes.
+        groups: equal parts of every source's rows.
+    """
+
+    sources: dict[str, tuple[int, ...]]
+    groups: int = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first, *_ = self.sources.values()
+        return (sum(shape[0] for shape in self.sources.values()), *first[1:])
+
+    def join(self, state: Mapping[str, Tensor]) -> Tensor:
+        parts = [state[name].unflatten(0, (self.groups, -1)) for name in self.sources]
+        return torch.cat(parts, dim=1).flatten(0, 1) if len(parts) > 1 else state[next(iter(self.sources))]
+
+    def split(self, fused: Tensor) -> dict[str, Tensor]:
+        if len(self.sources) == 1:
+            return dict.fromkeys(self.sources, fused)
+        rows = [shape[0] // self.groups for shape in self.sources.values()]
+        parts = fused.unflatten(0, (self.groups, -1)).split(rows, dim=1)
+        # Clones, as safetensors takes no tensors that share memory.
+        return {name: part.flatten(0, 1).clone() for name, part in zip(self.sources, parts, strict=True)}
+
+
+def _layout(architecture: GptArchitecture, vocab_size: int) -> dict[str, _Fused]:
+    """Every parameter of the whole model by Megatron-core's name, for ``vocab_size`` rows of the embedding."""
+    config, tied = architecture.transformer, architecture.gpt["share_embeddings_and_output_weights"]
+    hidden, ffn, head = config["hidden_size"], config["ffn_hidden_size"], config["kv_channels"]
+    groups, queries = config["num_query_groups"], config["num_attention_heads"] * head
+    qkv = {"q_proj": queries, "k_proj": groups * head, "v_proj": groups * head}
+    layout = {_EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
+    for i in range(config["num_layers"]):
+        to, attention, mlp = f"decoder.layers.{i}", f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        layout |= {
+            f"{to}.self_attention.linear_proj.weight": _Fused({f"{attention}.o_proj.weight": (hidden, queries)}),
+            f"{to}.self_attention.linear_qkv.layer_norm_weight": _Fused(
+                {f"model.layers.{i}.input_layernorm.weight": (hidden,)}
+            ),
+            f"{to}.self_attention.linear_qkv.weight": _Fused(
+                {f"{attention}.{name}.weight": (rows, hidden) for name, rows in qkv.items()}, groups
+            ),
+            f"{to}.mlp.linear_fc1.layer_norm_weight": _Fused(
+                {f"model.layers.{i}.post_attention_layernorm.weight": (hidden,)}
+            ),
+            f"{to}.mlp.linear_fc1.weight": _Fused(
+                {f"{mlp}.gate_proj.weight": (ffn, hidden), f"{mlp}.up_proj.weight": (ffn, hidden)}
+            ),
+            f"{to}.mlp.linear_fc2.weight": _Fused({f"{mlp}.down_proj.weight": (hidden, ffn)}),
+        }
+        if config["add_qkv_bias"]:
+            layout[f"{to}.self_attention.linear_qkv.bias"] = _Fused(
+                {f"{attention}.{name}.bias": (rows,) for name, rows in qkv.items()}, groups
+            )
+        if config["qk_layernorm"]:
+            for letter in "qk":
+                layout[f"{to}.self_attention.{letter}_layernorm.weight"] = _Fused(
+                    {f"{attention}.{letter}_norm.weight": (head,)}
+                )
+    layout["decoder.final_layernorm.weight"] = _Fused({"model.norm.weight": (hidden,)})
+    if not tied:
+        layout[_HEAD] = _Fused({_HF_HEAD: (vocab_size, hidden)})
+    return layout
+
+
+def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture) -> dict[str, Tensor]:
+    """The whole GPTModel's parameters.
+
+    Parameters that only change their name are the given tensors.
+
+    Args:
+        state: the ``state_dict()`` of transformers' causal language model. The head of a tied model may be missing.
+        architecture: of the GPTModel. Where its ``vocab_size`` is larger than the state's, rows of zeros are added.
+
+    Raises:
+        ValueError: a parameter is missing, unexpected or of a wrong shape; a head that should be tied is another.
+    """
+    rows = architecture.gpt["vocab_size"]
+    given = state[_HF_EMBEDDING].shape[0] if _HF_EMBEDDING in state else rows
+    if given > rows:
+        raise ValueError(f"{_HF_EMBEDDING} has {given} rows, more than the vocabulary of {rows}.")
+    layout = _layout(architecture, given)
+    # Older checkpoints have RoPE's frequencies, which follow from the architecture.
+    state = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    state = _without_tied_head(state, _HF_HEAD, _HF_EMBEDDING, _HEAD not in layout)
+    _check(state, {name: shape for fused in layout.values() for name, shape in fused.sources.items()})
+    full = {name: fused.join(state) for name, fused in layout.items()}
+    for name in (_EMBEDDING, _HEAD):
+        if name in full and given < rows:
+            full[name] = F.pad(full[name], (0, 0, 0, rows - given))
+    return full
+
+
+def to_transformers(
+    state: Mapping[str, Tensor], architecture: GptArchitecture, vocab_size: int | None = None
+) -> dict[str, Tensor]:
+    """The ``state_dict()`` of transformers' causal language model: the inverse of ``from_transformers``.
+
+    Tied embedding and head are one tensor under both names, as in transformers' own. Otherwise no two share memory.
+
+    Args:
+        state: the whole GPTModel's parameters. The head of a tied model may be there, as its last pipeline stage has
+            one.
+        architecture: of the GPTModel.
+        vocab_size: rows of the embedding and the head to return; None: all.
+
+    Raises:
+        ValueError: a parameter is missing, unexpected or of a wrong shape; a head that should be tied is another;
+            ``vocab_size`` is more than there is.
+    """
+    rows = architecture.gpt["vocab_size"]
+    wanted = rows if vocab_size is None else vocab_size
+    if not 0 < wanted <= rows:
+        raise ValueError(f"vocab_size={vocab_size}, and {_EMBEDDING} has {rows} rows.")
+    layout = _layout(architecture, rows)
+    state = _without_tied_head(state, _HEAD, _EMBEDDING, _HEAD not in layout)
+    _check(state, {name: fused.shape for name, fused in layout.items()})
+    out = {source: part for name, fused in layout.items() for source, part in fused.split(state[name]).items()}
+    if wanted < rows:
+        for name in (_HF_EMBEDDING, _HF_HEAD):
+            if name in out:
+                out[name] = out[name][:wanted].clone()
+    out.setdefault(_HF_HEAD, out[_HF_EMBEDDING])
+    return out
+
+
+def _without_tied_head(state: Mapping[str, Tensor], head: str, embedding: str, tied: bool) -> Mapping[str, Tensor]:
+    if not tied or head not in state:
+        return state
+    if embedding in state and not torch.equal(state[head], state[embedding]):
+        raise ValueError(f"{head} is not equal to {embedding}, and the architecture ties them.")
+    return {name: tensor for name, tensor in state.items() if name != head}
+
+
+def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
+    if missing or unexpected:
+        said = [f"lacks {first_of(sorted(missing))}"] if missing else []
+        said += [f"has {first_of(sorted(unexpected))}, which the architecture does not"] if unexpected else []
+        raise ValueError(f"The state {' and '.join(said)}.")
+    for name, shape in shapes.items():
+        if state[name].shape != shape:
+            raise ValueError(f"{name} is {tuple(state[name].shape)}, and {shape} in the architecture.")
+
+
+# Tensor parallelism
+
+
+def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
+    """What rank ``tp_rank`` of ``tp_size`` holds of the parameter ``full``: contiguous, may share its memory.
+
+    Norms are whole on every rank.
+
+    Raises:
+        ValueError: a name that GPTModel does not have; a parameter that does not split so.
+    """
+    dim, halves = _split_of(name)
+    if dim is None:
+        return full
+    if full.shape[dim] % (halves * tp_size):
+        raise ValueError(f"{name} of shape {tuple(full.shape)} does not split over {tp_size} tensor-parallel ranks.")
+    parts = [half.chunk(tp_size, dim)[tp_rank] for half in full.chunk(halves, dim)]
+    return (torch.cat(parts, dim) if halves > 1 else parts[0]).contiguous()
+
+
+def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The parameter of which the tensor-parallel ranks hold ``parts``, in order: the inverse of ``part_of``.
+
+    Raises:
+        ValueError: a name that GPTModel does not have.
+    """
+    dim, halves = _split_of(name)
+    if dim is None or len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.chunk(halves, dim)[half] for half in range(halves) for part in parts], dim)
+
+
+def _split_of(name: str) -> tuple[int | None, int]:
+    """The dimension that is split, None for none, and how many parts of equal size are split each by itself."""
+    # A group's queries, key and value are neighbours, so ranks that divide the groups get whole ones. With more ranks
+    # than groups, Megatron-core splits a group's rows evenly, too, and gathers what linear_qkv returns.
+    for ends, split in ((_WHOLE, (None, 1)), (_ROWS, (0, 1)), (_ROWS_OF_TWO, (0, 2)), (_COLUMNS, (1, 1))):
+        if name.endswith(ends):
+            return split
+    raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")
+
+
+# Pipeline stages: each numbers its layers from 0
+
+
+def shifted(state: Mapping[str, Tensor], first_layer: int) -> dict[str, Tensor]:
+    """A stage's parameters under the whole model's names.
+
+    Args:
+        state: the parameters of one stage, or of one virtual stage.
+        first_layer: how many layers come before it: ``model.decoder.layers[0].layer_number - 1``.
+    """
+    return {_shifted_name(name, first_layer): tensor for name, tensor in state.items()}
+
+
+def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int) -> dict[str, Tensor]:
+    """The whole model's parameters that one stage has, under its names: the inverse of ``shifted``.
+
+    Args:
+        full: the whole model's parameters.
+        names: of the stage's own. Its head, where ``full`` has none, is the embedding that it is tied to.
+        first_layer: how many layers come before it.
+
+    Raises:
+        ValueError: ``full`` lacks a parameter.
+    """
+    found = {}
+    for name in names:
+        source = _shifted_name(name, first_layer)
+        if source == _HEAD and _HEAD not in full:
+            source = _EMBEDDING
+        if source not in full:
+            raise ValueError(f"The state lacks {source}.")
+        found[name] = full[source]
+    return found
+
+
+def _shifted_name(name: str, layers: int) -> str:
+    return _LAYER.sub(lambda number: str(int(number[0]) + layers), name)

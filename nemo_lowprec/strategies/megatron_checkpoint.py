@@ -1,0 +1,152 @@
+"""Checkpoints in Megatron-core's distributed form: a folder that opens at other parallel sizes and at other levels.
+
+Weights and optimizer states lie under Megatron's own keys, in parts that each process writes. Masters and moments are
+saved as the FP32 values that they stand for, so that any level reads them. What belongs to no process (loops, data,
+callbacks, amax histories of delayed scaling) lies in ``meta.pt``: Transformer Engine's own form of the histories is a
+pickle, which it refuses to open since 2.18.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import nn
+
+from nemo_lowprec.compute import te_layers
+from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
+from nemo_lowprec.strategies.sharded_checkpoint import on_first
+
+if TYPE_CHECKING:
+    from nemo_lowprec.strategies.megatron import MegatronStrategy
+
+__all__ = ["is_folder", "load", "save"]
+
+_META = "meta.pt"
+_HISTORIES = "fp8_histories"  # in meta.pt
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a complete checkpoint of this form."""
+    return path.is_dir() and (path / ".metadata").is_file() and (path / _META).is_file()
+
+
+def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> None:
+    """Write a checkpoint as Lightning dumps it, called on all processes; it is in place when this returns."""
+    sharded = _sharded(strategy, with_optimizer="optimizer_states" in checkpoint)
+    force_all_tensors_to_non_fp8(sharded)
+    rest = {k: v for k, v in checkpoint.items() if k != "state_dict"}
+    if "optimizer_states" in rest:
+        rest["optimizer_states"] = []  # Lightning looks whether there are any
+    rest[_HISTORIES] = _histories(strategy)
+    on_first(lambda: start_part(path))
+    part = part_of(path)
+    dist_checkpointing.save(sharded, str(part))
+
+    def complete() -> None:
+        torch.save(rest, part / _META)
+        put_in_place(path)
+
+    dist.barrier()
+    on_first(complete)
+
+
+def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
+    """Put a checkpoint's weights and states in their places; return the rest, as Lightning restores it.
+
+    Raises:
+        ValueError: ``path`` is no complete checkpoint of this form, or holds another model.
+    """
+    if not is_folder(path):
+        raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
+    rest: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    wants_optimizer = strategy.megatron_optimizer is not None and "optimizer_states" in rest
+    loaded = dist_checkpointing.load(_sharded(strategy, wants_optimizer, is_loading=True), str(path))
+    for name, part in _parts(strategy):
+        missing = [k for k in part.load_state_dict(loaded[name], strict=False).missing_keys if not _is_extra(k)]
+        if missing:
+            raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
+    optimizer = strategy.megatron_optimizer
+    _load_histories(strategy, rest.pop(_HISTORIES, {}))
+    if optimizer is not None:
+        if wants_optimizer:
+            optimizer.load_state_dict(loaded["optimizer"])
+        else:
+            optimizer.reload_model_params()
+        optimizer.step_refresh()
+    return {**rest, "state_dict": {}}
+
+
+def _parts(strategy: MegatronStrategy) -> list[tuple[str, nn.Module]]:
+    """The model's parts on this process, by their name in the sharded state."""
+    chunks = [getattr(chunk, "module", chunk) if strategy.megatron_optimizer else chunk for chunk in strategy.chunks]
+    return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")
+
+
+def _sharded(strategy: MegatronStrategy, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": strategy.checkpoint_form,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    state: dict[str, Any] = {}
+    for name, part in _parts(strategy):
+        if strategy.is_pipelined:
+            found = part.sharded_state_dict(metadata=dict(metadata))  # type: ignore[operator]
+        else:
+            found = make_sharded_tensors_for_checkpoint(part.state_dict(keep_vars=True), "")
+        state[name] = {key: value for key, value in found.items() if not _is_extra(key)}
+    if with_optimizer:
+        assert strategy.megatron_optimizer is not None
+        state["optimizer"] = strategy.megatron_optimizer.sharded_state_dict(
+            dict(state), is_loading=is_loading, metadata=metadata
+        )
+    return state
+
+
+# Amax histories: of this package's layers one table; of Transformer Engine's by the layer's place in the whole model.
+
+
+def _histories(strategy: MegatronStrategy) -> dict[str, Any]:
+    if strategy.own_layers is not None:
+        histories = strategy.own_layers.histories
+        return {} if histories is None else {"own": histories.state_dict()}
+    mine: dict[str, Any] = {}
+    for _, part in _parts(strategy):
+        for name, state in te_layers.te_state_dict(part).items():
+            mine[_in_whole(name, part)] = state
+    stages: list[dict[str, Any]] = [{} for _ in range(strategy.layout.pipeline)]
+    dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
+    return {"te": {name: state for stage in stages for name, state in stage.items()}}
+
+
+def _load_histories(strategy: MegatronStrategy, saved: dict[str, Any]) -> None:
+    own = strategy.own_layers
+    if own is not None:
+        if own.histories is not None and "own" in saved:
+            own.histories.load_state_dict(saved["own"])
+        return
+    for _, part in _parts(strategy):
+        names = {_in_whole(name, part): name for name, _ in part.named_modules()}
+        here = {names[whole]: state for whole, state in saved.get("te", {}).items() if whole in names}
+        te_layers.load_te_state_dict(part, here)
+
+
+def _in_whole(name: str, part: nn.Module) -> str:
+    """A module's name with its layer's number in the whole model: a stage counts its own from 0."""
+    found = _LAYER.fullmatch(name)
+    if found is None:
+        return name
+    before, index, after = found.groups()
+    number = getattr(part.get_submodule(f"{before}{index}"), "layer_number", None)
+    return name if number is None else f"{before}{number - 1}{after}"
