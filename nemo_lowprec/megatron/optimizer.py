@@ -199,6 +199,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         (self.skipped.add if skipped else self.skipped.discard)(self.optimizer)
         return not skipped, norm, None
 
+    @torch.no_grad()
     def step_refresh(self) -> None:
         """Bring the weights that the model computes with up to date."""
         self._copy_main_params_to_model_params()

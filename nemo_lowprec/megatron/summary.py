@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["print_settings", "settings_tables"]
+__all__ = ["settings_tables"]
 
 
 def settings_tables(
@@ -40,13 +38,3 @@ def settings_tables(
 
 def _shown(value: Any) -> str:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else str(value)
-
-
-@rank_zero_only
-def print_settings(
-    settings: MegatronSettings, title: object, layout: ParallelLayout, overlaps: Mapping[str, Any]
-) -> None:
-    """Print the tables once."""
-    console = Console()
-    for table in settings_tables(settings, title, layout, overlaps):
-        console.print(table)

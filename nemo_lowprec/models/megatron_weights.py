@@ -27,11 +27,11 @@ _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
-# How tensor parallelism splits a parameter, by the end of its name.
+# How tensor parallelism splits a parameter, by the end of its name: of a weight, dimension 0 is what comes out.
 _WHOLE = ("layer_norm_weight", "layernorm.weight")
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-_ROWS = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
-_ROWS_OF_TWO = ("linear_fc1.weight",)
+_DIM_1 = ("linear_proj.weight", "linear_fc2.weight")
+_DIM_0 = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
+_DIM_0_OF_HALVES = ("linear_fc1.weight",)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _split_of(name: str) -> tuple[int | None, int]:
     """The dimension that is split, None for none, and how many parts of equal size are split each by itself."""
     # A group's queries, key and value are neighbours, so ranks that divide the groups get whole ones. With more ranks
     # than groups, Megatron-core splits a group's rows evenly, too, and gathers what linear_qkv returns.
-    for ends, split in ((_WHOLE, (None, 1)), (_ROWS, (0, 1)), (_ROWS_OF_TWO, (0, 2)), (_COLUMNS, (1, 1))):
+    for ends, split in ((_WHOLE, (None, 1)), (_DIM_0, (0, 1)), (_DIM_0_OF_HALVES, (0, 2)), (_DIM_1, (1, 1))):
         if name.endswith(ends):
             return split
     raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")

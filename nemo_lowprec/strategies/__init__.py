@@ -3,9 +3,10 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from nemo_lowprec.strategies.ddp import LowPrecisionDDPStrategy
+from nemo_lowprec.strategies.megatron import MegatronStrategy
 from nemo_lowprec.strategies.sharded import LowPrecisionShardedStrategy
 
-__all__ = ["LowPrecisionDDPStrategy", "LowPrecisionShardedStrategy"]
+__all__ = ["LowPrecisionDDPStrategy", "LowPrecisionShardedStrategy", "MegatronStrategy"]
 
-for _strategy in (LowPrecisionDDPStrategy, LowPrecisionShardedStrategy):
+for _strategy in (LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy):
     _strategy.register_strategies(StrategyRegistry)

@@ -15,15 +15,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.comm import check_same
+from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.megatron.summary import print_settings
+from nemo_lowprec.megatron.summary import settings_tables
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
@@ -184,7 +186,9 @@ class MegatronStrategy(DDPStrategy):
         self._make_optimizer(trainer)
         self._configure()
         hold_back_skipped(module, self.megatron_optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
-        print_settings(settings, plugin, self.layout, self._overlaps)
+        if self.is_global_zero:
+            for table in settings_tables(settings, plugin, self.layout, self._overlaps):
+                Console().print(table)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """What cannot be trained so."""
@@ -239,8 +243,6 @@ class MegatronStrategy(DDPStrategy):
         # As in Megatron-LM: stages differ, data-parallel processes do not.
         tensor_parallel.model_parallel_cuda_manual_seed(int(seed) + 100 * stage)
         parts = []
-        with self.root_device:
-            torch.cuda.set_device(self.root_device)
         for index in range(virtual or 1):
             first = stage == 0 and index == 0
             final = stage == last and index == (virtual or 1) - 1
@@ -248,6 +250,7 @@ class MegatronStrategy(DDPStrategy):
                 self._transformer_fields(), first, final, index if virtual is not None else None
             )  # fmt: skip
             cast_parameters(part, settings)
+            te_layers.empty_extra_state(part)  # a pickle, which nothing here reads: see ``megatron_checkpoint``
             parts.append(part)
         module.take_chunks(parts)
         self.config = parts[0].config
@@ -331,6 +334,7 @@ class MegatronStrategy(DDPStrategy):
             what ``loss_func`` reported of each; nothing where this process has not the last stage.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
+
         from nemo_lowprec.megatron.context import part_of_sequence
 
         def step(iterator: Any, chunk: nn.Module) -> Any:

@@ -56,7 +56,7 @@ def transformers_model(name):
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "head_dim": 64,
-            "initializer_range": 0.1,  # so that heads attend to some tokens more than to others
+            "initializer_range": 0.06,  # so that heads attend to some tokens more than to others
             **own,
         },
     )
@@ -72,7 +72,7 @@ def transformers_model(name):
 def gpt_model(reference, dtype, **fields):
     """The GPTModel with the weights of a transformers model, and its architecture."""
     architecture = gpt_architecture(reference.config).with_vocab_size(512)
-    model = build_gpt(architecture, {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, **fields}).cuda()
+    model = build_gpt(architecture, {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, **fields})
     full = from_transformers(reference.state_dict(), architecture)
     params = dict(model.named_parameters())
     assert params.keys() == full.keys()
@@ -109,33 +109,32 @@ def test_logits_and_gradients_in_fp32(megatron, name, fused):
     grads = to_transformers(full, architecture, vocab_size=500)
     of_reference = {n: p.grad for n, p in reference.named_parameters()}
     for param, grad in of_reference.items():
-        # A bias of keys has a gradient of almost nothing, and so of rounding errors.
-        if not param.endswith("k_proj.bias"):
-            assert error(grads[param], grad) < 2e-2, param
+        assert error(grads[param], grad) < 2e-2, param
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 @torch.no_grad()
 def test_logits_in_bf16(megatron, name):
-    reference = transformers_model(name).bfloat16()
+    reference = transformers_model(name)
+    for param in reference.parameters():
+        param.copy_(param.bfloat16())
     model, _ = gpt_model(reference, torch.bfloat16)
     ids = torch.randint(0, 500, (2, 128), device="cuda")
     logits = model(ids, torch.arange(128, device="cuda").expand(2, -1), None)
     assert logits.dtype == torch.bfloat16
-    exact = reference.float()(input_ids=ids).logits
-    assert error(logits[..., :500], exact) < 3e-2
+    assert error(logits[..., :500], reference(input_ids=ids).logits) < 3e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_come_out_as_they_went_in(megatron, name, dtype):
-    reference = transformers_model(name).to(dtype)
+    reference = transformers_model(name)
     model, architecture = gpt_model(reference, dtype)
     out = to_transformers({n: p.detach() for n, p in model.named_parameters()}, architecture, vocab_size=500)
     expected = reference.state_dict()
     assert out.keys() == expected.keys()
     for param, tensor in expected.items():
-        assert out[param].dtype == dtype and torch.equal(out[param], tensor), param
+        assert out[param].dtype == dtype and torch.equal(out[param], tensor.to(dtype)), param
 
 
 def test_the_first_weights_are_megatrons_own(megatron):
@@ -143,9 +142,9 @@ def test_the_first_weights_are_megatrons_own(megatron):
     model = build_gpt(architecture, {"params_dtype": torch.float32})
     layer = model.decoder.layers[0]
     for weight, std in (
-        (model.embedding.word_embeddings.weight, 0.1),
-        (layer.self_attention.linear_qkv.weight, 0.1),
-        (layer.mlp.linear_fc2.weight, 0.1 / 2),  # of two layers: divided by the root of 2 * layers
+        (model.embedding.word_embeddings.weight, 0.06),
+        (layer.self_attention.linear_qkv.weight, 0.06),
+        (layer.mlp.linear_fc2.weight, 0.06 / 2),  # of two layers: divided by the root of 2 * layers
     ):
         assert weight.std().item() == pytest.approx(std, rel=0.05)
     assert (layer.mlp.linear_fc1.layer_norm_weight == 1).all()

@@ -1,0 +1,151 @@
+"""Small Llamas on Megatron-core, for the tests on GPUs: one process' part of a run, as ``on_processes`` starts it."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from nemo_lowprec.data.loader import ResumableLoader
+from nemo_lowprec.models import CausalLM
+from nemo_lowprec.models.megatron_gpt import MegatronGPT
+from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.strategies import MegatronStrategy
+from tests.support import level_of
+
+__all__ = ["CASES", "Losses", "level", "make_weights", "run_all", "train"]
+
+CONFIG = {"num_hidden_layers": 4, "tie_word_embeddings": False, "max_position_embeddings": 256}
+VOCAB, LENGTH, MICRO, GLOBAL = 256, 128, 2, 8
+# Every level that Megatron-core runs on Hopper, and those that can store their weights in FP8 once more so.
+CASES = [
+    "fp16_amp", "te_fp8", "msamp_o1+fp16", "msamp_o2+fp16", "msamp_o3+fp16", "fp16_mixed", "bf16_mixed",
+    "bf16_with_fp8_mixed", "bf16_with_fp8_mixed+fp8_params", "fp16_with_fp8_mixed", "fp16_with_fp8_mixed+fp8_params",
+    "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_current_scaling_mixed+fp8_params",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+]  # fmt: skip
+
+
+def level(case: str, **options: Any) -> Any:
+    """The plugin of a case; with a loss scale that does not overflow in the first steps."""
+    name, _, variant = case.partition("+")
+    if variant:
+        options |= {"half": "fp16"} if variant == "fp16" else {"fp8_params": True}
+    if level_of(case).has_loss_scale:
+        options.setdefault("initial_loss_scale", 2.0**12)
+    return LEVELS[name](**options)
+
+
+class Tokens(Dataset):
+    """Sequences that a small model learns: steps of one, two or three through the vocabulary."""
+
+    def __len__(self) -> int:
+        return 512
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = int(torch.randint(0, 50, (1,), generator=torch.Generator().manual_seed(index)))
+        tokens = (torch.arange(LENGTH + 1) * (1 + index % 3) + start) % 199
+        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class Data(pl.LightningDataModule):
+    """Micro-batches of this process, by the data-parallel rank that the strategy gives it."""
+
+    def _loader(self, count: int) -> ResumableLoader:
+        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        return ResumableLoader(Tokens(), count, 3, place["rank"], place["num_replicas"], global_batch_size=GLOBAL)
+
+    def train_dataloader(self) -> Any:
+        self.loader = self._loader(MICRO)
+        return self.loader
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(500, 512)), batch_size=4)
+
+
+class Losses(Callback):
+    """Losses of the steps, their gradients' norms and the learning rates."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.val: list[float] = []
+        self._micro: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int) -> None:
+        self._micro.append(float(outputs["loss"]))
+        if (i + 1) % trainer.accumulate_grad_batches == 0:
+            # With a pipeline it is the last micro-batch's that stands for all.
+            pipelined = getattr(trainer.strategy, "is_pipelined", False)
+            self.losses.append(self._micro[-1] if pipelined else sum(self._micro) / len(self._micro))
+            self._micro = []
+            optimizer = getattr(trainer.strategy, "megatron_optimizer", None)
+            if optimizer is not None:
+                self.norms.append(float(optimizer.grad_norm))
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self.val.append(float(trainer.callback_metrics["val/loss"]))
+
+
+def make_weights(folder: Path) -> str:
+    """A transformers Llama with random weights, saved for all runs to start from."""
+    model = CausalLM("llama_tiny", config=CONFIG, vocab_size=VOCAB, init_seed=7)
+    model.configure_model()
+    assert model.model is not None
+    model.model.save_pretrained(folder)
+    return str(folder)
+
+
+def train(
+    rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
+    save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
+    world: int = 1, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A few steps on this process; what they came to."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    import transformer_engine.pytorch  # noqa: F401  before anything loads cuDNN
+
+    torch.cuda.set_device(rank)
+    common: dict[str, Any] = {
+        "config": CONFIG, "vocab_size": VOCAB, "lr": 2e-3, "warmup_steps": 2, "schedule_steps": 20, "init_seed": 7,
+    }  # fmt: skip
+    if kind == "gpt":
+        model: CausalLM = MegatronGPT("llama_tiny", weights=weights, **common)
+    else:
+        model = CausalLM("llama_tiny", **common)
+    record = Losses()
+    found: list[Callback] = [record]
+    if save is not None:
+        folder, step = save
+        found.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))
+    strategy = "auto" if kind == "plain" else MegatronStrategy(**sizes)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=world, strategy=strategy, plugins=level(case, **options), max_steps=steps,
+        accumulate_grad_batches=GLOBAL // MICRO // data_parallel, gradient_clip_val=1.0, callbacks=found,
+        logger=False, enable_checkpointing=save is not None, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, num_sanity_val_steps=1, limit_val_batches=2, val_check_interval=4,
+        check_val_every_n_epoch=None,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=Data(), ckpt_path=ckpt)
+    weights_now = {n: p.detach().float().cpu() for n, p in model.named_parameters()}
+    return {"losses": record.losses, "norms": record.norms, "val": record.val, "weights": weights_now}
+
+
+def run_all(rank: int, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several runs, one after the other in the same processes, which take seconds to start; an error is its text."""
+    found: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            found[name] = train(rank, **job)
+        except Exception:
+            found[name] = traceback.format_exc()
+            if job.get("world", 1) > 1:
+                break  # the others may be waiting in a collective
+    return found
