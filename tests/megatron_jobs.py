@@ -82,9 +82,9 @@ class Losses(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, i: int) -> None:
         self._micro.append(float(outputs["loss"]))
         if (i + 1) % trainer.accumulate_grad_batches == 0:
-            # With a pipeline it is the last micro-batch's that stands for all.
+            # Lightning divides each by their number; the last one of a pipeline stands for all.
             pipelined = getattr(trainer.strategy, "is_pipelined", False)
-            self.losses.append(self._micro[-1] if pipelined else sum(self._micro) / len(self._micro))
+            self.losses.append(self._micro[-1] * len(self._micro) if pipelined else sum(self._micro))
             self._micro = []
             optimizer = getattr(trainer.strategy, "megatron_optimizer", None)
             if optimizer is not None:
@@ -120,6 +120,7 @@ def train(
         model: CausalLM = MegatronGPT("llama_tiny", weights=weights, **common)
     else:
         model = CausalLM("llama_tiny", **common)
+        model.configure_model()  # here, with the CPU's random numbers, as ``make_weights`` does
     record = Losses()
     found: list[Callback] = [record]
     if save is not None:

@@ -22,7 +22,17 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.recipe import Recipe
 
-__all__ = ["empty_extra_state", "has_te_layers", "load_te_state_dict", "te_context", "te_recipe", "te_state_dict"]
+__all__ = [
+    "empty_extra_state",
+    "has_empty_histories",
+    "has_te_layers",
+    "histories_kept",
+    "load_te_state_dict",
+    "scale_by_histories",
+    "te_context",
+    "te_recipe",
+    "te_state_dict",
+]
 
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 
@@ -181,6 +191,43 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
             # In place: TE's quantizers and its global buffers are views of these tensors.
             target.scale.copy_(scale)
             target.amax_history.copy_(_fit(history, len(target.amax_history)))
+
+
+@contextmanager
+def histories_kept(model: nn.Module) -> Iterator[None]:
+    """Evaluation that leaves no amaxes in the histories of delayed scaling: training would scale by them."""
+    before = {id(h): h.clone() for h in _histories(model)}
+    try:
+        yield
+    finally:
+        for history in _histories(model):
+            if id(history) in before:
+                history.copy_(before[id(history)])
+            else:  # of a module that had not run before
+                history.zero_()
+
+
+def _histories(model: nn.Module) -> list[Tensor]:
+    states = (m.fp8_meta.get(key) for _, m in _with_metadata(model) for key, _ in _DIRECTIONS.values())
+    return [state.amax_history for state in states if _is_delayed(state)]
+
+
+def has_empty_histories(model: nn.Module) -> bool:
+    """Whether no module has met an operand yet, so that all scales are 1."""
+    return not any(bool(history.any()) for history in _histories(model))
+
+
+@torch.no_grad()
+def scale_by_histories(model: nn.Module, loss_scale: float) -> None:
+    """Compute the scales of the gradients from their histories, which a backward pass of a scaled loss has filled."""
+    for _, module in _with_metadata(model):
+        state = module.fp8_meta.get(_DIRECTIONS["bwd"][0])
+        if _is_delayed(state):
+            state.amax_history.div_(loss_scale)
+            recipe = module.fp8_meta["recipe"]
+            amax = state.amax_history.amax(dim=0)
+            scale = recipe.fp8_format.value.max_bwd / amax / 2**recipe.margin
+            state.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, state.scale))
 
 
 def _delayed_state(mode: str, operands: int, history_len: int) -> Any:

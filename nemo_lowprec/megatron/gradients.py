@@ -30,6 +30,10 @@ class MainGradient(GradientTensor):
 
     is_empty = False
 
+    def add_(self, other: Tensor, *, alpha: float = 1.0) -> GradientTensor:  # type: ignore[override]
+        """Add a gradient of the parameter's shape: this one is flat."""
+        return self.accumulate_(other.reshape(-1), alpha)
+
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
         if self.is_empty and alpha == 1.0:
             self.is_empty = False
@@ -57,17 +61,17 @@ def hold_in_fp8(ddp: Any) -> None:
             ``pad_buckets_for_high_nccl_busbw`` in its config.
 
     Raises:
-        ValueError: a matrix whose rows are no multiple of 128 elements.
+        ValueError: a matrix whose elements are no multiple of 128.
     """
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
         if buffer.grad_dtype == torch.float32:  # of vectors, which keep FP32 gradients
             continue
         for param in buffer.params:
-            if param.shape[-1] % BLOCK:
+            if param.numel() % BLOCK:
                 raise ValueError(
-                    f"{names[id(param)]} has rows of {param.shape[-1]} elements, and FP8 gradients are stored in "
-                    f"blocks of {BLOCK}. Use sizes that are multiples of {BLOCK}, or bf16_with_fp8_mixed."
+                    f"{names[id(param)]} has {param.numel()} elements on each process, and FP8 gradients are stored in "
+                    f"blocks of {BLOCK}. Use sizes of which it is a multiple, or bf16_with_fp8_mixed."
                 )
         _replace(buffer)
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
@@ -100,8 +104,8 @@ def _replace(buffer: Any) -> None:
     members = []
     for index, param in enumerate(buffer.params):
         start, end = buffer.param_index_map[param][:2]
-        blocks = exponent[0, start // BLOCK : end // BLOCK].view(param.shape[0], -1)
-        member = MainGradient(data[start:end].view(param.shape), blocks, one, flags[index : index + 1])
+        blocks = exponent[:, start // BLOCK : end // BLOCK]
+        member = MainGradient(data[start:end], blocks, one, flags[index : index + 1])
         param.main_grad = member
         members.append(member)
     buffer.grad_data = whole = _Buffer(data, exponent, one, flags)

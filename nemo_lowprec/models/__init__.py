@@ -2,6 +2,8 @@
 
 presets      architectures as data: published sizes, and tiny ones for a machine without a GPU
 causal_lm    CausalLM, any causal language model of transformers built from a config
+megatron_gpt MegatronGPT, Megatron-core's GPTModel of a Llama-family architecture
+megatron_llama, megatron_weights  the parts of it: its config, its weights to and from transformers' names
 loss         next-token cross entropy in FP32, a slice of the tokens at a time
 schedule     linear warm-up, then cosine decay
 param_groups which parameters weight decay applies to
@@ -15,6 +17,7 @@ from typing import Any
 
 _HOME = {
     "CausalLM": "causal_lm",
+    "MegatronGPT": "megatron_gpt",
     "PRESETS": "presets",
     "Preset": "presets",
     "get_preset": "presets",

@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -30,6 +31,9 @@ from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_scheduler
 from nemo_lowprec.plugins.summary import print_summary
 
 __all__ = ["SKIPPED", "LowPrecision"]
+
+# By name, as NeMo's Lightning 2.4 has the first only.
+_AVERAGING = tuple(vars(callbacks)[n] for n in ("StochasticWeightAveraging", "WeightAveraging") if n in vars(callbacks))
 
 SKIPPED = (
     "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
@@ -207,7 +211,7 @@ class LowPrecision(Precision):
 
 def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, _AVERAGING):
             raise ValueError(
                 f"{type(callback).__name__} averages the model's parameters, which at {level} are half copies of the "
                 "weights. Use te_fp8 or fp16_amp, or leave the callback out."
@@ -216,8 +220,8 @@ def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
 
 def _check_release(trainer: pl.Trainer) -> None:
     """What needs the gradients of all parameters at once cannot be had together with gradient release."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [c for c in given if isinstance(c, GradientAccumulationScheduler)]
     obstacles = {
         f"accumulate_grad_batches={trainer.accumulate_grad_batches!r}": trainer.accumulate_grad_batches > 1,
         f"gradient_clip_val={trainer.gradient_clip_val!r}": trainer.gradient_clip_val is not None,

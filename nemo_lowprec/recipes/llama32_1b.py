@@ -7,9 +7,8 @@ The text is the Python standard library until ``recipe.data.source`` names your 
 import nemo_run as run
 from lightning.pytorch import LightningModule
 
-from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.recipes.parts import assemble, trainer
+from nemo_lowprec.recipes.parts import assemble, texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.train import pretrain
 
@@ -43,15 +42,7 @@ def pretrain_recipe(
     """
     return assemble(
         model(),
-        run.Config(
-            TextDataModule,
-            data_dir="data/stdlib",
-            vocab_size=8192,
-            seq_length=4096,
-            micro_batch_size=2,
-            num_workers=2,
-            validation_samples=256,
-        ),
+        texts(seq_length=4096, micro_batch_size=2),
         trainer(
             f"{dir}/{name}",
             plugins=FACTORIES["bf16_mixed"](),

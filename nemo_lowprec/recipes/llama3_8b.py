@@ -9,9 +9,8 @@ The text is the Python standard library until ``recipe.data.source`` names your 
 import nemo_run as run
 from lightning.pytorch import LightningModule
 
-from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.recipes.parts import assemble, trainer
+from nemo_lowprec.recipes.parts import assemble, texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.train import pretrain
 
@@ -45,15 +44,7 @@ def pretrain_recipe(
     """
     return assemble(
         model(),
-        run.Config(
-            TextDataModule,
-            data_dir="data/stdlib",
-            vocab_size=8192,
-            seq_length=8192,
-            micro_batch_size=1,
-            num_workers=2,
-            validation_samples=128,
-        ),
+        texts(seq_length=8192, micro_batch_size=1, validation_samples=128),
         trainer(
             f"{dir}/{name}",
             plugins=FACTORIES["bf16_mixed"](),

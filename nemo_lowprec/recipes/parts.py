@@ -1,4 +1,4 @@
-"""What the pretrain recipes have in common: a Trainer that checkpoints and logs below one folder."""
+"""What the pretrain recipes have in common: data, and a Trainer that checkpoints and logs below one folder."""
 
 from __future__ import annotations
 
@@ -9,12 +9,41 @@ import nemo_run as run
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
 
+from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.train import pretrain
 
-__all__ = ["assemble", "trainer"]
+__all__ = ["assemble", "few_texts", "texts", "trainer"]
+
+
+def texts(seq_length: int, micro_batch_size: int, validation_samples: int = 256) -> run.Config[TextDataModule]:
+    """The Python standard library's sources, until ``data.source`` names others and ``data.data_dir`` their folder."""
+    return run.Config(
+        TextDataModule,
+        data_dir="data/stdlib",
+        vocab_size=8192,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        num_workers=2,
+        validation_samples=validation_samples,
+    )
+
+
+def few_texts() -> run.Config[TextDataModule]:
+    """4 MB of them, in short samples."""
+    return run.Config(
+        TextDataModule,
+        data_dir="data/stdlib_small",
+        vocab_size=4096,
+        seq_length=128,
+        micro_batch_size=8,
+        max_bytes=4_000_000,
+        validation_samples=64,
+        validation_fraction=0.05,
+    )
 
 
 def trainer(
@@ -24,6 +53,7 @@ def trainer(
     val_check_interval: int,
     num_nodes: int = 1,
     devices: int = 1,
+    strategy: run.Config[Strategy] | None = None,
     **more: Any,
 ) -> run.Config[Trainer]:
     """A Trainer that keeps the best and the last checkpoint, and logs to TensorBoard and CSV.
@@ -34,10 +64,13 @@ def trainer(
         max_steps: optimizer steps.
         val_check_interval: micro-batches between two validations; the last step is validated anyway.
         num_nodes: machines.
-        devices: processes of each; several train with ``lowprec_sharded``.
+        devices: processes of each.
+        strategy: None: ``lowprec_sharded`` for several processes, Lightning's own for one.
         more: further arguments of the Trainer.
     """
     folder = str(folder)
+    if strategy is None and num_nodes * devices > 1:
+        strategy = lowprec_sharded()
     return run.Config(
         Trainer,
         plugins=plugins,
@@ -65,7 +98,7 @@ def trainer(
         ],
         num_nodes=num_nodes,
         devices=devices,
-        strategy=lowprec_sharded() if num_nodes * devices > 1 else "auto",
+        strategy="auto" if strategy is None else strategy,
         **more,
     )
 

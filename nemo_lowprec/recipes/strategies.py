@@ -5,9 +5,9 @@ from __future__ import annotations
 import nemo_run as run
 from lightning.pytorch.strategies import Strategy
 
-from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy
+from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
-__all__ = ["lowprec_ddp", "lowprec_sharded"]
+__all__ = ["lowprec_ddp", "lowprec_megatron", "lowprec_sharded"]
 
 
 @run.cli.factory(target=Strategy)
@@ -41,4 +41,46 @@ def lowprec_sharded(
         shard_size=shard_size,
         save_distributed_checkpoint=save_distributed_checkpoint,
         async_checkpoints=async_checkpoints,
+    )
+
+
+@run.cli.factory(target=Strategy)
+def lowprec_megatron(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    bucket_size: int | None = None,
+    checkpoint_form: str = "fully_reshardable",
+) -> run.Config[MegatronStrategy]:
+    """Megatron-core's engine: ``MegatronGPT`` at any of the parallel sizes, any other module data-parallel.
+
+    Args:
+        tensor_model_parallel_size: processes that share each layer's matrices.
+        pipeline_model_parallel_size: stages of the pipeline.
+        virtual_pipeline_model_parallel_size: parts that each process has of the layers, interleaved; None for one.
+        context_parallel_size: processes that share each sequence.
+        expert_model_parallel_size: processes that share the experts of a layer.
+        sequence_parallel: whether tensor-parallel processes share the sequence outside of the matrices, too.
+        overlap_grad_reduce: whether gradients are reduced while backward goes on.
+        overlap_param_gather: whether weights are gathered while the next forward goes on.
+        bucket_size: parameters of a bucket; None for Megatron-core's choice.
+        checkpoint_form: ``fully_reshardable``, or ``dp_reshardable``: faster, for the same tensor and pipeline sizes.
+    """
+    return run.Config(
+        MegatronStrategy,
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        sequence_parallel=sequence_parallel,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        bucket_size=bucket_size,
+        checkpoint_form=checkpoint_form,
     )

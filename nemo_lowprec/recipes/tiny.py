@@ -6,9 +6,8 @@ nemo-lowprec run --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plug
 import nemo_run as run
 from lightning.pytorch import LightningModule
 
-from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.recipes.parts import assemble, trainer
+from nemo_lowprec.recipes.parts import assemble, few_texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.train import pretrain
 
@@ -42,16 +41,7 @@ def pretrain_recipe(
     """
     return assemble(
         model(),
-        run.Config(
-            TextDataModule,
-            data_dir="data/stdlib_small",
-            vocab_size=4096,
-            seq_length=128,
-            micro_batch_size=8,
-            max_bytes=4_000_000,
-            validation_samples=64,
-            validation_fraction=0.05,
-        ),
+        few_texts(),
         trainer(
             f"{dir}/{name}",
             plugins=FACTORIES["bf16_with_fp8_mixed"](),

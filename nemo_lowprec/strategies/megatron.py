@@ -55,6 +55,9 @@ class PipelinedModule(Protocol):
             vp_stage: which of this process's parts; None where it has one.
         """
 
+    def forward_step(self, chunk: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """One micro-batch through one part: see ``MegatronStrategy.forward_backward``."""
+
     def take_chunks(self, chunks: list[nn.Module]) -> None:
         """Hold the parts as submodules, for ``configure_optimizers`` and ``parameters()``."""
 
@@ -133,6 +136,7 @@ class MegatronStrategy(DDPStrategy):
         self.config: Any = None
         self.own_layers: OwnLayers | None = None
         self._waits = False
+        self._may_be_empty = True
         self._pending: list[Any] = []
 
     # Setting up
@@ -363,7 +367,28 @@ class MegatronStrategy(DDPStrategy):
             return torch.zeros((), device=self.root_device)
         batches, self._pending = self._pending, []
         self._zero_grad()
+        self._rehearse(batches)
         return self.lightning_module.training_step(batches, *rest, **kwargs)
+
+    def _rehearse(self, batches: Sequence[Any]) -> None:
+        """At the start of a run with delayed scaling: a pass that only fills the amax histories.
+
+        Transformer Engine's scales begin at 1, which rounds weights to three bits and gradients to zero.
+        """
+        settings = self.settings
+        assert settings is not None and self.megatron_optimizer is not None
+        delayed = settings.model["fp8"] is not None and settings.model["fp8_recipe"] == "delayed"
+        empty, self._may_be_empty = self._may_be_empty, False
+        if not (delayed and empty and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)):
+            return
+        # Gradients of a token's loss, and not of a mean, lie in FP8's range at any scale near 1.
+        raised = 1.0 if settings.level.has_loss_scale else float(batches[0]["labels"].numel() * len(batches))
+        scale_loss, self.config.grad_scale_func = self.config.grad_scale_func, lambda loss: scale_loss(loss) * raised
+        self.forward_backward(self.lightning_module.forward_step, batches)  # type: ignore[union-attr,arg-type]
+        self.config.grad_scale_func = scale_loss
+        for chunk in self.chunks:
+            te_layers.scale_by_histories(chunk, raised)
+        self._zero_grad()
 
     def _zero_grad(self) -> None:
         assert self.megatron_optimizer is not None
@@ -390,6 +415,9 @@ class MegatronStrategy(DDPStrategy):
             stack.enter_context(torch.no_grad())
             if self.own_layers is not None:
                 stack.enter_context(self.own_layers.forward())
+            else:
+                for chunk in self.chunks:
+                    stack.enter_context(te_layers.histories_kept(chunk))
             return getattr(self.lightning_module, hook)(*args, **kwargs)
 
     @override
