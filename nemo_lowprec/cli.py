@@ -1,7 +1,8 @@
 """The command ``nemo-lowprec``: one subcommand a thing that people do.
 
-A mistake in the input is one sentence on stderr and exit status 2. ``NEMO_LOWPREC_TRACEBACK=1`` shows where it came
-from. To add a subcommand, write a function that takes the rest of the command line and list it in ``_COMMANDS``.
+A mistake in the input, or a machine that cannot do it, is one sentence on stderr and exit status 2.
+``NEMO_LOWPREC_TRACEBACK=1`` shows where it came from. To add a subcommand, write a function that takes the rest of the
+command line and list it in ``_COMMANDS``.
 """
 
 from __future__ import annotations
@@ -152,13 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether an exception is a sentence about the input: ours, or Lightning's about its Trainer.
+    """Whether an exception is a sentence about the input or the machine: ours, or Lightning's about its Trainer.
 
-    A ValueError that comes out of torch is a defect, and its traceback is what helps.
+    One that comes out of torch is a defect, and its traceback is what helps.
     """
     if type(error).__name__ == "MisconfigurationException":
         return True
-    if not isinstance(error, ValueError | TypeError):
+    if not isinstance(error, ValueError | TypeError | RuntimeError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(__file__).parent)

@@ -17,6 +17,7 @@ from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.report import Audit
 from nemo_lowprec.strategies import MegatronStrategy
 from tests.support import level_of
 
@@ -122,7 +123,8 @@ def train(
         model = CausalLM("llama_tiny", **common)
         model.configure_model()  # here, with the CPU's random numbers, as ``make_weights`` does
     record = Losses()
-    found: list[Callback] = [record]
+    audit = Audit()
+    found: list[Callback] = [record] if kind == "plain" else [record, audit]
     if save is not None:
         folder, step = save
         found.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))
@@ -136,7 +138,11 @@ def train(
     )  # fmt: skip
     trainer.fit(model, datamodule=Data(), ckpt_path=ckpt)
     weights_now = {n: p.detach().float().cpu() for n, p in model.named_parameters()}
-    return {"losses": record.losses, "norms": record.norms, "val": record.val, "weights": weights_now}
+    findings = audit.report.findings if audit.report is not None else []
+    return {
+        "losses": record.losses, "norms": record.norms, "val": record.val, "weights": weights_now,
+        "audit": [(f.column, f.part, f.declared, f.observed) for f in findings],
+    }  # fmt: skip
 
 
 def run_all(rank: int, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def build(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         TypeError: an argument that the level or the Trainer does not take.
         ValueError: a bad value.
+        RuntimeError: a strategy that this machine cannot run.
     """
     with own_words():
         plugin = instantiate(cfg.precision)
@@ -59,8 +60,11 @@ def own_words() -> Iterator[None]:
     try:
         yield
     except hydra.errors.InstantiationException as error:
-        if isinstance(error.__cause__, ValueError | TypeError | MisconfigurationException):
-            raise type(error.__cause__)(str(error.__cause__)) from error
+        cause = error.__cause__
+        if isinstance(cause, ValueError | TypeError | MisconfigurationException):
+            raise type(cause)(str(cause)) from error
+        if isinstance(cause, RuntimeError):  # ours or torch's: where it was raised tells
+            raise cause from cause.__cause__
         raise
 
 
@@ -75,7 +79,7 @@ def _processes(cfg: DictConfig) -> dict[str, Any]:
     if several and cfg.trainer.get("strategy") == "auto":
         raise ValueError(
             f"nodes={cfg.nodes} and gpus={cfg.gpus} are several processes, and strategy=single_device is one. "
-            "Add strategy=lowprec_sharded, lowprec_ddp or ddp."
+            "Add strategy=lowprec_sharded, lowprec_megatron, lowprec_ddp or ddp."
         )
     return {name: value for name, value in given.items() if value is not None}
 

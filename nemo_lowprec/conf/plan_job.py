@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_job"]
 
+_PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"
+
 
 def plan_job(cfg: DictConfig) -> Plan:
     """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
@@ -28,6 +30,11 @@ def plan_job(cfg: DictConfig) -> Plan:
 
     from nemo_lowprec.report import plan_training
 
+    if cfg.model["_target_"] == "nemo_lowprec.models.MegatronGPT":
+        raise ValueError(
+            f"No plan for a model on Megatron-core. The same one without it has a plan: add model={cfg.model.preset} and "
+            f"strategy={_PLANNED}."
+        )
     if cfg.model.vocab_size is None:
         with open_dict(cfg.model):
             cfg.model.vocab_size = _vocab_size(cfg)
@@ -94,7 +101,6 @@ def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
         "nemo_lowprec.strategies.LowPrecisionDDPStrategy": "lowprec_ddp",
     }
     if chosen["_target_"] not in classes:
-        raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy=single_device, ddp, lowprec_ddp or "
-                         "lowprec_sharded.")  # fmt: skip
+        raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy={_PLANNED}.")
     name = classes[chosen["_target_"]]
     return name, {k: chosen[k] for k in STRATEGIES[name] if chosen.get(k) is not None}

@@ -8,7 +8,7 @@ for gradients that are not finite are one pass, whose result the step's kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -161,6 +161,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def _part(self, param: Tensor) -> Any:
         """The range of the parameter's elements that this process steps."""
         return self._get_model_param_range_map(param)["param"]
+
+    def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """What steps of these parameters on this process: masters, or parts of the weights themselves."""
+        return [self._main_of[param] for param in params if param in self._main_of]
+
+    def is_weight(self, main: Tensor) -> bool:
+        """Whether ``main`` is a part of a weight, which takes its updates itself."""
+        storage = main.untyped_storage().data_ptr()
+        buffers = (b.param_data for chunk in self.model_chunks for b in chunk.buffers)
+        return any(data is not None and data.untyped_storage().data_ptr() == storage for data in buffers)
 
     # A step
 

@@ -61,10 +61,12 @@ class ParallelLayout:
                 f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x context ({self.context}) parallelism takes "
                 f"{model} processes, which does not divide the {world} of this run."
             )
-        if (world // self.pipeline) % self.expert:
+        # Megatron-core splits each expert over the tensor-parallel processes, too.
+        experts = self.tensor * self.pipeline * self.expert
+        if world % experts:
             raise ValueError(
-                f"expert_model_parallel_size={self.expert} does not divide the {world // self.pipeline} processes of "
-                "a pipeline stage."
+                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x expert ({self.expert}) parallelism takes "
+                f"{experts} processes, which does not divide the {world} of this run."
             )
 
     def fields(self) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-
 import torch
 
 from nemo_lowprec.chart import PrecisionLevel
@@ -25,7 +23,7 @@ def check_megatron() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(
             "MegatronStrategy needs an NVIDIA GPU with CUDA, and torch finds none here. Without one, use "
-            "strategy='lowprec_sharded' or 'lowprec_ddp'."
+            "lowprec_sharded or lowprec_ddp, and CausalLM in the place of MegatronGPT."
         )
     try:
         import transformer_engine.pytorch  # noqa: F401
@@ -46,11 +44,3 @@ def check_device(level: PrecisionLevel) -> None:
         f"{level.name} needs a GPU of compute capability {needed[level.scaling]}, and this one has {major}.{minor}. "
         f"Use {nearest.get(level.scaling, 'bf16_mixed')} here."
     )
-
-
-def megatron_version() -> str | None:
-    """The version of Megatron-core that is installed; None where there is none."""
-    try:
-        return version("megatron-core")
-    except PackageNotFoundError:
-        return None

@@ -220,8 +220,8 @@ def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
 
 def _check_release(trainer: pl.Trainer) -> None:
     """What needs the gradients of all parameters at once cannot be had together with gradient release."""
-    given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = [c for c in given if isinstance(c, GradientAccumulationScheduler)]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
     obstacles = {
         f"accumulate_grad_batches={trainer.accumulate_grad_batches!r}": trainer.accumulate_grad_batches > 1,
         f"gradient_clip_val={trainer.gradient_clip_val!r}": trainer.gradient_clip_val is not None,

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ValueError: an unknown level or recipe, or an override that nemo_run cannot read.
+        RuntimeError: a strategy that this machine cannot run.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for argument in arguments:
@@ -44,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run.cli.main(pretrain, default_factory=DEFAULT_RECIPE)
     except CLIException as error:
         raise ValueError(_one_sentence(error)) from error
-    except ValueError as error:
-        if "No matching factory" in str(error):
+    except Exception as error:
+        if isinstance(error, ValueError) and "No matching factory" in str(error):
             raise ValueError(f"{error}. The recipes are: {', '.join(RECIPES)}.") from error
-        raise
+        # fiddle adds the arguments to what a class says.
+        own = getattr(error, "proxy_base_exception", error)
+        raise own.with_traceback(error.__traceback__) from own.__cause__
     finally:
         sys.argv = saved
         parser_log.disabled = was_disabled

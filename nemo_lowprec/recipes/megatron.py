@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import MegatronGPT
+from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.recipes.parts import assemble, few_texts, texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.recipes.strategies import lowprec_megatron
@@ -45,6 +46,7 @@ def _recipe(
     NAME: str,
     preset: str,
     lr: float = 3e-4,
+    min_lr: float = 3e-5,
     data: Callable[[], run.Config[TextDataModule]] = lambda: texts(seq_length=8192, micro_batch_size=1),
     accumulate: int = 1,
     nodes: int = 1,
@@ -58,7 +60,7 @@ def _recipe(
     Args:
         NAME: of the recipe.
         preset: of the model.
-        lr: peak learning rate; a tenth of it at the end.
+        lr, min_lr: learning rate at its peak and at the end.
         data: makes the data.
         accumulate: micro-batches of a step on each data-parallel process.
         nodes, gpus, steps: defaults of the recipe's arguments.
@@ -69,7 +71,7 @@ def _recipe(
     @run.cli.factory(name=NAME, target=LightningModule)
     def model() -> run.Config[MegatronGPT]:
         """The model alone."""
-        return run.Config(MegatronGPT, preset=preset, lr=lr, min_lr=lr / 10)
+        return run.Config(MegatronGPT, preset=preset, lr=lr, min_lr=min_lr)
 
     @run.cli.factory(name=NAME, target=pretrain)
     def pretrain_recipe(
@@ -106,9 +108,10 @@ def _recipe(
     return MegatronRecipe(NAME, model, pretrain_recipe)
 
 
+register_annotations(MegatronGPT)
 megatron_tiny = _recipe(
-    "megatron_tiny", "llama_tiny", lr=3e-3, data=few_texts, gpus=1, steps=200, validate_every=100
-)  # fmt: skip
+    "megatron_tiny", "llama_tiny", lr=3e-3, min_lr=3e-4, data=few_texts, gpus=1, steps=200, validate_every=100
+)
 megatron_llama32_1b = _recipe("megatron_llama32_1b", "llama32_1b", accumulate=64)
 megatron_llama3_8b = _recipe("megatron_llama3_8b", "llama3_8b", accumulate=128, context_parallel_size=2)
 megatron_llama3_70b = _recipe(

@@ -1,18 +1,20 @@
-"""Types of our arguments that nemo_run's command-line parser does not read by itself: tuples, sequences, ``X | Y``.
+"""Types of our arguments that nemo_run's command-line parser does not read by itself.
 
+These are tuples, sequences, ``X | Y``, and annotations that are strings (``from __future__ import annotations``).
 nemo_run refuses them ("Unsupported type"), so registering them changes nothing for other recipes.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 from nemo_run.cli.cli_parser import ParseError, type_parser
 
-__all__ = ["register_parsers"]
+__all__ = ["register_annotations", "register_parsers"]
 
 
 def _literal(value: str, annotation: Any) -> list[Any]:
@@ -51,3 +53,15 @@ def register_parsers() -> None:
     """Teaches nemo_run's command line the types."""
     for kind, parser in ((tuple, _tuple), (Sequence, _sequence), (types.UnionType, _union)):
         type_parser.register_parser(kind)(parser)
+
+
+def register_annotations(*functions: Callable[..., Any]) -> None:
+    """Teaches it what the annotations of these functions or classes mean, where they are strings."""
+    for function in functions:
+        meant = inspect.signature(function, eval_str=True).parameters
+        for name, parameter in inspect.signature(function).parameters.items():
+            if isinstance(parameter.annotation, str):
+                kind = meant[name].annotation
+                type_parser.register_parser(parameter.annotation)(
+                    lambda value, _, kind=kind: type_parser.parse(value, kind)
+                )

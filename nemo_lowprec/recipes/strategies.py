@@ -5,6 +5,7 @@ from __future__ import annotations
 import nemo_run as run
 from lightning.pytorch.strategies import Strategy
 
+from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
 __all__ = ["lowprec_ddp", "lowprec_megatron", "lowprec_sharded"]
@@ -84,3 +85,6 @@ def lowprec_megatron(
         bucket_size=bucket_size,
         checkpoint_form=checkpoint_form,
     )
+
+
+register_annotations(LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy)

@@ -7,6 +7,8 @@
 * at weights, masters and optimizer states after the step,
 * at what is sent to other processes in all of this.
 
+On Megatron-core see ``megatron_audit``.
+
 Of a sharded model: at weights while they are gathered, at gradients before they are reduced, and at the rest on the
 shards of this process.
 """
@@ -15,100 +17,33 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.found import Bytes, as_stored, format_of
 from nemo_lowprec.report.gathered import Gathered
 from nemo_lowprec.report.gemms import watch_gemms
+from nemo_lowprec.report.megatron_audit import MegatronLook
 from nemo_lowprec.report.traffic import Sent, Traffic
+from nemo_lowprec.strategies import MegatronStrategy
 from nemo_lowprec.weights import master_of
 
 __all__ = ["Audit", "AuditReport", "Finding"]
 
-_AT = {
-    "Computation (GEMM)": "operands, forward and backward",
-    "Comm": "gradients sent in a step",
-    "Weight": "after the step",
-    "Master weight": "after the step",
-    "Weight gradient": "after backward, before unscaling",
-    "Optimizer states": "after the step",
-}
 _AT_SHARDED = {
     "Weight": "while it is gathered",
     "Master weight": "its shard, after the step",
     "Weight gradient": "before it is reduced",
     "Optimizer states": "their shards, after the step",
 }
-
-
-@dataclass
-class Finding:
-    """One column: what the level declares and what was found.
-
-    Attributes:
-        column: title as in the chart.
-        part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and
-            ``vectors`` (fewer than two dimensions) at a level that keeps these apart. For gradients on the wire,
-            ``matrices`` and ``vectors``, or ``all``.
-        declared, observed: formats, ``+`` between several, ``–`` for none.
-        bytes_per_param: bytes found over the parameters of this part; None where nothing is stored. On the wire, bytes
-            that each process sends in a step.
-    """
-
-    column: str
-    part: str
-    declared: str
-    observed: str
-    bytes_per_param: float | None
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the observation is what was declared."""
-        return self.declared == self.observed
-
-
-@dataclass
-class AuditReport:
-    """All columns of one level.
-
-    Attributes:
-        is_sharded: whether weights and states were sharded.
-    """
-
-    level: PrecisionLevel
-    findings: list[Finding] = field(default_factory=list)
-    total_bytes: dict[str, int] = field(default_factory=dict)
-    is_sharded: bool = False
-
-    @property
-    def agrees(self) -> bool:
-        """Whether every column is what the chart says."""
-        return bool(self.findings) and all(f.agrees for f in self.findings)
-
-    def table(self) -> Table:
-        """The report for people."""
-        table = Table(title=f"Audit of {self.level.name}", title_justify="left")
-        for title in ("Column", "Of", "Declared", "Observed", "Bytes/param", "Looked at", ""):
-            table.add_column(title)
-        for f in self.findings:
-            size = "–" if f.bytes_per_param is None else f"{f.bytes_per_param:.2f}"
-            mark = "ok" if f.agrees else "DIFFERS"
-            place = (_AT | _AT_SHARDED if self.is_sharded else _AT)[f.column]
-            table.add_row(f.column, f.part, f.declared.upper(), f.observed.upper(), size, place, mark)
-        for name, total in self.total_bytes.items():
-            table.add_row(f"{name}, all", "", "", "", f"{total / 2**20:,.1f} MiB", "", "")
-        return table
 
 
 class Audit(pl.Callback):
@@ -123,6 +58,7 @@ class Audit(pl.Callback):
         self._gathered: Gathered | None = None
         self._seen: dict[str, set[str]] = {}
         self._gradients: dict[str, Bytes] = {}
+        self._megatron: MegatronLook | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not isinstance(trainer.precision_plugin, LowPrecision):
@@ -133,7 +69,10 @@ class Audit(pl.Callback):
         return self.report is None and trainer.global_step == self.STEP
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
-        if self._watching(trainer) and self._gemms is None:
+        if isinstance(trainer.strategy, MegatronStrategy):
+            if self._watching(trainer) and self._megatron is None:
+                self._megatron = MegatronLook(trainer.strategy)
+        elif self._watching(trainer) and self._gemms is None:
             self._seen = defaultdict(set)
             self._gemms = watch_gemms(pl_module, self._seen)
             self._gemms.__enter__()
@@ -149,9 +88,15 @@ class Audit(pl.Callback):
         if self._gemms is not None and self._gathered is None:
             self._gradients = {part: Bytes(p.grad for p in ps) for part, ps in _parts(trainer, pl_module)}
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._megatron is not None:
+            self._megatron.take_gradients()
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
+        if self._megatron is not None and trainer.global_step > self.STEP:
+            self.report, self._megatron = self._megatron.report(), None
         if self._gemms is None or trainer.global_step <= self.STEP:
             return
         if self._traffic is not None:
@@ -170,7 +115,7 @@ class Audit(pl.Callback):
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> AuditReport:
         plugin = _plugin(trainer)
         level, recipe = plugin.level, plugin.engine.recipe
-        report = AuditReport(level, is_sharded=self._gathered is not None)
+        report = AuditReport(level, places=_AT_SHARDED if self._gathered is not None else {})
         totals: dict[str, int] = defaultdict(int)
         stored_fp8 = recipe is not None and recipe.fp8_params
         for part, params in _parts(trainer, module):

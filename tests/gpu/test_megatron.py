@@ -22,6 +22,8 @@ TWO = {
 }
 FEW = ["bf16_mixed", "bf16_with_fp8_mixed+fp8_params", "msamp_o2+fp16", "msamp_o3+fp16"]
 OWN = [c for c in CASES if "fp8_params" not in c and c != "msamp_o3+fp16"]  # of layers that this package converts
+SENDS = ["cp2", "dp2", "dp2_late"]  # context-parallel processes average their gradients, too
+COLUMNS = {"Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states"}
 RESUMED = ["tp2_sp", "pp2", "dp2"]
 ELSEWHERE = [
     ("bf16_mixed", "tp2", "bf16_mixed", "pp2"),
@@ -91,6 +93,21 @@ def test_resume_bit_for_bit(case, one):
     assert_resumed(one(f"resumed {case}"), one(f"gpt {case}"))
 
 
+def assert_as_declared(run):
+    assert {column for column, *_ in run["audit"]} >= COLUMNS
+    assert [line for line in run["audit"] if line[2] != line[3]] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_found_to_do_what_the_chart_declares(case, one):
+    assert_as_declared(one(f"gpt {case}"))
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_any_module_is_found_to_do_what_the_chart_declares(case, one):
+    assert_as_declared(one(f"any {case}"))
+
+
 @pytest.fixture(scope="module")
 def two(weights, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
@@ -118,6 +135,13 @@ class TestTwo:
     def test_sizes_give_the_same_losses(self, case, sizes, one, two):
         assert_close(two(f"{case} {sizes}"), one(f"gpt {case}"))
         assert two(f"{case} {sizes}", 1)["losses"] == two(f"{case} {sizes}")["losses"]
+
+    @pytest.mark.parametrize("sizes", TWO)
+    @pytest.mark.parametrize("case", FEW)
+    def test_a_run_is_found_to_do_what_the_chart_declares(self, case, sizes, two):
+        run = two(f"{case} {sizes}")
+        assert_as_declared(run)
+        assert ("Comm" in {column for column, *_ in run["audit"]}) == (sizes in SENDS)
 
     @pytest.mark.parametrize("case", FEW)
     @pytest.mark.parametrize("sizes", RESUMED)

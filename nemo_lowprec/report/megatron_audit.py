@@ -1,0 +1,166 @@
+"""The audit on Megatron-core's engine: Transformer Engine's GEMMs, gradient buffers, parts of masters and states."""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.report.findings import AuditReport, Finding
+from nemo_lowprec.report.found import Bytes, Stored, as_stored, format_of
+from nemo_lowprec.report.gemms import watch_gemms
+from nemo_lowprec.report.traffic import Sent, Traffic
+from nemo_lowprec.strategies import MegatronStrategy
+
+__all__ = ["MegatronLook"]
+
+_PLACES = {
+    "Comm": "gradients sent between data-parallel processes",
+    "Master weight": "this process's parts, after the step",
+    "Weight gradient": "their buffers, before the step",
+    "Optimizer states": "this process's parts, after the step",
+}
+_GEMMS = ("transformer_engine.pytorch.module.linear", "transformer_engine.pytorch.module.layernorm_linear")
+
+
+class MegatronLook:
+    """Watches from its making on; ``take_gradients`` before the step, ``report`` after it."""
+
+    def __init__(self, strategy: MegatronStrategy) -> None:
+        from megatron.core import parallel_state
+
+        self._strategy = strategy
+        self._seen: dict[str, set[str]] = defaultdict(set)
+        self._stack = ExitStack()
+        if strategy.is_pipelined:
+            self._stack.enter_context(_watch_te(self._seen["converted"]))
+        else:
+            assert strategy.lightning_module is not None
+            self._stack.enter_context(watch_gemms(strategy.lightning_module, self._seen))
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._traffic = self._stack.enter_context(Traffic(lambda tensor: tensor.numel() == 1))
+        self._gradients: dict[str, Bytes] = {}
+
+    def _parts(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        level = self._strategy.settings.level  # type: ignore[union-attr]
+        modules = [m for chunk in self._strategy.chunks for m in chunk.modules()]
+        if self._strategy.is_pipelined:
+            layers = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
+        elif level.has_fp8:
+            converted = set(self._strategy.own_layers.conversion.low)  # type: ignore[union-attr]
+            layers = [self._strategy.lightning_module.get_submodule(name) for name in converted]  # type: ignore[union-attr]
+        else:
+            layers = [m for m in modules if isinstance(m, nn.Linear)]
+        weights = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
+        yield "converted", list(weights.values())  # type: ignore[arg-type]
+        params = {id(p): p for chunk in self._strategy.chunks for p in chunk.parameters() if p.requires_grad}
+        rest = [p for p in params.values() if id(p) not in weights]
+        if level.vectors is None:
+            yield "rest", rest
+            return
+        yield "rest", [p for p in rest if p.dim() > 1]
+        yield "vectors", [p for p in rest if p.dim() < 2]
+
+    def take_gradients(self) -> None:
+        """Look at the gradients, which the step lets go of."""
+        self._gradients = {part: Bytes(p.main_grad for p in params) for part, params in self._parts()}  # type: ignore[attr-defined]
+
+    def report(self) -> AuditReport:
+        """What was found."""
+        self._stack.close()
+        settings, optimizer = self._strategy.settings, self._strategy.megatron_optimizer
+        assert settings is not None and optimizer is not None
+        level = settings.level
+        report = AuditReport(level, places=_PLACES)
+        totals: dict[str, int] = defaultdict(int)
+        for part, params in self._parts():
+            if not params:
+                continue
+            converted, vectors = part == "converted", level.vectors if part == "vectors" else None
+            masters = optimizer.masters(params)
+            count, held = sum(p.numel() for p in params), sum(m.numel() for m in masters)
+            half = level.weight if level.has_half_weights else "fp32"
+            weight = ("fp8" if settings.fp8_weights else half) if converted else vectors or level.rest
+            master = level.master_weight if converted or not level.is_low_bit else None
+            if converted:
+                found = "+".join(sorted(self._seen["converted"])) or "–"
+                report.findings.append(Finding("Computation (GEMM)", part, level.compute, found, None))
+            columns = [
+                ("Weight", weight, Bytes(map(_weight, params)), count),
+                ("Master weight", master, Bytes(m for m in masters if not optimizer.is_weight(m)), held),
+                ("Weight gradient", vectors or level.weight_grad, self._gradients[part], count),
+            ]
+            for index, key in enumerate(("exp_avg", "exp_avg_sq")):
+                states = Bytes(optimizer.optimizer.state[m].get(key) for m in masters)
+                columns.append(("Optimizer states", vectors or level.optimizer_states[index], states, held))
+            for column, declared, bytes_, over in columns:
+                size = bytes_.per_param(over) if over else None
+                if over:
+                    report.findings.append(Finding(column, part, declared or "–", bytes_.formats, size))
+                totals[column] += bytes_.total
+        for finding, size in self._sent():
+            report.findings.append(finding)
+            totals["Comm"] += size
+        report.total_bytes = dict(totals)
+        return report
+
+    def _sent(self) -> Iterator[tuple[Finding, int]]:
+        if self._group.size() == 1:
+            return
+        level = self._strategy.settings.level  # type: ignore[union-attr]
+        mine = [s for s in self._traffic.sent if s.group == self._group.group_name]
+        gradients = [s for s in mine if s.kind in ("reduce_scatter", "all_to_all", "all_reduce")]
+        params = [p for _, some in self._parts() for p in some]
+        groups: list[tuple[str, str, list[nn.Parameter], list[Sent]]] = [("all", level.comm, params, gradients)]
+        if level.vectors is not None:
+            in_fp8 = [s for s in gradients if s.dtype == torch.uint8]
+            others = [s for s in gradients if s.dtype != torch.uint8]
+            groups = [
+                ("matrices", level.comm, [p for p in params if p.dim() > 1], in_fp8),
+                ("vectors", level.vectors, [p for p in params if p.dim() < 2], others),
+            ]
+        for part, declared, some, messages in groups:
+            names = {"fp8" if s.dtype == torch.uint8 else format_of(s.dtype) for s in messages}
+            size = sum(s.bytes for s in messages)
+            found = "+".join(sorted(names)) or "–"
+            yield Finding("Comm", part, declared, found, size / sum(p.numel() for p in some)), size
+
+
+def _weight(param: nn.Parameter) -> Any:
+    data: Tensor | None = getattr(param, "_data", None)  # of Transformer Engine's Float8Tensor
+    return as_stored(param) if data is None else Stored("fp8", data.nbytes + 4, data.numel())
+
+
+@contextmanager
+def _watch_te(seen: set[str]) -> Iterator[None]:
+    """Note the formats of the operands that Transformer Engine's linear layers hand to its GEMM."""
+
+    def watched(gemm: Any) -> Any:
+        @wraps(gemm)
+        def call(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.update(map(_operand, (a, b)))
+            return gemm(a, b, *args, **kwargs)
+
+        return call
+
+    modules: list[Any] = [importlib.import_module(name) for name in _GEMMS]
+    originals = [module.general_gemm for module in modules]
+    for module in modules:
+        module.general_gemm = watched(module.general_gemm)
+    try:
+        yield
+    finally:
+        for module, original in zip(modules, originals, strict=True):
+            module.general_gemm = original
+
+
+def _operand(tensor: Any) -> str:
+    kind = type(tensor).__name__
+    formats = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}
+    return next((name for prefix, name in formats.items() if kind.startswith(prefix)), None) or format_of(tensor.dtype)
