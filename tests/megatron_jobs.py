@@ -107,7 +107,7 @@ def make_weights(folder: Path) -> str:
 def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
-    world: int = 1, **options: Any,
+    world: int = 1, again: bool = False, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -137,10 +137,18 @@ def train(
         check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(model, datamodule=Data(), ckpt_path=ckpt)
+    later: dict[str, float] = {}
+    if again:
+        trainer.validate(model, datamodule=Data(), verbose=False)
+        later["val"] = float(trainer.callback_metrics["val/loss"])
+        trainer.fit_loop.epoch_loop.max_steps = steps + 1
+        trainer.fit(model, datamodule=Data())
+        later["loss"] = record.losses[-1]
     weights_now = {n: p.detach().float().cpu() for n, p in model.named_parameters()}
     findings = audit.report.findings if audit.report is not None else []
     return {
         "losses": record.losses, "norms": record.norms, "val": record.val, "weights": weights_now,
+        "later": later,
         "audit": [(f.column, f.part, f.declared, f.observed) for f in findings],
     }  # fmt: skip
 

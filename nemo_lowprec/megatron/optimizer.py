@@ -8,7 +8,7 @@ for gradients that are not finite are one pass, whose result the step's kernels 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -165,6 +165,34 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """What steps of these parameters on this process: masters, or parts of the weights themselves."""
         return [self._main_of[param] for param in params if param in self._main_of]
+
+    @torch.no_grad()
+    def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Go on from the masters of an earlier optimizer of the same parameters, cut alike."""
+        for param, main in self._main_of.items():
+            earlier = masters.get(param)
+            if earlier is not None and earlier.shape == main.shape and not self.is_weight(main):
+                main.copy_(earlier)
+
+    def release(self, gather: bool = True) -> dict[Tensor, Tensor]:
+        """Let go of the buffers: parameters get memory of their own.
+
+        Args:
+            gather: whether weights are brought up to date before, which takes all processes.
+
+        Returns:
+            the masters, by their parameters.
+        """
+        masters = {param: main for param, main in self._main_of.items() if not self.is_weight(main)}
+        for chunk in self.model_chunks:
+            if chunk.use_forward_hook:
+                chunk.disable_forward_pre_hook(param_sync=gather)
+            for param in chunk.module.parameters():
+                if hasattr(param, "main_grad"):
+                    del param.main_grad
+                if not self._is_quantized(param):
+                    param.data = param.data.clone()
+        return masters
 
     def is_weight(self, main: Tensor) -> bool:
         """Whether ``main`` is a part of a weight, which takes its updates itself."""

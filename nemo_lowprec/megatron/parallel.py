@@ -35,7 +35,7 @@ class ParallelLayout:
                 if not isinstance(value, bool):
                     raise ValueError(f"sequence_parallel={value!r} must be True or False.")
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{_ARGUMENT[field.name]}={value!r} must be a positive number of processes.")
+                raise ValueError(f"{_ARGUMENT[field.name]}={value!r} must be an integer of at least 1.")
         if self.virtual_pipeline is not None:
             if self.virtual_pipeline < 2:
                 raise ValueError(
@@ -90,9 +90,17 @@ class ParallelLayout:
         if parallel_state.model_parallel_is_initialized():
             if _groups_of == sizes:
                 return
+            _forget_amaxes()
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes)
         _groups_of = sizes
+
+
+def _forget_amaxes() -> None:
+    """Transformer Engine would go on reducing the amaxes of models that are gone, over groups that are."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
 
 
 _groups_of: dict[str, Any] | None = None  # the sizes that the groups of this process were made for

@@ -179,8 +179,6 @@ def _check_level(options: Options) -> None:
             f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
             f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
         )
-    if options.low_bit.gradient_release:
-        raise ValueError("gradient_release=True steps before Megatron-core has reduced the gradients. Leave it out.")
 
 
 def _check_layers(options: Options) -> None:
@@ -195,6 +193,11 @@ def _check_layers(options: Options) -> None:
     if recipe.interval != 1:
         raise ValueError(
             f"interval={recipe.interval}: Transformer Engine 2 computes its scales at every step. Use interval=1."
+        )
+    if recipe.fp8_margin and recipe.scaling != "delayed":
+        raise ValueError(
+            f"fp8_margin={recipe.fp8_margin}: Transformer Engine's {recipe.scaling} scaling has no margin. Leave it out, "
+            "or use strategy='lowprec_sharded' with backend='torch'."
         )
     if any(recipe.override_linear_precision):
         raise ValueError(

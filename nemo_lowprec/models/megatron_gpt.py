@@ -116,7 +116,9 @@ class MegatronGPT(CausalLM):
         def loss_func(losses: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             counts = labels != IGNORE
             total, tokens = (losses.float() * counts).sum(), counts.sum()
-            return total / tokens.clamp(min=1), (total.detach(), tokens)
+            # Each context-parallel process has the mean over its part, and Megatron adds them up.
+            mean = total / (tokens.clamp(min=1) * self._strategy.layout.context)
+            return mean, (total.detach(), tokens)
 
         return output, loss_func
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,8 +23,9 @@ from nemo_lowprec.chart import get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.engine import DTYPES, Engine, needs_closure
 from nemo_lowprec.megatron import MegatronSettings, resolve
+from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
-from nemo_lowprec.plugins import processes
+from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
@@ -80,11 +81,27 @@ class LowPrecision(Precision):
         """What the level becomes on Megatron-core; see ``nemo_lowprec.megatron.resolve``."""
         return resolve(self.parsed, own_layers)
 
+    @property
+    def dtype_config(self) -> DtypeConfig:
+        """What NeMo's MegatronStrategy reads; see ``nemo_lowprec.megatron.nemo``.
+
+        Raises:
+            ValueError: a level, or an argument, that it cannot train with.
+        """
+        return dtype_config(self.parsed)
+
     # Setting up
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        nemo.before_build(self.level)
+        return super().module_init_context()
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer = getattr(module, "_trainer", None)
+        if trainer is not None and nemo.runs(trainer.strategy):
+            return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
         if trainer is not None and trainer.state.fn == "fit":
             processes.prepare(module, trainer.strategy, self.engine, repr(self))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from rich.console import Console
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MegatronStrategy", "PipelinedModule"]
 
+_BUILT, _MASTERS = "_megatron_chunks", "_megatron_masters"  # on a module, for the stages after the first
 ForwardStep = Callable[[nn.Module, Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
 
 
@@ -180,7 +181,7 @@ class MegatronStrategy(DDPStrategy):
         if fits:
             self._check(trainer, module)
         check_same({"the level": repr(plugin), **processes.versions()})
-        parts = self._build(module) if self.is_pipelined else self._convert(module, plugin)
+        parts = self._chunks_of(module) if self.is_pipelined else self._convert(module, plugin)
         if not fits:
             self.chunks = parts
             self._configure()
@@ -231,6 +232,20 @@ class MegatronStrategy(DDPStrategy):
             fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
         return fields
 
+    def _chunks_of(self, module: Any) -> list[nn.Module]:
+        """The parts, built once: fit, validate and another fit may follow each other."""
+        built: tuple[dict[str, Any], list[nn.Module]] | None = module.__dict__.get(_BUILT)
+        fields = self._transformer_fields()
+        if built is None:
+            built = module.__dict__[_BUILT] = fields, self._build(module)
+        elif built[0] != fields:
+            raise ValueError(
+                "This model was built for another level or for other parallel sizes. Save a checkpoint, and load it "
+                "into a new one."
+            )
+        self.config = built[1][0].config
+        return built[1]
+
     def _build(self, module: Any) -> list[nn.Module]:
         from megatron.core import parallel_state, tensor_parallel
 
@@ -257,7 +272,6 @@ class MegatronStrategy(DDPStrategy):
             te_layers.empty_extra_state(part)  # a pickle, which nothing here reads: see ``megatron_checkpoint``
             parts.append(part)
         module.take_chunks(parts)
-        self.config = parts[0].config
         return parts
 
     def _convert(self, module: pl.LightningModule, plugin: LowPrecision) -> list[nn.Module]:
@@ -310,6 +324,7 @@ class MegatronStrategy(DDPStrategy):
             overlap_param_gather=self._overlaps["overlap_param_gather"],
         )
         self.megatron_optimizer = distribute(inner, config, self.settings, self.chunks)
+        self.megatron_optimizer.take_masters(self.lightning_module.__dict__.pop(_MASTERS, {}))  # type: ignore[union-attr]
 
     def _configure(self) -> None:
         """Tell the schedules what they call."""
@@ -510,8 +525,16 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        if self.lightning_module is not None:
-            release_schedulers(self.lightning_module)
+        module, optimizer = self.lightning_module, self.megatron_optimizer
+        if module is not None:
+            release_schedulers(module)
+            if optimizer is not None:
+                # Where a process has failed, the others cannot be waited for.
+                together = module.trainer.state.status != TrainerStatus.INTERRUPTED
+                module.__dict__[_MASTERS] = optimizer.release(gather=together)
+        if self.own_layers is not None:
+            self.own_layers.remove()
+        self.megatron_optimizer, self.own_layers, self.chunks = None, None, []
         super().teardown()
 
     def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:

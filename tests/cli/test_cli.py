@@ -83,7 +83,10 @@ def test_script_is_the_command(tiny: list[str], tmp_path: Path) -> None:
         (["precision=bf16_mixed", "+precision.margin=1"], "bf16_mixed has no argument 'margin'"),
         (["precision.fp8=e5m2"], "fp8='e5m2' is no FP8 format"),
         (["precision=bf16_mixed,fp16_mixed"], "Ambiguous value for argument"),
-        (["strategy=fsdp9"], "Unknown strategy 'fsdp9'. Choose one of: ddp, lowprec_ddp, lowprec_sharded, single"),
+        (
+            ["strategy=fsdp9"],
+            "Unknown strategy 'fsdp9'. Choose one of: ddp, lowprec_ddp, lowprec_megatron, lowprec_shar",
+        ),
         (["model=llama9"], "Unknown model 'llama9'. Choose one of: gpt2, gpt2_tiny,"),
         (["model=["], "no viable alternative"),
         (["model.lr=fast"], "lr='fast' must be a number"),

@@ -56,6 +56,12 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture) -> None:
     assert "Choose data=..., or add model.vocab_size" in refused(capsys, "data=megatron")
     assert "-m a record" in refused(capsys, "-m", "precision=msamp_o1,msamp_o2")
     assert "takes no 'fp8_margin'" in refused(capsys, "precision=fp16_mixed", "precision.fp8_margin=1")
+    assert "Choose strategy=single_device, ddp" in refused(capsys, "strategy=lowprec_megatron", "gpus=2")
+    for choice in ("model=megatron_llama3_8b", "experiment=megatron_tiny"):
+        preset = "llama3_8b" if "8b" in choice else "llama_tiny"
+        assert f"No plan for a model on Megatron-core. The same one without it has a plan: add model={preset} and " in (
+            refused(capsys, choice, "gpus=8")
+        )
 
 
 def test_pretrain_takes_the_same_keys() -> None:
@@ -70,7 +76,7 @@ def test_pretrain_takes_the_same_keys() -> None:
         alone = compose("config", overrides=["gpus=4"])
         neither = compose("config")
     assert _processes(sharded) == {"num_nodes": 2, "devices": 4} and _processes(neither) == {}
-    with pytest.raises(ValueError, match="Add strategy=lowprec_sharded, lowprec_ddp or ddp"):
+    with pytest.raises(ValueError, match="Add strategy=lowprec_sharded, lowprec_megatron, lowprec_ddp or ddp"):
         _processes(alone)
 
 

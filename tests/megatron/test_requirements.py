@@ -1,0 +1,70 @@
+"""What is said where Megatron-core cannot run, and what ``MegatronStrategy`` refuses before it runs."""
+
+import sys
+
+import pytest
+import torch
+
+from nemo_lowprec.chart import CHART
+from nemo_lowprec.megatron.requirements import check_device
+from nemo_lowprec.strategies import MegatronStrategy
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="needs an NVIDIA GPU with CUDA.*use lowprec_sharded or lowprec_ddp"):
+        MegatronStrategy()
+
+
+def test_without_megatron_core(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(RuntimeError, match="needs Megatron-core: pip install megatron-core"):
+        MegatronStrategy()
+
+
+def test_without_transformer_engine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(RuntimeError, match=r"needs Transformer Engine .*pip install 'nemo-lowprec\[te\]'"):
+        MegatronStrategy()
+
+
+FP8 = {name for name, level in CHART.items() if level.scaling in ("delayed", "current")}
+BLOCKS = {"bf16_with_fp8_subchannel_scaling_mixed"}
+BLACKWELL = {"bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "refused"),
+    [((8, 0), FP8 | BLOCKS | BLACKWELL), ((8, 9), BLOCKS | BLACKWELL), ((9, 0), BLACKWELL), ((10, 0), set())],
+)
+def test_levels_that_a_gpu_cannot_run(capability, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    for name, level in CHART.items():
+        if name not in refused:
+            check_device(level)
+            continue
+        with pytest.raises(ValueError, match=f"{name} needs .*this one has {capability[0]}.{capability[1]}. Use bf16"):
+            check_device(level)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sequence_parallel": True}, "tensor_model_parallel_size is 1"),
+        ({"context_parallel_size": 0}, "context_parallel_size=0 must be"),
+        ({"checkpoint_form": "zarr"}, "checkpoint_form='zarr' must be 'fully_reshardable' or 'dp_reshardable'"),
+        ({"bucket_size": 0}, "bucket_size=0 must be a positive number"),
+        ({"bucket_size": True}, "bucket_size=True must be a positive number"),
+    ],
+)
+def test_a_bad_argument_is_said_first(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronStrategy(**arguments)
+
+
+def test_options_are_lightnings_and_not_torchs(monkeypatch):
+    monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: None)
+    assert MegatronStrategy(process_group_backend="nccl").process_group_backend == "nccl"
+    with pytest.raises(TypeError, match="MegatronStrategy has no find_unused_parameters"):
+        MegatronStrategy(find_unused_parameters=True)
