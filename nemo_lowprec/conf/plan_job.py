@@ -32,8 +32,8 @@ def plan_job(cfg: DictConfig) -> Plan:
 
     if cfg.model["_target_"] == "nemo_lowprec.models.MegatronGPT":
         raise ValueError(
-            f"No plan for a model on Megatron-core. The same one without it has a plan: add model={cfg.model.preset} and "
-            f"strategy={_PLANNED}."
+            "No plan for a model on Megatron-core. The same one without it has a plan: add "
+            f"model={cfg.model.preset} and strategy={_PLANNED}."
         )
     if cfg.model.vocab_size is None:
         with open_dict(cfg.model):

@@ -196,8 +196,8 @@ def _check_layers(options: Options) -> None:
         )
     if recipe.fp8_margin and recipe.scaling != "delayed":
         raise ValueError(
-            f"fp8_margin={recipe.fp8_margin}: Transformer Engine's {recipe.scaling} scaling has no margin. Leave it out, "
-            "or use strategy='lowprec_sharded' with backend='torch'."
+            f"fp8_margin={recipe.fp8_margin}: Transformer Engine's {recipe.scaling} scaling has no margin. Leave it "
+            "out, or use strategy='lowprec_sharded' with backend='torch'."
         )
     if any(recipe.override_linear_precision):
         raise ValueError(

@@ -534,8 +534,12 @@ class MegatronStrategy(DDPStrategy):
                 module.__dict__[_MASTERS] = optimizer.release(gather=together)
         if self.own_layers is not None:
             self.own_layers.remove()
+        pipelined = module is not None and self.is_pipelined
         self.megatron_optimizer, self.own_layers, self.chunks = None, None, []
+        if pipelined:
+            self._lightning_module = None  # Lightning would move it to the CPU, where there are no FP8 weights
         super().teardown()
+        self._lightning_module = module
 
     def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The mean of what the last stages' processes have, on all processes, without waiting for the device."""

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 
+import lightning.pytorch  # noqa: F401  its log goes to what is stderr now, and in a test that would be a stream of pytest
 import pytest
 
 

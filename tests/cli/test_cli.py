@@ -109,6 +109,23 @@ def test_mistake_is_one_sentence(
     assert not list(tmp_path.rglob("*.ckpt"))
 
 
+@pytest.mark.parametrize("command", ["pretrain", "audit"])
+def test_megatron_core_without_a_gpu_is_one_sentence(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([command, "experiment=megatron_tiny"]) == 2
+    assert f"nemo-lowprec {command}: MegatronStrategy needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_a_model_on_megatron_core_without_its_strategy_is_one_sentence(
+    tiny: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["pretrain", *tiny, "model=megatron_llama_tiny"]) == 2
+    assert "nemo-lowprec pretrain: MegatronGPT is built by MegatronStrategy" in capsys.readouterr().err
+
+
 def test_mistake_shows_where_it_came_from_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEMO_LOWPREC_TRACEBACK", "1")
@@ -116,8 +133,9 @@ def test_mistake_shows_where_it_came_from_on_request(monkeypatch: pytest.MonkeyP
         main(["pretrain", "precision=fp17"])
 
 
-def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ValueError out of another library is no sentence about the input."""
+def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An error out of another library is no sentence about the input."""
+    monkeypatch.chdir(tmp_path)
 
     def broken(arguments: object) -> None:
         torch.zeros(2).view(3).sum()
@@ -135,6 +153,9 @@ def test_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cli._COMMANDS, "levels", broken_value)
     with pytest.raises(ValueError):
         main(["levels"])
+    monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: broken(None))
+    with pytest.raises(RuntimeError, match="shape"):
+        main(["pretrain", "strategy=lowprec_megatron"])
 
 
 def test_levels_prints_the_chart(capsys: pytest.CaptureFixture) -> None:

@@ -5,6 +5,7 @@ import torch
 
 from tests.megatron_jobs import CASES, make_weights, run_all
 from tests.processes import on_processes
+from tests.support import level_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 needs_two = [
@@ -31,8 +32,13 @@ ELSEWHERE = [
     ("msamp_o3+fp16", "dp2", "bf16_with_fp8_mixed", "tp2"),
     ("bf16_with_fp8_mixed+fp8_params", "tp2", "msamp_o2+fp16", "pp2"),
 ]
-# Of losses between 5.6 and 4.9 nats: what other kernels, the order of sums and FP8 make of the same model and data.
-BOUND = 0.02
+# Of losses between 5.6 and 4.7 nats: what other kernels and the order of sums make of the same model and data.
+BOUND, BOUND_FP8 = 0.005, 0.06
+
+
+def bound(*cases):
+    """The larger one where a GEMM of one of the cases runs in FP8."""
+    return BOUND_FP8 if any(level_of(case).has_fp8 for case in cases) else BOUND
 
 
 def results(world, folder, jobs):
@@ -72,21 +78,21 @@ def assert_resumed(resumed, whole):
     assert all(torch.equal(resumed["weights"][n], w) for n, w in whole["weights"].items())
 
 
-def assert_close(found, wanted):
-    torch.testing.assert_close(found["losses"], wanted["losses"][-len(found["losses"]) :], rtol=0, atol=BOUND)
-    torch.testing.assert_close(found["val"][-1], wanted["val"][-1], rtol=0, atol=BOUND)
+def assert_close(found, wanted, atol):
+    torch.testing.assert_close(found["losses"], wanted["losses"][-len(found["losses"]) :], rtol=0, atol=atol)
+    torch.testing.assert_close(found["val"][-1], wanted["val"][-1], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_level_learns_as_on_the_transformers_path(case, one):
     gpt = one(f"gpt {case}")
     assert gpt["losses"][-1] < gpt["losses"][0] - 0.2
-    assert_close(gpt, one(f"plain {case}"))
+    assert_close(gpt, one(f"plain {case}"), bound(case))
 
 
 @pytest.mark.parametrize("case", OWN)
 def test_any_module_learns_as_on_the_transformers_path(case, one):
-    assert_close(one(f"any {case}"), one(f"plain {case}"))
+    assert_close(one(f"any {case}"), one(f"plain {case}"), bound(case))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,7 +103,7 @@ def test_resume_bit_for_bit(case, one):
 @pytest.mark.parametrize("case", FEW)
 def test_stages_follow_each_other_on_one_model(case, one):
     run = one(f"again {case}")
-    assert run["later"]["val"] == pytest.approx(run["val"][-1], abs=BOUND)
+    assert run["later"]["val"] == pytest.approx(run["val"][-1], abs=1e-3)
     assert run["later"]["loss"] < run["losses"][0] - 0.2
 
 
@@ -147,7 +153,7 @@ class TestTwo:
     @pytest.mark.parametrize("sizes", TWO)
     @pytest.mark.parametrize("case", FEW)
     def test_sizes_give_the_same_losses(self, case, sizes, alone, two):
-        assert_close(two(f"{case} {sizes}"), alone(case))
+        assert_close(two(f"{case} {sizes}"), alone(case), bound(case))
         torch.testing.assert_close(two(f"{case} {sizes}")["norms"], alone(case)["norms"], rtol=0.15, atol=0)
         assert two(f"{case} {sizes}", 1)["losses"] == two(f"{case} {sizes}")["losses"]
 
@@ -166,4 +172,5 @@ class TestTwo:
 
     @pytest.mark.parametrize(("saved_at", "before", "loaded_at", "after"), ELSEWHERE)
     def test_other_sizes_and_levels_go_on(self, saved_at, before, loaded_at, after, two):
-        assert_close(two(f"{saved_at} {before} {loaded_at} {after}"), two(f"{saved_at} {before}"))
+        found, wanted = two(f"{saved_at} {before} {loaded_at} {after}"), two(f"{saved_at} {before}")
+        assert_close(found, wanted, bound(saved_at, loaded_at))

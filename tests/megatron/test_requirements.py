@@ -12,7 +12,7 @@ from nemo_lowprec.strategies import MegatronStrategy
 
 def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="needs an NVIDIA GPU with CUDA.*use lowprec_sharded or lowprec_ddp"):
+    with pytest.raises(RuntimeError, match=r"needs an NVIDIA GPU with CUDA.*use lowprec_sharded or lowprec_ddp"):
         MegatronStrategy()
 
 
