@@ -12,7 +12,7 @@ from nemo_lowprec.megatron.gradients import hold_in_fp8
 from nemo_lowprec.megatron.optimizer import INITIAL_VALUES
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["cast_parameters", "start_from", "wrap"]
+__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "wrap"]
 
 
 @torch.no_grad()
@@ -52,11 +52,11 @@ def wrap(
     if settings.fp8_gradients:
         hold_in_fp8(ddp)
     else:
-        _fuse_weight_gradients(module)
+        fuse_weight_gradients(module)
     return ddp
 
 
-def _fuse_weight_gradients(module: nn.Module) -> None:
+def fuse_weight_gradients(module: nn.Module) -> None:
     """Let Transformer Engine's layers add weight gradients to their buffers within the GEMM.
 
     Not by TransformerConfig's ``gradient_accumulation_fusion``, which asks for a CUDA extension of Apex in the head.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -98,9 +100,8 @@ class ParallelLayout:
 
 def _forget_amaxes() -> None:
     """Transformer Engine would go on reducing the amaxes of models that are gone, over groups that are."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()
+    if "transformer_engine" in sys.modules:
+        importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
 
 
 _groups_of: dict[str, Any] | None = None  # the sizes that the groups of this process were made for

@@ -1,0 +1,146 @@
+"""Loss parity of Megatron-core's layouts: the same Llama, data and seed on each, and on transformers' path.
+
+    python -m benchmarks.megatron_parity --source FOLDER_OF_TEXT
+
+About 100M parameters, 16k tokens a step, 200 steps, on two GPUs. All runs start from the same weights, which a
+transformers model has written, and see the same samples in each step. ``furthest`` is the largest distance of a run's
+smoothed training loss (mean of ten steps) from that of transformers' path at the same level.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from benchmarks.measure import release
+from benchmarks.megatron_model import on_gpus, plugin
+from benchmarks.record import Record, arguments
+from nemo_lowprec.data import TextDataModule, prepare_data
+from nemo_lowprec.models import CausalLM
+from nemo_lowprec.models.megatron_gpt import MegatronGPT
+from nemo_lowprec.strategies import MegatronStrategy
+
+SEQUENCE, BATCH, MICRO = 1024, 16, 4
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "transformers": (1, {}),
+    "TP1": (1, {}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "DP2": (2, {}),
+}
+LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2+fp16"]
+MODEL: dict[str, Any] = {"preset": "llama_100m", "lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 50, "init_seed": 0}
+
+
+class Curve(pl.Callback):
+    """The loss of each step: the mean over its micro-batches and data-parallel processes."""
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        self._micro: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self._micro.append(outputs["loss"].detach().clone())
+        if len(self._micro) == trainer.accumulate_grad_batches:
+            # Lightning divides each by their number; the last one of a pipeline stands for all.
+            whole = isinstance(module, MegatronGPT)
+            self.losses.append(self._micro[-1] * len(self._micro) if whole else torch.stack(self._micro).sum())
+            self._micro = []
+
+
+def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
+    world, sizes = LAYOUTS[layout]
+    ways = world // max(1, *sizes.values(), 1)
+    data = TextDataModule(
+        train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation", seq_length=SEQUENCE,
+        micro_batch_size=MICRO, seed=0, num_workers=2, validation_samples=256,
+    )  # fmt: skip
+    if layout == "transformers":
+        model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto"
+        model.configure_model()  # with the CPU's random numbers, as the weights of the others
+    else:
+        model = MegatronGPT(**MODEL, vocab_size=data_vocab(folder), weights=f"{folder}/weights")
+        strategy = MegatronStrategy(**sizes)
+    curve = Curve()
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=world, strategy=strategy, max_steps=steps, plugins=plugin(level), callbacks=[curve],
+        accumulate_grad_batches=BATCH // MICRO // ways, gradient_clip_val=1.0, logger=False, limit_val_batches=1.0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        use_distributed_sampler=False, val_check_interval=steps * (BATCH // MICRO // ways),
+        check_val_every_n_epoch=None,
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(model, datamodule=data)
+    return {
+        "seconds": round(time.perf_counter() - start, 1),
+        "val_loss": float(trainer.callback_metrics["val/loss"]),
+        "train_loss": [round(x, 4) for x in torch.stack(curve.losses).float().tolist()],
+    }
+
+
+def data_vocab(folder: str) -> int:
+    """Ids of the tokenizer of the prepared data."""
+    return json.loads(Path(folder, "vocab.json").read_text())
+
+
+def work(rank: int, gpus: int, levels: list[str], layouts: list[str], steps: int, folder: str, out: str) -> None:
+    for layout in layouts:
+        for level in levels:
+            release()
+            found = train(level, layout, steps, folder)
+            if rank == 0:
+                with Path(out).open("a") as file:
+                    file.write(json.dumps({"level": level, "layout": layout, **found}) + "\n")
+
+
+def smoothed(losses: list[float]) -> list[float]:
+    return [sum(losses[i : i + 10]) / 10 for i in range(0, len(losses) - 9, 10)]
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n")[0], "megatron_parity_h200.jsonl")
+    parser.add_argument("--levels", nargs="*", default=LEVELS)
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--source", help="folder of text; the standard library's sources without")
+    parser.add_argument("--max-bytes", type=int, default=60_000_000)
+    args = parser.parse_args()
+    record = Record(args.out)
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        prepare_data(folder, args.source, vocab_size=8192, max_bytes=args.max_bytes)
+        module = TextDataModule(train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation")
+        module.setup("fit")
+        Path(folder, "vocab.json").write_text(json.dumps(module.vocab_size))
+        first = CausalLM(**MODEL, vocab_size=module.vocab_size)
+        first.configure_model()
+        assert first.model is not None
+        first.model.save_pretrained(f"{folder}/weights")
+        out = Path(folder, "runs.jsonl")
+        for world in sorted({LAYOUTS[layout][0] for layout in args.layouts}):
+            mine = [layout for layout in args.layouts if LAYOUTS[layout][0] == world]
+            try:
+                on_gpus(world, work, args.levels, mine, args.steps, folder, str(out))
+            finally:
+                runs = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        base = {run["level"]: run for run in runs if run["layout"] == "transformers"}
+        for run in runs:
+            beside = base.get(run["level"])
+            far = None
+            if beside is not None:
+                pairs = zip(smoothed(run["train_loss"]), smoothed(beside["train_loss"]), strict=True)
+                far = round(max(abs(a - b) for a, b in pairs), 4)
+            record.add(
+                benchmark="megatron_parity", steps=args.steps, tokens_per_step=SEQUENCE * BATCH,
+                gpus=LAYOUTS[run["layout"]][0], furthest=far, **run,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
