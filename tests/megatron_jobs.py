@@ -9,8 +9,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from nemo_lowprec.data.loader import ResumableLoader
@@ -21,7 +22,7 @@ from nemo_lowprec.report import Audit
 from nemo_lowprec.strategies import MegatronStrategy
 from tests.support import level_of
 
-__all__ = ["CASES", "Losses", "level", "make_weights", "run_all", "train"]
+__all__ = ["CASES", "Losses", "level", "make_weights", "run_all", "train", "val_loss"]
 
 CONFIG = {"num_hidden_layers": 4, "tie_word_embeddings": False, "max_position_embeddings": 256}
 VOCAB, LENGTH, MICRO, GLOBAL = 256, 128, 2, 8
@@ -69,6 +70,14 @@ class Data(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(), range(500, 512)), batch_size=4)
+
+
+@torch.no_grad()
+def val_loss(model: nn.Module) -> float:
+    """What a transformers model comes to on the samples that a run validates on."""
+    batch = [Tokens()[i] for i in range(500, 508)]
+    ids, labels = (torch.stack([sample[name] for sample in batch]) for name in ("input_ids", "labels"))
+    return float(F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten()))
 
 
 class Losses(Callback):

@@ -22,7 +22,8 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.export_tokenizer import load_tokenizer
-from nemo_lowprec.models.saved_weights import SavedWeights, first_of, open_checkpoint
+from nemo_lowprec.models.saved_weights import SavedWeights, open_checkpoint
+from nemo_lowprec.models.words import first_of
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["ExportResult", "export_checkpoint"]
@@ -105,7 +106,7 @@ def export_checkpoint(
     folder appears when it is complete; a killed run leaves ``.NAME.*.part`` beside it, which may be deleted.
 
     Args:
-        checkpoint: a Lightning file, or the folder that ``lowprec_sharded`` writes.
+        checkpoint: a Lightning file, or the folder that ``lowprec_sharded`` or ``MegatronStrategy`` writes.
         out: folder to write; a new or an empty one.
         dtype: ``bf16``, ``fp16`` or ``fp32``, of all floating-point weights.
         tokenizer: a ``tokenizer.json``, or a folder with one: that of ``prepare-data``, or of a transformers model.

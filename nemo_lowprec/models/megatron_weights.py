@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.models.megatron_llama import GptArchitecture
-from nemo_lowprec.models.saved_weights import first_of
+from nemo_lowprec.models.words import first_of
 
 __all__ = ["from_transformers", "joined", "of_stage", "part_of", "shifted", "to_transformers"]
 

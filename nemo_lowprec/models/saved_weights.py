@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
+from nemo_lowprec.models.words import first_of
 from nemo_lowprec.strategies.replace import recover
-from nemo_lowprec.strategies.sharded_checkpoint import is_folder, open_folder, read_weights
+from nemo_lowprec.strategies.sharded_checkpoint import META, is_folder, open_folder, read_weights
 
-__all__ = ["SavedWeights", "first_of", "open_checkpoint"]
+__all__ = ["SavedWeights", "open_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class SavedWeights:
 
 
 def open_checkpoint(path: Path) -> SavedWeights:
-    """Open a Lightning file, or a folder of ``lowprec_sharded``; needs no GPU, process group or model.
+    """Open a Lightning file, or a folder of ``lowprec_sharded`` or ``MegatronStrategy``; needs no GPU or process group.
 
     Raises:
         ValueError: ``path`` does not exist, is incomplete, or is no checkpoint of a LightningModule.
@@ -47,6 +49,10 @@ def open_checkpoint(path: Path) -> SavedWeights:
     recover(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist.")
+    if path.is_dir() and is_folder(path) and is_of_megatron(path):
+        rest = _guarded(path, lambda folder: torch.load(folder / META, map_location="cpu", weights_only=True))
+        named, read = open_of_megatron(path, rest.get("hyper_parameters", {}))
+        return SavedWeights(named, rest, path, read)
     rest, tensors = _guarded(path, _open_folder if path.is_dir() else _open_file)
     foreign = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if foreign:
@@ -54,12 +60,6 @@ def open_checkpoint(path: Path) -> SavedWeights:
     if path.is_dir():
         return SavedWeights(tensors, rest, path, lambda wanted: read_weights(path, wanted))
     return SavedWeights(tensors, rest, path, lambda wanted: wanted.items())
-
-
-def first_of(names: Iterable[str]) -> str:
-    """The first names of many, for a message."""
-    names = list(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,7 +88,7 @@ def _open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return rest, weights
 
 
-def _guarded(path: Path, opens: Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]) -> Any:
+def _guarded(path: Path, opens: Callable[[Path], Any]) -> Any:
     try:
         return opens(path)
     except pickle.UnpicklingError as error:

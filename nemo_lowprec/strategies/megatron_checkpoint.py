@@ -21,21 +21,15 @@ from torch import nn
 
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
-from nemo_lowprec.strategies.sharded_checkpoint import on_first
+from nemo_lowprec.strategies.sharded_checkpoint import META, is_folder, on_first
 
 if TYPE_CHECKING:
     from nemo_lowprec.strategies.megatron import MegatronStrategy
 
-__all__ = ["is_folder", "load", "save"]
+__all__ = ["load", "save"]
 
-_META = "meta.pt"
-_HISTORIES = "fp8_histories"  # in meta.pt
+_HISTORIES = "fp8_histories"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
-
-
-def is_folder(path: Path) -> bool:
-    """Whether ``path`` is a complete checkpoint of this form."""
-    return path.is_dir() and (path / ".metadata").is_file() and (path / _META).is_file()
 
 
 def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> None:
@@ -51,7 +45,7 @@ def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> 
     dist_checkpointing.save(sharded, str(part))
 
     def complete() -> None:
-        torch.save(rest, part / _META)
+        torch.save(rest, part / META)
         put_in_place(path)
 
     dist.barrier()
@@ -66,7 +60,7 @@ def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
     """
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
-    rest: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     wants_optimizer = strategy.megatron_optimizer is not None and "optimizer_states" in rest
     loaded = dist_checkpointing.load(_sharded(strategy, wants_optimizer, is_loading=True), str(path))
     for name, part in _parts(strategy):

@@ -26,6 +26,7 @@ from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_o
 from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
 
 __all__ = [
+    "META",
     "FolderContents",
     "in_full",
     "is_folder",
@@ -37,14 +38,14 @@ __all__ = [
     "write_folder",
 ]
 
-_META = "meta.pt"
+META = "meta.pt"
 _MODEL = "model."  # of the keys of weights; the others are the optimizers'
 _READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
 
 
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a complete sharded checkpoint."""
-    return path.is_dir() and (path / ".metadata").is_file() and (path / _META).is_file()
+    return path.is_dir() and (path / ".metadata").is_file() and (path / META).is_file()
 
 
 def in_full(tree: Any) -> Any:
@@ -93,7 +94,7 @@ class FolderContents:
         dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=group)
 
         def complete() -> None:  # dcp.save returns on the first process when all have written
-            with (part / _META).open("wb") as file:
+            with (part / META).open("wb") as file:
                 file.write(self._rest.getvalue())
                 file.flush()
                 os.fsync(file.fileno())
@@ -130,7 +131,7 @@ def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
 
 def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """A checkpoint as Lightning dumps it, with each process's shards; called on all processes."""
-    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     reader = dcp.FileSystemReader(path)
     found = {
         k: m for k, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
@@ -172,7 +173,7 @@ def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: a file that holds a part of the weights is missing or cut short.
     """
-    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     checkpoint.pop("optimizer_states", None)
     metadata = dcp.FileSystemReader(path).read_metadata()
     ends: dict[str, int] = {}

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from tests.megatron_jobs import CASES, make_weights, run_all
+from nemo_lowprec.models import export_checkpoint
+from tests.megatron_jobs import CASES, make_weights, run_all, val_loss
 from tests.processes import on_processes
 from tests.support import level_of
 
@@ -129,8 +131,13 @@ def alone(weights, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(weights, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(weights, checkpoints):
+    folder = checkpoints
     jobs = {}
     for sizes, arguments in TWO.items():
         for case in FEW:
@@ -169,6 +176,14 @@ class TestTwo:
     def test_resume_bit_for_bit(self, case, sizes, two):
         for rank in range(2):
             assert_resumed(two(f"resumed {case} {sizes}", rank), two(f"{case} {sizes}", rank))
+
+    @pytest.mark.parametrize("sizes", ["tp2_sp", "pp2_vpp2", "dp2"])
+    @pytest.mark.parametrize("case", ["bf16_mixed", "msamp_o3+fp16"])
+    def test_a_checkpoint_becomes_a_transformers_model(self, case, sizes, two, checkpoints, tmp_path):
+        run = two(f"{case} {sizes}")
+        export_checkpoint(checkpoints / sizes / case / "step=6.ckpt", tmp_path / "out", dtype="fp32")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+        assert val_loss(model) == pytest.approx(run["val"][-1], abs=bound(case) / 2)
 
     @pytest.mark.parametrize(("saved_at", "before", "loaded_at", "after"), ELSEWHERE)
     def test_other_sizes_and_levels_go_on(self, saved_at, before, loaded_at, after, two):
