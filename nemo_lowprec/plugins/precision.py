@@ -92,6 +92,14 @@ class LowPrecision(Precision):
 
     # Setting up
 
+    def follow(self, module: pl.LightningModule) -> None:
+        """Save and restore what belongs to the run of ``module`` beside it, for a strategy that runs without hooks."""
+        self._module = module
+
+    def before_step(self) -> None:
+        """Called by such a strategy before every step."""
+        self._resume.before_first_step(self._module)
+
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
         nemo.before_build(self.level)
@@ -159,7 +167,7 @@ class LowPrecision(Precision):
     @override
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
-        self._resume.before_first_step(self._module)
+        self.before_step()
         with self.forward_context():
             yield
 

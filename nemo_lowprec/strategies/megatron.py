@@ -190,6 +190,7 @@ class MegatronStrategy(DDPStrategy):
         self.setup_optimizers(trainer)
         self._make_optimizer(trainer)
         self._configure()
+        plugin.follow(module)
         hold_back_skipped(module, self.megatron_optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
         if self.is_global_zero:
             for table in settings_tables(settings, plugin, self.layout, self._overlaps):
@@ -372,7 +373,8 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
+        assert self.lightning_module is not None and isinstance(self.precision_plugin, LowPrecision)
+        self.precision_plugin.before_step()
         if not self.is_pipelined:
             with self.own_layers.training():  # type: ignore[union-attr]
                 return self.lightning_module.training_step(*args, **kwargs)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-_HISTORIES = "fp8_histories"
+_HISTORIES, _RNG = "fp8_histories", "megatron_rng"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
@@ -40,6 +40,7 @@ def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> 
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
     rest[_HISTORIES] = _histories(strategy)
+    rest[_RNG] = _rng_of_all(strategy)
     on_first(lambda: start_part(path))
     part = part_of(path)
     dist_checkpointing.save(sharded, str(part))
@@ -69,6 +70,7 @@ def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
     optimizer = strategy.megatron_optimizer
     _load_histories(strategy, rest.pop(_HISTORIES, {}))
+    _set_rng(strategy, rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:
             optimizer.load_state_dict(loaded["optimizer"])
@@ -134,6 +136,20 @@ def _load_histories(strategy: MegatronStrategy, saved: dict[str, Any]) -> None:
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}
         here = {names[whole]: state for whole, state in saved.get("te", {}).items() if whole in names}
         te_layers.load_te_state_dict(part, here)
+
+
+# Random states of Megatron-core's dropout, from which tensor-parallel processes draw apart; others are the plugin's.
+
+
+def _rng_of_all(strategy: MegatronStrategy) -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = [{} for _ in range(strategy.world_size)]
+    dist.all_gather_object(states, tensor_parallel.get_cuda_rng_tracker().get_states())
+    return states
+
+
+def _set_rng(strategy: MegatronStrategy, states: list[dict[str, Any]]) -> None:
+    if len(states) == strategy.world_size and states[strategy.global_rank]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(states[strategy.global_rank])
 
 
 def _in_whole(name: str, part: nn.Module) -> str:
