@@ -87,7 +87,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         stats_group: dist.ProcessGroup,
     ) -> None:
         self._settings = settings
-        self.declared = config
         if settings.level.is_low_bit:
             first, second = settings.level.optimizer_states
             adopt(

@@ -38,7 +38,7 @@ _AVERAGING = tuple(vars(callbacks)[n] for n in ("StochasticWeightAveraging", "We
 
 SKIPPED = (
     "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
-    "This is said once; the optimizers whose last step was skipped are in trainer.precision_plugin.engine.skipped."
+    "This is said once; the optimizers whose last step was skipped are in trainer.{}.skipped."
 )
 
 
@@ -200,7 +200,7 @@ class LowPrecision(Precision):
         self._after_closure(model, optimizer)
         self.engine.step(optimizer, **kwargs)
         if optimizer in self.engine.skipped and not self.level.has_loss_scale:
-            rank_zero_warn(SKIPPED)
+            rank_zero_warn(SKIPPED.format("precision_plugin.engine"))
         return result
 
     @override

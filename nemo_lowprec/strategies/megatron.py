@@ -394,9 +394,8 @@ class MegatronStrategy(DDPStrategy):
         """
         settings = self.settings
         assert settings is not None and self.megatron_optimizer is not None
-        delayed = settings.model["fp8"] is not None and settings.model["fp8_recipe"] == "delayed"
         empty, self._may_be_empty = self._may_be_empty, False
-        if not (delayed and empty and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)):
+        if not (self._is_delayed and empty and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)):
             return
         # Gradients of a token's loss, and not of a mean, lie in FP8's range at any scale near 1.
         raised = 1.0 if settings.level.has_loss_scale else float(batches[0]["labels"].numel() * len(batches))
@@ -433,9 +432,27 @@ class MegatronStrategy(DDPStrategy):
             if self.own_layers is not None:
                 stack.enter_context(self.own_layers.forward())
             else:
-                for chunk in self.chunks:
-                    stack.enter_context(te_layers.histories_kept(chunk))
+                stack.enter_context(self._without_new_amaxes())
             return getattr(self.lightning_module, hook)(*args, **kwargs)
+
+    @contextmanager
+    def _without_new_amaxes(self) -> Generator[None, None, None]:
+        """Evaluation with the scales of training; in half precision where training has not found any yet."""
+        scales_later = self._is_delayed and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)
+        fp8 = self.config.fp8
+        with ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(te_layers.histories_kept(chunk))
+            self.config.fp8 = None if scales_later else fp8
+            try:
+                yield
+            finally:
+                self.config.fp8 = fp8
+
+    @property
+    def _is_delayed(self) -> bool:
+        assert self.settings is not None
+        return self.settings.model["fp8"] is not None and self.settings.model["fp8_recipe"] == "delayed"
 
     @override
     @contextmanager
@@ -468,16 +485,25 @@ class MegatronStrategy(DDPStrategy):
         if result is None:
             raise ValueError("training_step returned None to skip a batch, which MegatronStrategy cannot do.")
         if self.own_layers is not None:
-            for chunk in self.chunks:
-                chunk.finish_grad_sync()
+            self._finish_gradients()
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         stepped, _, _ = distributed.step()
         if self.own_layers is not None:
             self.own_layers.after_step(stepped)
         if not stepped and distributed.grad_scaler is None:
-            rank_zero_warn(SKIPPED)
+            rank_zero_warn(SKIPPED.format("strategy.megatron_optimizer"))
         return result
+
+    def _finish_gradients(self) -> None:
+        try:
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+        except AssertionError as error:
+            raise RuntimeError(
+                "A parameter has no gradient in this step, and overlap_grad_reduce=True waits for all of a bucket. "
+                "Freeze it (requires_grad=False), or use MegatronStrategy(overlap_grad_reduce=False)."
+            ) from error
 
     # State
 
