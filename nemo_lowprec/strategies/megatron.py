@@ -291,6 +291,7 @@ class MegatronStrategy(DDPStrategy):
 
     def _wrap(self, parts: Sequence[nn.Module]) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.utils import get_model_config
 
         from nemo_lowprec.megatron.chunks import wrap
 
@@ -302,7 +303,11 @@ class MegatronStrategy(DDPStrategy):
                 "pipeline stage is summed by Megatron-core in its own formats. Untie it, or use pipeline size 1."
             )
         ddp_config = DistributedDataParallelConfig(**self._overlaps, **settings.ddp)
-        self.chunks = [wrap(part, self.config, ddp_config, settings, i == 0) for i, part in enumerate(parts)]
+        configs = [get_model_config(part) if self.is_pipelined else self.config for part in parts]
+        self.chunks = [
+            wrap(part, config, ddp_config, settings, i == 0)
+            for i, (part, config) in enumerate(zip(parts, configs, strict=True))
+        ]
         for chunk in self.chunks:
             chunk.broadcast_params()
 
@@ -439,15 +444,18 @@ class MegatronStrategy(DDPStrategy):
     def _without_new_amaxes(self) -> Generator[None, None, None]:
         """Evaluation with the scales of training; in half precision where training has not found any yet."""
         scales_later = self._is_delayed and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)
+        configs = [chunk.config for chunk in self.chunks]
         fp8 = self.config.fp8
         with ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(te_layers.histories_kept(chunk))
-            self.config.fp8 = None if scales_later else fp8
+            for config in configs:
+                config.fp8 = None if scales_later else fp8
             try:
                 yield
             finally:
-                self.config.fp8 = fp8
+                for config in configs:
+                    config.fp8 = fp8
 
     @property
     def _is_delayed(self) -> bool:
