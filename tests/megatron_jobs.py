@@ -93,12 +93,11 @@ class Losses(Callback):
         self._micro.append(float(outputs["loss"]))
         if (i + 1) % trainer.accumulate_grad_batches == 0:
             # Lightning divides each by their number; the last one of a pipeline stands for all.
-            pipelined = getattr(trainer.strategy, "is_pipelined", False)
+            pipelined = isinstance(module, MegatronGPT)
             self.losses.append(self._micro[-1] * len(self._micro) if pipelined else sum(self._micro))
             self._micro = []
-            optimizer = getattr(trainer.strategy, "megatron_optimizer", None)
-            if optimizer is not None:
-                self.norms.append(float(optimizer.grad_norm))
+            if isinstance(trainer.strategy, MegatronStrategy):
+                self.norms.append(float(trainer.strategy.engine.optimizer.grad_norm))
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.val.append(float(trainer.callback_metrics["val/loss"]))

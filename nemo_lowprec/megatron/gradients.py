@@ -35,10 +35,9 @@ class MainGradient(GradientTensor):
         return self.accumulate_(other.reshape(-1), alpha)
 
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
-        if self.is_empty and alpha == 1.0:
+        if self.is_empty:
             self.is_empty = False
-            return self.quantize_(values)
-        self.is_empty = False
+            return self.quantize_(values if alpha == 1.0 else alpha * values.float())
         return super().accumulate_(values, alpha)
 
 

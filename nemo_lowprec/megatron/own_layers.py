@@ -63,8 +63,6 @@ class OwnLayers:
         with torch.autocast("cuda", dtype=self._half):
             yield
 
-    training = forward
-
     def is_first(self) -> bool:
         """Whether this is the first backward pass since the last step."""
         first, self._first = self._first, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
 from nemo_lowprec.models.megatron_weights import from_transformers, of_stage, part_of
 from nemo_lowprec.strategies.megatron import MegatronStrategy
+
+if TYPE_CHECKING:
+    from nemo_lowprec.megatron.engine import MegatronEngine
 
 __all__ = ["MegatronGPT"]
 
@@ -101,10 +104,10 @@ class MegatronGPT(CausalLM):
     # ------------------------------------------------------------------ steps
 
     @property
-    def _strategy(self) -> MegatronStrategy:
+    def _engine(self) -> MegatronEngine:
         strategy = self.trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
-        return strategy
+        return strategy.engine
 
     def forward_step(
         self, chunk: nn.Module, batch: dict[str, Tensor]
@@ -117,15 +120,15 @@ class MegatronGPT(CausalLM):
             counts = labels != IGNORE
             total, tokens = (losses.float() * counts).sum(), counts.sum()
             # Each context-parallel process has the mean over its part, and Megatron adds them up.
-            mean = total / (tokens.clamp(min=1) * self._strategy.layout.context)
+            mean = total / (tokens.clamp(min=1) * self._engine.layout.context)
             return mean, (total.detach(), tokens)
 
         return output, loss_func
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        strategy = self._strategy
-        reported = strategy.forward_backward(self.forward_step, batch)
-        loss = strategy.mean_loss([total / tokens.clamp(min=1) for total, tokens in reported])
+        engine = self._engine
+        reported = engine.forward_backward(self.forward_step, batch)
+        loss = engine.mean_loss([total / tokens.clamp(min=1) for total, tokens in reported])
         self.token_rate.add(sum(b["labels"].numel() for b in batch))
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/perplexity", loss.exp())
@@ -134,14 +137,14 @@ class MegatronGPT(CausalLM):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        optimizer = self._strategy.megatron_optimizer
+        optimizer = self._engine.optimizer
         assert optimizer is not None
         if optimizer.grad_norm is not None and self._is_log_step(self.trainer.global_step):
             self.log("train/grad_norm", optimizer.grad_norm)
         super().on_train_batch_end(outputs, batch, batch_idx)
 
     def _loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        reported = self._strategy.forward_backward(self.forward_step, [batch], forward_only=True)
+        reported = self._engine.forward_backward(self.forward_step, [batch], forward_only=True)
         if not reported:  # not the last stage
             return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
         total, tokens = reported[0]

@@ -71,7 +71,7 @@ class Audit(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
         if isinstance(trainer.strategy, MegatronStrategy):
             if self._watching(trainer) and self._megatron is None:
-                self._megatron = MegatronLook(trainer.strategy)
+                self._megatron = MegatronLook(trainer.strategy.engine, pl_module)
         elif self._watching(trainer) and self._gemms is None:
             self._seen = defaultdict(set)
             self._gemms = watch_gemms(pl_module, self._seen)

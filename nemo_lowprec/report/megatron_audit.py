@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,9 @@ from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.found import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.gemms import watch_gemms
 from nemo_lowprec.report.traffic import Sent, Traffic
-from nemo_lowprec.strategies import MegatronStrategy
+
+if TYPE_CHECKING:
+    from nemo_lowprec.megatron.engine import MegatronEngine
 
 __all__ = ["MegatronLook"]
 
@@ -32,34 +34,33 @@ _GEMMS = ("transformer_engine.pytorch.module.linear", "transformer_engine.pytorc
 class MegatronLook:
     """Watches from its making on; ``take_gradients`` before the step, ``report`` after it."""
 
-    def __init__(self, strategy: MegatronStrategy) -> None:
+    def __init__(self, engine: MegatronEngine, module: nn.Module) -> None:
         from megatron.core import parallel_state
 
-        self._strategy = strategy
+        self._engine, self._module = engine, module
         self._seen: dict[str, set[str]] = defaultdict(set)
         self._stack = ExitStack()
-        if strategy.is_pipelined:
+        if engine.is_pipelined:
             self._stack.enter_context(_watch_te(self._seen["converted"]))
         else:
-            assert strategy.lightning_module is not None
-            self._stack.enter_context(watch_gemms(strategy.lightning_module, self._seen))
+            self._stack.enter_context(watch_gemms(module, self._seen))
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._traffic = self._stack.enter_context(Traffic(lambda tensor: tensor.numel() == 1))
         self._gradients: dict[str, Bytes] = {}
 
     def _parts(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
-        level = self._strategy.settings.level  # type: ignore[union-attr]
-        modules = [m for chunk in self._strategy.chunks for m in chunk.modules()]
-        if self._strategy.is_pipelined:
+        level = self._engine.settings.level
+        modules = [m for chunk in self._engine.chunks for m in chunk.modules()]
+        if self._engine.is_pipelined:
             layers = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
         elif level.has_fp8:
-            converted = set(self._strategy.own_layers.conversion.low)  # type: ignore[union-attr]
-            layers = [self._strategy.lightning_module.get_submodule(name) for name in converted]  # type: ignore[union-attr]
+            converted = set(self._engine.own_layers.conversion.low)  # type: ignore[union-attr]
+            layers = [self._module.get_submodule(name) for name in converted]
         else:
             layers = [m for m in modules if isinstance(m, nn.Linear)]
         weights = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
         yield "converted", list(weights.values())  # type: ignore[arg-type]
-        params = {id(p): p for chunk in self._strategy.chunks for p in chunk.parameters() if p.requires_grad}
+        params = {id(p): p for chunk in self._engine.chunks for p in chunk.parameters() if p.requires_grad}
         rest = [p for p in params.values() if id(p) not in weights]
         if level.vectors is None:
             yield "rest", rest
@@ -74,8 +75,8 @@ class MegatronLook:
     def report(self) -> AuditReport:
         """What was found."""
         self._stack.close()
-        settings, optimizer = self._strategy.settings, self._strategy.megatron_optimizer
-        assert settings is not None and optimizer is not None
+        settings, optimizer = self._engine.settings, self._engine.optimizer
+        assert optimizer is not None
         level = settings.level
         report = AuditReport(level, places=_PLACES)
         totals: dict[str, int] = defaultdict(int)
@@ -113,7 +114,7 @@ class MegatronLook:
     def _sent(self) -> Iterator[tuple[Finding, int]]:
         if self._group.size() == 1:
             return
-        level = self._strategy.settings.level  # type: ignore[union-attr]
+        level = self._engine.settings.level
         mine = [s for s in self._traffic.sent if s.group == self._group.group_name]
         gradients = [s for s in mine if s.kind in ("reduce_scatter", "all_to_all", "all_reduce")]
         params = [p for _, some in self._parts() for p in some]

@@ -24,7 +24,7 @@ from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
 from nemo_lowprec.strategies.sharded_checkpoint import META, is_folder, on_first
 
 if TYPE_CHECKING:
-    from nemo_lowprec.strategies.megatron import MegatronStrategy
+    from nemo_lowprec.megatron.engine import MegatronEngine
 
 __all__ = ["load", "save"]
 
@@ -32,15 +32,15 @@ _HISTORIES, _RNG = "fp8_histories", "megatron_rng"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
-def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> None:
+def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: str) -> None:
     """Write a checkpoint as Lightning dumps it, called on all processes; it is in place when this returns."""
-    sharded = _sharded(strategy, with_optimizer="optimizer_states" in checkpoint)
+    sharded = _sharded(engine, form, with_optimizer="optimizer_states" in checkpoint)
     force_all_tensors_to_non_fp8(sharded)
     rest = {k: v for k, v in checkpoint.items() if k != "state_dict"}
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
-    rest[_HISTORIES] = _histories(strategy)
-    rest[_RNG] = _rng_of_all(strategy)
+    rest[_HISTORIES] = _histories(engine)
+    rest[_RNG] = _rng_of_all(engine)
     on_first(lambda: start_part(path))
     part = part_of(path)
     dist_checkpointing.save(sharded, str(part))
@@ -53,7 +53,7 @@ def save(checkpoint: dict[str, Any], path: Path, strategy: MegatronStrategy) -> 
     on_first(complete)
 
 
-def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
+def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
     """Put a checkpoint's weights and states in their places; return the rest, as Lightning restores it.
 
     Raises:
@@ -62,15 +62,15 @@ def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
     rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
-    wants_optimizer = strategy.megatron_optimizer is not None and "optimizer_states" in rest
-    loaded = dist_checkpointing.load(_sharded(strategy, wants_optimizer, is_loading=True), str(path))
-    for name, part in _parts(strategy):
+    wants_optimizer = engine.optimizer is not None and "optimizer_states" in rest
+    loaded = dist_checkpointing.load(_sharded(engine, form, wants_optimizer, is_loading=True), str(path))
+    for name, part in _parts(engine):
         missing = [k for k in part.load_state_dict(loaded[name], strict=False).missing_keys if not _is_extra(k)]
         if missing:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
-    optimizer = strategy.megatron_optimizer
-    _load_histories(strategy, rest.pop(_HISTORIES, {}))
-    _set_rng(strategy, rest.pop(_RNG, []))
+    optimizer = engine.optimizer
+    _load_histories(engine, rest.pop(_HISTORIES, {}))
+    _set_rng(engine, rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:
             optimizer.load_state_dict(loaded["optimizer"])
@@ -80,9 +80,9 @@ def load(path: Path, strategy: MegatronStrategy) -> dict[str, Any]:
     return {**rest, "state_dict": {}}
 
 
-def _parts(strategy: MegatronStrategy) -> list[tuple[str, nn.Module]]:
+def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:
     """The model's parts on this process, by their name in the sharded state."""
-    chunks = [getattr(chunk, "module", chunk) if strategy.megatron_optimizer else chunk for chunk in strategy.chunks]
+    chunks = [getattr(chunk, "module", chunk) if engine.optimizer else chunk for chunk in engine.chunks]
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
@@ -90,49 +90,47 @@ def _is_extra(key: str) -> bool:
     return key.endswith("_extra_state")
 
 
-def _sharded(strategy: MegatronStrategy, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
+def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading: bool = False) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": strategy.checkpoint_form,
+        "distrib_optim_sharding_type": form,
         "distrib_optim_fully_reshardable_mem_efficient": False,
     }
     state: dict[str, Any] = {}
-    for name, part in _parts(strategy):
-        if strategy.is_pipelined:
+    for name, part in _parts(engine):
+        if engine.is_pipelined:
             found = part.sharded_state_dict(metadata=dict(metadata))  # type: ignore[operator]
         else:
             found = make_sharded_tensors_for_checkpoint(part.state_dict(keep_vars=True), "")
         state[name] = {key: value for key, value in found.items() if not _is_extra(key)}
     if with_optimizer:
-        assert strategy.megatron_optimizer is not None
-        state["optimizer"] = strategy.megatron_optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
+        assert engine.optimizer is not None
+        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
     return state
 
 
 # Amax histories: of this package's layers one table; of Transformer Engine's by the layer's place in the whole model.
 
 
-def _histories(strategy: MegatronStrategy) -> dict[str, Any]:
-    if strategy.own_layers is not None:
-        histories = strategy.own_layers.histories
+def _histories(engine: MegatronEngine) -> dict[str, Any]:
+    if engine.own_layers is not None:
+        histories = engine.own_layers.histories
         return {} if histories is None else {"own": histories.state_dict()}
     mine: dict[str, Any] = {}
-    for _, part in _parts(strategy):
+    for _, part in _parts(engine):
         for name, state in te_layers.te_state_dict(part).items():
             mine[_in_whole(name, part)] = state
-    stages: list[dict[str, Any]] = [{} for _ in range(strategy.layout.pipeline)]
+    stages: list[dict[str, Any]] = [{} for _ in range(engine.layout.pipeline)]
     dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
     return {"te": {name: state for stage in stages for name, state in stage.items()}}
 
 
-def _load_histories(strategy: MegatronStrategy, saved: dict[str, Any]) -> None:
-    own = strategy.own_layers
+def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
+    own = engine.own_layers
     if own is not None:
         if own.histories is not None and "own" in saved:
             own.histories.load_state_dict(saved["own"])
         return
-    for _, part in _parts(strategy):
+    for _, part in _parts(engine):
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}
         here = {names[whole]: state for whole, state in saved.get("te", {}).items() if whole in names}
         te_layers.load_te_state_dict(part, here)
@@ -141,15 +139,15 @@ def _load_histories(strategy: MegatronStrategy, saved: dict[str, Any]) -> None:
 # Random states of Megatron-core's dropout, from which tensor-parallel processes draw apart; others are the plugin's.
 
 
-def _rng_of_all(strategy: MegatronStrategy) -> list[dict[str, Any]]:
-    states: list[dict[str, Any]] = [{} for _ in range(strategy.world_size)]
+def _rng_of_all(engine: MegatronEngine) -> list[dict[str, Any]]:
+    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(states, tensor_parallel.get_cuda_rng_tracker().get_states())
     return states
 
 
-def _set_rng(strategy: MegatronStrategy, states: list[dict[str, Any]]) -> None:
-    if len(states) == strategy.world_size and states[strategy.global_rank]:
-        tensor_parallel.get_cuda_rng_tracker().set_states(states[strategy.global_rank])
+def _set_rng(engine: MegatronEngine, states: list[dict[str, Any]]) -> None:
+    if len(states) == dist.get_world_size() and states[dist.get_rank()]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
 
 
 def _in_whole(name: str, part: nn.Module) -> str:

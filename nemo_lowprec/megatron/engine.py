@@ -1,0 +1,347 @@
+"""The second engine: one level on Megatron-core, for any training loop.
+
+It builds or converts the model's parts, wraps them, gives the user's optimizer to Megatron's, and owns a step: the
+schedule, the reduction of gradients, the optimizer. ``MegatronStrategy`` calls it from Lightning's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nemo_lowprec.compute import te_layers
+from nemo_lowprec.megatron.chunks import cast_parameters, wrap
+from nemo_lowprec.megatron.context import part_of_sequence
+from nemo_lowprec.megatron.delayed import mend_delayed_scaling
+from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer, distribute
+from nemo_lowprec.megatron.own_layers import OwnLayers
+from nemo_lowprec.megatron.parallel import ParallelLayout
+from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.options import Options
+
+__all__ = ["MegatronEngine", "PipelinedModule"]
+
+_BUILT, _MASTERS = "_megatron_chunks", "_megatron_masters"  # on a module, for the stages after the first
+ForwardStep = Callable[[nn.Module, Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
+
+
+@runtime_checkable
+class PipelinedModule(Protocol):
+    """What a module has whose layers Megatron-core builds, and may spread over processes."""
+
+    def build_chunk(
+        self, fields: dict[str, Any], pre_process: bool, post_process: bool, vp_stage: int | None
+    ) -> nn.Module:
+        """One part of the model, on this process's GPU.
+
+        Args:
+            fields: of TransformerConfig, from the level and the parallel sizes; the module adds its own.
+            pre_process, post_process: whether the part has the embedding, and the head.
+            vp_stage: which of this process's parts; None where it has one.
+        """
+
+    def forward_step(self, chunk: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        """One micro-batch through one part: see ``MegatronEngine.forward_backward``."""
+
+    def take_chunks(self, chunks: list[nn.Module]) -> None:
+        """Hold the parts as submodules, for ``configure_optimizers`` and ``parameters()``."""
+
+
+class MegatronEngine:
+    """One model at one level.
+
+    Args:
+        settings: of the level.
+        layout: the parallel sizes, whose groups there are.
+        overlaps: ``overlap_grad_reduce``, ``overlap_param_gather`` and ``bucket_size``.
+
+    Attributes:
+        chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
+        own_layers: of a model that Megatron-core has not built; else None.
+        optimizer: Megatron's, around the user's; None where nothing is trained.
+        config: TransformerConfig of the first part, which the schedules read.
+    """
+
+    def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
+        self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
+        self.chunks: list[Any] = []
+        self.own_layers: OwnLayers | None = None
+        self.optimizer: LowPrecisionDistributedOptimizer | None = None
+        self.config: Any = None
+        self._module: Any = None
+        self._may_be_empty = True
+
+    # The model
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether Megatron-core has built the model, and runs its schedules."""
+        return self.own_layers is None
+
+    def build(self, module: Any, seed: int) -> None:
+        """Have a ``PipelinedModule`` build its parts, once: fit, validate and another fit may follow each other.
+
+        Raises:
+            ValueError: it was built for another level, or for other sizes.
+        """
+        built: tuple[dict[str, Any], list[nn.Module]] | None = module.__dict__.get(_BUILT)
+        fields = self._transformer_fields()
+        if built is None:
+            built = module.__dict__[_BUILT] = fields, self._new_parts(module, fields, seed)
+        elif built[0] != fields:
+            raise ValueError(
+                "This model was built for another level or for other parallel sizes. Save a checkpoint, and load it "
+                "into a new one."
+            )
+        self._module, self.chunks = module, built[1]
+        self.config = get_model_config(self.chunks[0])
+
+    def _transformer_fields(self) -> dict[str, Any]:
+        fields = {**self.layout.fields(), **self.settings.model}
+        if "attention_backend" in fields:
+            fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
+        return fields
+
+    def _new_parts(self, module: Any, fields: dict[str, Any], seed: int) -> list[nn.Module]:
+        mend_delayed_scaling()
+        stage, last = parallel_state.get_pipeline_model_parallel_rank(), self.layout.pipeline - 1
+        # As in Megatron-LM: stages differ, data-parallel processes do not.
+        tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage)
+        virtual = self.layout.virtual_pipeline
+        count = virtual or 1
+        parts = []
+        for index in range(count):
+            first, final = stage == 0 and index == 0, stage == last and index == count - 1
+            part = module.build_chunk(dict(fields), first, final, index if virtual is not None else None)
+            cast_parameters(part, self.settings)
+            te_layers.empty_extra_state(part)  # a pickle, which nothing here reads
+            parts.append(part)
+        module.take_chunks(parts)
+        return parts
+
+    def convert(self, module: nn.Module, options: Options, device: torch.device) -> None:
+        """Convert the layers of any other module, which is on ``device``."""
+        self.own_layers = OwnLayers(module, options, self.settings, device)
+        # Sizes that Megatron's DDP does not look at.
+        self.config = TransformerConfig(
+            num_layers=1, hidden_size=1, num_attention_heads=1, **self._transformer_fields()
+        )  # fmt: skip
+        self._module, self.chunks = module, [module]
+
+    def wrap(self) -> None:
+        """Wrap the parts for training: gradient buffers, and the weights of the first data-parallel process for all.
+
+        Raises:
+            ValueError: an embedding that is tied over pipeline stages, at a level with FP8 gradients.
+        """
+        settings, parts = self.settings, self.chunks
+        tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in parts)
+        if settings.fp8_gradients and self.layout.pipeline > 1 and tied:
+            raise ValueError(
+                f"{settings.level.name} stores gradients in FP8, and an embedding that is tied to the head of another "
+                "pipeline stage is summed by Megatron-core in its own formats. Untie it, or use pipeline size 1."
+            )
+        ddp_config = DistributedDataParallelConfig(**self.overlaps, **settings.ddp)
+        configs = [get_model_config(part) if self.is_pipelined else self.config for part in parts]
+        self.chunks = [
+            wrap(part, config, ddp_config, settings, i == 0)
+            for i, (part, config) in enumerate(zip(parts, configs, strict=True))
+        ]
+        for chunk in self.chunks:
+            chunk.broadcast_params()
+
+    # The optimizer
+
+    def attach(self, inner: Optimizer, clip_grad: float) -> None:
+        """Have Megatron's distributed optimizer step with ``inner``, and the schedules reduce gradients for it.
+
+        Args:
+            inner: torch's Adam or AdamW of the parameters.
+            clip_grad: norm to which gradients are clipped; 0 for none.
+        """
+        defaults = inner.defaults
+        config = OptimizerConfig(
+            **self.settings.optimizer,
+            lr=float(defaults["lr"]),
+            weight_decay=defaults["weight_decay"],
+            adam_beta1=defaults["betas"][0],
+            adam_beta2=defaults["betas"][1],
+            adam_eps=defaults["eps"],
+            clip_grad=clip_grad,
+            overlap_param_gather=self.overlaps["overlap_param_gather"],
+        )
+        self.optimizer = distribute(inner, config, self.settings, self.chunks)
+        self.optimizer.take_masters(self._module.__dict__.pop(_MASTERS, {}))
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        if self.overlaps["overlap_grad_reduce"]:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def release(self, gather: bool = True) -> None:
+        """Let go of the buffers and of the optimizer; the model keeps its weights, and its masters for another fit.
+
+        Args:
+            gather: whether weights are brought up to date before, which takes all processes.
+        """
+        if self.optimizer is not None:
+            self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
+        if self.own_layers is not None:
+            self.own_layers.remove()
+        self.optimizer, self.own_layers, self.chunks = None, None, []
+
+    # A step
+
+    def zero_grad(self) -> None:
+        """Zero the gradient buffers."""
+        assert self.optimizer is not None
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def forward_backward(self, forward_step: ForwardStep, batches: Sequence[Any], forward_only: bool = False) -> Any:
+        """Run micro-batches through the parts of the model.
+
+        Args:
+            forward_step: ``(chunk, batch) -> (output, loss_func)``, where ``loss_func(output)`` is the loss and what
+                is to be reported of it.
+            batches: dicts of [batch, sequence] tensors, the same on all processes of a data-parallel rank.
+            forward_only: without gradients.
+
+        Returns:
+            what ``loss_func`` reported of each; nothing where this process has not the last stage.
+        """
+
+        def step(iterator: Any, chunk: nn.Module) -> Any:
+            return forward_step(chunk, part_of_sequence(next(iterator)))
+
+        rows, length = batches[0]["input_ids"].shape
+        wanted, batches = len(batches), list(batches)
+        if self.layout.virtual_pipeline is not None and wanted % self.layout.pipeline:
+            assert forward_only, "the strategy looks at the number of micro-batches before training"
+            batches *= self.layout.pipeline  # the interleaved schedule takes a multiple
+        reported = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+        return reported[:wanted]
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Before the micro-batches of a step: zero gradients.
+
+        Before the first step of a run with delayed scaling also a pass that only fills the amax histories: Transformer
+        Engine's scales begin at 1, which rounds weights to three bits and gradients to zero.
+        """
+        self.zero_grad()
+        empty, self._may_be_empty = self._may_be_empty, False
+        if not (empty and self._has_no_scales()):
+            return
+        # Gradients of a token's loss, and not of a mean, lie in FP8's range at any scale near 1.
+        raised = 1.0 if self.settings.level.has_loss_scale else float(batches[0]["labels"].numel() * len(batches))
+        scale_loss, self.config.grad_scale_func = self.config.grad_scale_func, lambda loss: scale_loss(loss) * raised
+        self.forward_backward(self._module.forward_step, batches)
+        self.config.grad_scale_func = scale_loss
+        for chunk in self.chunks:
+            te_layers.scale_by_histories(chunk, raised)
+        self.zero_grad()
+
+    def _has_no_scales(self) -> bool:
+        model = self.settings.model
+        delayed = model["fp8"] is not None and model["fp8_recipe"] == "delayed"
+        return delayed and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Forward passes that training does not notice, in half precision where training has found no scales yet."""
+        with ExitStack() as stack:
+            # Megatron caches what a forward pass makes, and training could not save inference tensors for backward.
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            if self.own_layers is not None:
+                stack.enter_context(self.own_layers.forward())
+                yield
+                return
+            configs, fp8 = [get_model_config(chunk) for chunk in self.chunks], self.config.fp8
+            for chunk in self.chunks:
+                stack.enter_context(te_layers.histories_kept(chunk))
+            if self._has_no_scales():
+                for config in configs:
+                    config.fp8 = None
+            try:
+                yield
+            finally:
+                for config in configs:
+                    config.fp8 = fp8
+
+    @contextmanager
+    def accumulation(self) -> Iterator[None]:
+        """A backward pass of a model of own layers whose gradients are not reduced yet."""
+        with ExitStack() as stack:
+            for chunk in self.chunks if self.own_layers is not None else ():
+                stack.enter_context(chunk.no_sync())
+            yield
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass of a model of own layers."""
+        assert self.optimizer is not None and self.own_layers is not None
+        if self.own_layers.is_first():
+            self.zero_grad()
+        with torch.autocast("cuda", enabled=False):
+            self.optimizer.scale_loss(loss).sum().backward(*args, **kwargs)
+
+    def reduce_gradients(self) -> None:
+        """Have the gradients of own layers reduced; a schedule does it for the others.
+
+        Raises:
+            RuntimeError: a parameter without a gradient, with ``overlap_grad_reduce``.
+        """
+        if self.own_layers is None:
+            return
+        try:
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+        except AssertionError as error:
+            raise RuntimeError(
+                "A parameter has no gradient in this step, and overlap_grad_reduce=True waits for all of a bucket. "
+                "Freeze it (requires_grad=False), or use MegatronStrategy(overlap_grad_reduce=False)."
+            ) from error
+
+    def step(self) -> bool:
+        """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
+        assert self.optimizer is not None
+        stepped, _, _ = self.optimizer.step()
+        if self.own_layers is not None:
+            self.own_layers.after_step(stepped)
+        return stepped
+
+    def sync_weights(self) -> None:
+        """Wait for weights that are being gathered, and gather those that are not."""
+        if self.optimizer is not None and self.overlaps["overlap_param_gather"]:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        """The mean of what the last stages' processes have, on all processes, without waiting for the device."""
+        mean = torch.zeros((), device=torch.cuda.current_device())
+        if losses:
+            mean += torch.stack(list(losses)).float().mean()
+        dist.all_reduce(mean)
+        return mean * (self.layout.pipeline / dist.get_world_size())
