@@ -26,10 +26,10 @@ from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import cast_parameters, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
 from nemo_lowprec.megatron.delayed import mend_delayed_scaling
-from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer, distribute
 from nemo_lowprec.megatron.own_layers import OwnLayers
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.megatron.stepper import Stepper
 from nemo_lowprec.options import Options
 
 __all__ = ["MegatronEngine", "PipelinedModule"]
@@ -71,7 +71,7 @@ class MegatronEngine:
     Attributes:
         chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
         own_layers: of a model that Megatron-core has not built; else None.
-        optimizer: Megatron's, around the user's; None where nothing is trained.
+        optimizer: steps the user's; None where nothing is trained.
         config: TransformerConfig of the first part, which the schedules read.
     """
 
@@ -79,7 +79,7 @@ class MegatronEngine:
         self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
         self.chunks: list[Any] = []
         self.own_layers: OwnLayers | None = None
-        self.optimizer: LowPrecisionDistributedOptimizer | None = None
+        self.optimizer: Stepper | None = None
         self.config: Any = None
         self._module: Any = None
         self._may_be_empty = True
@@ -183,7 +183,7 @@ class MegatronEngine:
             clip_grad=clip_grad,
             overlap_param_gather=self.overlaps["overlap_param_gather"],
         )
-        self.optimizer = distribute(inner, config, self.settings, self.chunks)
+        self.optimizer = Stepper(inner, config, self.settings, self.chunks)
         self.optimizer.take_masters(self._module.__dict__.pop(_MASTERS, {}))
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -327,7 +327,7 @@ class MegatronEngine:
     def step(self) -> bool:
         """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
         assert self.optimizer is not None
-        stepped, _, _ = self.optimizer.step()
+        stepped = self.optimizer.step()
         if self.own_layers is not None:
             self.own_layers.after_step(stepped)
         return stepped

@@ -1,9 +1,8 @@
 """Megatron-core's distributed optimizer around the user's own Adam or AdamW, with a level's masters and states.
 
-What is Megatron's stays so: which part of which parameter a process steps, its gradients' way there, the gathering of
-the weights, its checkpoints. What is ours: the optimizer that steps (torch's fused one, or this package's with low-bit
-states), masters of another format than FP32 or none at all, FP8 gradients; and that unscaling, clipping and the search
-for gradients that are not finite are one pass, whose result the step's kernels read on the device.
+What is Megatron's stays so: which part of which parameter a process steps, its gradients' way there, its checkpoints.
+What is ours: the optimizer that steps (torch's fused one, or this package's with low-bit states), masters of another
+format than FP32 or none at all, FP8 gradients.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.flat import mark_part_of_matrix
 from nemo_lowprec.grads import FoundInf
@@ -31,7 +30,7 @@ from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
 
-__all__ = ["INITIAL_VALUES", "LowPrecisionDistributedOptimizer", "check_optimizer", "distribute"]
+__all__ = ["INITIAL_VALUES", "LowPrecisionDistributedOptimizer", "check_optimizer"]
 
 INITIAL_VALUES = "initial_values"  # on a parameter: FP32 values that its master starts from, on the CPU
 _STATES = ("exp_avg", "exp_avg_sq")
@@ -58,17 +57,14 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     Args:
         inner: torch's Adam or AdamW of the model's parameters; holds this process's parts of them from now on.
         config: of Megatron-core, with the level's fields.
+        scaler: of the loss; None without.
         settings: of the level.
         model_chunks: wrapped in Megatron's DistributedDataParallel.
         buffers: of the chunks, by their index.
         group: data-parallel (and context-parallel) processes.
         group_gloo: the same on gloo, for checkpoints.
         group_index: this process's place among the model-parallel ones.
-        stats_group: all processes that hold parts of the model.
 
-    Attributes:
-        grad_norm: of the last step's gradients, before clipping: FP32 scalar on the device, or None.
-        skipped: optimizers whose last step was skipped for gradients that are not finite.
     """
 
     _settings: MegatronSettings
@@ -78,13 +74,13 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         self,
         inner: Optimizer,
         config: OptimizerConfig,
+        scaler: MegatronGradScaler | None,
         settings: MegatronSettings,
         model_chunks: list[Any],
         buffers: dict[int, list[Any]],
         group: dist.ProcessGroup,
         group_gloo: dist.ProcessGroup | None,
         group_index: int,
-        stats_group: dist.ProcessGroup,
     ) -> None:
         self._settings = settings
         if settings.level.is_low_bit:
@@ -113,17 +109,13 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_sq_dtype=torch.float32,
         )
         super().__init__(
-            inner, plain, _scaler(config), None, model_chunks, buffers, group, group_gloo, group_index, 0
+            inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
         )  # fmt: skip
-        self.grad_stats_parallel_group = stats_group
-        self.skipped: set[Optimizer] = set()
-        self.grad_norm: Tensor | None = None
         self._fit_masters()
         self._main_of = dict(self._pairs())
         self._fp8_parts: dict[Tensor, GradientTensor] = {}
-        counts = {main: _counts(main) for main in self._main_of.values()}
-        self._counted = [main for main, here in counts.items() if here]
-        self._counted_elsewhere = [main for main, here in counts.items() if not here]
+        self._counted = [main for param, main in self._main_of.items() if _counts(param)]
+        self._counted_elsewhere = [main for param, main in self._main_of.items() if not _counts(param)]
 
     # Masters
 
@@ -145,14 +137,15 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                     part = self._part(model)
                     main.copy_(start_from.view(-1)[part.start : part.end])
                 if low_bit:
-                    stored_fp8 = self._is_quantized(model)
+                    stored_fp8 = self.is_quantized(model)
                     mains[i] = _like(main, main.half()) if stored_fp8 else _like(main, weights[i])
                     model.main_param = mains[i]
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
 
-    def _is_quantized(self, param: Tensor) -> bool:
+    def is_quantized(self, param: Tensor) -> bool:
+        """Whether a parameter is stored in FP8."""
         from megatron.core.fp8_utils import is_float8tensor
 
         return bool(is_float8tensor(param))
@@ -173,88 +166,49 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             if earlier is not None and earlier.shape == main.shape and not self.is_weight(main):
                 main.copy_(earlier)
 
-    def release(self, gather: bool = True) -> dict[Tensor, Tensor]:
-        """Let go of the buffers: parameters get memory of their own.
-
-        Args:
-            gather: whether weights are brought up to date before, which takes all processes.
-
-        Returns:
-            the masters, by their parameters.
-        """
-        masters = {param: main for param, main in self._main_of.items() if not self.is_weight(main)}
-        for chunk in self.model_chunks:
-            if chunk.use_forward_hook:
-                chunk.disable_forward_pre_hook(param_sync=gather)
-            for param in chunk.module.parameters():
-                if hasattr(param, "main_grad"):
-                    del param.main_grad
-                if not self._is_quantized(param):
-                    param.data = param.data.clone()
-        return masters
+    def kept_masters(self) -> dict[Tensor, Tensor]:
+        """Masters that are no weights, by their parameters."""
+        return {param: main for param, main in self._main_of.items() if not self.is_weight(main)}
 
     def is_weight(self, main: Tensor) -> bool:
         """Whether ``main`` is a part of a weight, which takes its updates itself."""
         storage = main.untyped_storage().data_ptr()
-        buffers = (b.param_data for chunk in self.model_chunks for b in chunk.buffers)
-        return any(data is not None and data.untyped_storage().data_ptr() == storage for data in buffers)
+        data = (buffer.param_data for buffer in self.buffers)
+        return any(d is not None and d.untyped_storage().data_ptr() == storage for d in data)
 
-    # A step
+    # A step: ``Stepper`` puts it together
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, Tensor | None, None]:
-        """Unscale, clip, step and refresh the weights; on this device, without waiting for it before the end.
-
-        Skipped on all processes where a gradient is not finite on any.
-
-        Returns:
-            whether it stepped, the norm of the gradients, and None (Megatron's number of zeros).
-        """
-        self._copy_model_grads_to_main_grads()
-        scale = self.get_loss_scale().float().reshape(())
-        norm = self._norm() / scale
-        overflow = (~norm.isfinite()).float()
-        found = FoundInf(overflow)
-        self.grad_norm = norm
-        divisor = scale
-        if self.config.clip_grad > 0:
-            divisor = scale * ((norm + 1e-6) / self.config.clip_grad).clamp(min=1.0)
-        if getattr(self.optimizer, "_step_supports_amp_scaling", False):
-            self.optimizer.grad_scale, self.optimizer.found_inf = divisor, overflow
+    def apply(self, divisor: Tensor, found: FoundInf) -> None:
+        """Step on the gradients divided by ``divisor``, an FP32 scalar; or not at all where ``found`` says so."""
+        inner: Any = self.optimizer
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            inner.grad_scale, inner.found_inf = divisor, found.on_device
             try:
-                self.optimizer.step()
+                inner.step()
             finally:
-                del self.optimizer.grad_scale, self.optimizer.found_inf
+                del inner.grad_scale, inner.found_inf
         elif not found:
             torch._foreach_div_(_grads(self.get_parameters()), divisor)
-            self.optimizer.step()
+            inner.step()
         self.zero_grad()
-        self.step_refresh()
-        skipped = bool(found)
-        if self.grad_scaler is not None:
-            self.grad_scaler.update(skipped)
-        (self.skipped.add if skipped else self.skipped.discard)(self.optimizer)
-        return not skipped, norm, None
 
     @torch.no_grad()
-    def step_refresh(self) -> None:
-        """Bring the weights that the model computes with up to date."""
+    def refresh(self) -> None:
+        """Bring the weights that the model computes with up to date, but for what other processes have stepped."""
         self._copy_main_params_to_model_params()
-        if not self.ddp_config.overlap_param_gather:
-            for chunk in self.model_chunks:
-                chunk.start_param_sync()
 
-    def _norm(self) -> Tensor:
-        """The Euclidean norm of all processes' gradients as they are, scaled."""
-        squares = torch.zeros((), device=torch.cuda.current_device())
+    @torch.no_grad()
+    def squares(self) -> Tensor:
+        """The sum of the squares of this process's gradients, as they are; infinite where one is not finite."""
+        self._copy_model_grads_to_main_grads()
+        total = torch.zeros((), device=torch.cuda.current_device())
         if self._counted:
-            squares = torch.stack(torch._foreach_norm(_grads(self._counted))).float().square().sum()
+            total = torch.stack(torch._foreach_norm(_grads(self._counted))).float().square().sum()
         if self._counted_elsewhere:  # which may be infinite here alone
             norms = torch.stack(torch._foreach_norm(_grads(self._counted_elsewhere)))
-            squares = torch.where(norms.isfinite().all(), squares, torch.inf)
-        with bookkeeping():
-            dist.all_reduce(squares, group=self.get_grad_stats_parallel_group())
-        return squares.sqrt()
+            total = torch.where(norms.isfinite().all(), total, torch.inf)
+        return total
 
     def _copy_model_grads_to_main_grads(self) -> None:
         for model, main in self._main_of.items():
@@ -284,12 +238,9 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not belong to a parameter: the groups' settings, the number of steps, the loss scale."""
+        """What does not belong to a parameter: the groups' settings, the number of steps."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        state: dict[str, Any] = {"optimizer": {"param_groups": groups, "steps": self._steps()}}
-        if self.grad_scaler is not None:
-            state["grad_scaler"] = {k: _on_cpu(v) for k, v in self.grad_scaler.state_dict().items()}
-        return state
+        return {"optimizer": {"param_groups": groups, "steps": self._steps()}}
 
     def _steps(self) -> int:
         for state in self.optimizer.state.values():
@@ -307,10 +258,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         for group, theirs in zip(self.optimizer.param_groups, saved["param_groups"], strict=True):
             group.update({k: v for k, v in theirs.items() if k in group})
         self._make_states(saved["steps"])
-        if self.grad_scaler is not None and "grad_scaler" in state_dict:
-            self.grad_scaler.load_state_dict(
-                {k: v.cuda() if isinstance(v, Tensor) else v for k, v in state_dict["grad_scaler"].items()}
-            )
         if "param_state" in state_dict:
             kind = state_dict["param_state_sharding_type"]
             load = {
@@ -352,24 +299,15 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 state[name].copy_(tensors[name].view(main.shape))
 
 
-def _scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    if not config.fp16:
-        return None
-    if config.loss_scale:
-        return ConstantGradScaler(config.loss_scale)
-    return DynamicGradScaler(
-        initial_scale=config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=int(config.loss_scale_window),
-        hysteresis=config.hysteresis,
+def _counts(param: Tensor) -> bool:
+    """Whether this process is the one among those with the same values that counts a parameter in norms."""
+    is_expert = not getattr(param, "allreduce", True)
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if is_expert
+        else parallel_state.get_tensor_model_parallel_group()
     )
-
-
-def _counts(part: Tensor) -> bool:
-    """Whether this process is the one that counts this part in norms."""
-    return bool(param_is_not_shared(part)) and bool(param_is_not_tensor_parallel_duplicate(part))
+    return bool(param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=group))
 
 
 def _grads(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -380,32 +318,3 @@ def _like(main: Tensor, values: Tensor) -> Tensor:
     """``values`` with the marks that Megatron has put on ``main``."""
     values.__dict__.update({k: v for k, v in main.__dict__.items() if k not in values.__dict__})
     return values
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
-
-
-def distribute(
-    inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any]
-) -> LowPrecisionDistributedOptimizer:
-    """The optimizer of this process's chunks, each wrapped in Megatron's DistributedDataParallel.
-
-    Raises:
-        ValueError: parameters of experts, which Megatron-core spreads over other processes than the rest.
-    """
-    from megatron.core import parallel_state
-
-    if any(chunk.expert_parallel_buffers for chunk in chunks):
-        raise ValueError(
-            "This model has experts that are spread over processes, which MegatronStrategy's optimizer does not step. "
-            "Use expert_model_parallel_size=1."
-        )
-    with_context = {"with_context_parallel": True}
-    return LowPrecisionDistributedOptimizer(
-        inner, config, settings, chunks, {i: chunk.buffers for i, chunk in enumerate(chunks)},
-        parallel_state.get_data_parallel_group(**with_context),
-        parallel_state.get_data_parallel_group_gloo(**with_context),
-        dist.get_rank(parallel_state.get_model_parallel_group()),
-        dist.group.WORLD,  # type: ignore[arg-type]
-    )  # fmt: skip

@@ -73,10 +73,10 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
     _set_rng(engine, rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:
-            optimizer.load_state_dict(loaded["optimizer"])
+            optimizer.load(loaded["optimizer"])
         else:
-            optimizer.reload_model_params()
-        optimizer.step_refresh()
+            optimizer.reload_masters()
+        optimizer.refresh()
     return {**rest, "state_dict": {}}
 
 
@@ -104,7 +104,7 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
         state[name] = {key: value for key, value in found.items() if not _is_extra(key)}
     if with_optimizer:
         assert engine.optimizer is not None
-        state["optimizer"] = engine.optimizer.sharded_state_dict(dict(state), is_loading=is_loading, metadata=metadata)
+        state["optimizer"] = engine.optimizer.sharded_state(dict(state), is_loading, metadata)
     return state
 
 

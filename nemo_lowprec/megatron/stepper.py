@@ -1,0 +1,230 @@
+"""A step on Megatron-core: one norm of all gradients, one loss scale, one decision to skip, and the user's optimizer.
+
+Unscaling, clipping and the search for gradients that are not finite are one pass over them, whose result the kernels
+that step read on the device. Experts' parameters, which Megatron-core spreads over other processes than the rest, are
+stepped by a twin of the user's optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nemo_lowprec.comm.agree import bookkeeping
+from nemo_lowprec.grads import FoundInf
+from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
+from nemo_lowprec.megatron.settings import MegatronSettings
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """The optimizer of this process's chunks, each wrapped in Megatron's DistributedDataParallel.
+
+    Args:
+        inner: torch's Adam or AdamW of their parameters; holds this process's parts of them from now on.
+        config: of Megatron-core, with the level's fields.
+        settings: of the level.
+        chunks: the wrapped parts of the model.
+
+    Attributes:
+        parts: the distributed optimizers: of the parameters, and of the experts' where there are any.
+        grad_norm: of the last step's gradients before clipping, FP32 scalar on the device; None before the first step.
+        skipped: holds ``inner`` where its last step was skipped for gradients that are not finite.
+    """
+
+    def __init__(
+        self, inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any]
+    ) -> None:
+        self.inner, self.chunks, self._clip = inner, chunks, config.clip_grad
+        self.scaler = _scaler(config)
+        self.grad_norm: Tensor | None = None
+        self.skipped: set[Optimizer] = set()
+        twin = _twin_of_experts(inner)
+        with_context = {"with_context_parallel": True}
+        self.parts = [
+            LowPrecisionDistributedOptimizer(
+                inner, config, self.scaler, settings, chunks, {i: c.buffers for i, c in enumerate(chunks)},
+                parallel_state.get_data_parallel_group(**with_context),
+                parallel_state.get_data_parallel_group_gloo(**with_context),
+                dist.get_rank(parallel_state.get_model_parallel_group()),
+            )
+        ]  # fmt: skip
+        if twin is not None:
+            self.parts.append(
+                LowPrecisionDistributedOptimizer(
+                    twin, config, self.scaler, settings, chunks,
+                    {i: c.expert_parallel_buffers for i, c in enumerate(chunks)},
+                    parallel_state.get_expert_data_parallel_group(),
+                    parallel_state.get_expert_data_parallel_group_gloo(),
+                    dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
+                )
+            )  # fmt: skip
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to run backward from."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Unscale, clip, step and refresh the weights; on this device, without waiting for it before the end.
+
+        Skipped on all processes where a gradient is not finite on any.
+
+        Returns:
+            whether it stepped.
+        """
+        squares = torch.stack([part.squares() for part in self.parts]).sum()
+        with bookkeeping():
+            dist.all_reduce(squares)
+        scale = torch.ones_like(squares) if self.scaler is None else self.scaler.scale.float().reshape(())
+        self.grad_norm = norm = squares.sqrt() / scale
+        found = FoundInf((~norm.isfinite()).float())
+        divisor = scale
+        if self._clip > 0:
+            divisor = scale * ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        for part in self.parts:
+            self._follow(part.optimizer)
+            part.apply(divisor, found)
+        self.refresh()
+        skipped = bool(found)
+        if self.scaler is not None:
+            self.scaler.update(skipped)
+        (self.skipped.add if skipped else self.skipped.discard)(self.inner)
+        return not skipped
+
+    def _follow(self, twin: Optimizer) -> None:
+        """Give the experts' groups the settings that schedulers have given the others."""
+        if twin is not self.inner:
+            for group, leader in zip(twin.param_groups, self.inner.param_groups, strict=True):
+                group.update({name: value for name, value in leader.items() if name != "params"})
+
+    def refresh(self) -> None:
+        """Bring the weights that the model computes with up to date."""
+        for part in self.parts:
+            part.refresh()
+        for chunk in self.chunks:
+            if not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()
+
+    def zero_grad(self) -> None:
+        """Let go of the parts' gradients; those of the buffers are the model chunks' to zero."""
+        for part in self.parts:
+            part.zero_grad()
+
+    # Masters and states
+
+    def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """What steps of these parameters on this process: masters, or parts of the weights themselves."""
+        params = list(params)
+        return [main for part in self.parts for main in part.masters(params)]
+
+    def is_weight(self, main: Tensor) -> bool:
+        """Whether ``main`` is a part of a weight, which takes its updates itself."""
+        return any(part.is_weight(main) for part in self.parts)
+
+    def state_of(self, main: Tensor) -> dict[str, Any]:
+        """The states of what ``masters`` has returned."""
+        return next((p.optimizer.state[main] for p in self.parts if main in p.optimizer.state), {})
+
+    def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
+        """Go on from the masters of an earlier optimizer of the same parameters."""
+        for part in self.parts:
+            part.take_masters(masters)
+
+    def reload_masters(self) -> None:
+        """Have masters start from the weights as they are."""
+        for part in self.parts:
+            part.reload_model_params()
+
+    def release(self, gather: bool = True) -> dict[Tensor, Tensor]:
+        """Let go of the buffers: parameters get memory of their own.
+
+        Args:
+            gather: whether weights are brought up to date before, which takes all processes.
+
+        Returns:
+            the masters, by their parameters.
+        """
+        masters = {param: main for part in self.parts for param, main in part.kept_masters().items()}
+        for chunk in self.chunks:
+            if chunk.use_forward_hook:
+                chunk.disable_forward_pre_hook(param_sync=gather)
+            for param in chunk.module.parameters():
+                if hasattr(param, "main_grad"):
+                    del param.main_grad
+                if not self.parts[0].is_quantized(param):
+                    param.data = param.data.clone()
+        return masters
+
+    # Checkpoints
+
+    def sharded_state(self, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+        """States in the form of Megatron's dist_checkpointing, by part; and the loss scale.
+
+        Args:
+            model: the sharded state of the model's chunks.
+            is_loading: whether it is to be filled.
+            metadata: ``distrib_optim_sharding_type`` and the like.
+        """
+        state: dict[str, Any] = {
+            name: part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+            for name, part in zip(_NAMES, self.parts, strict=False)
+        }
+        if self.scaler is not None:
+            state["loss_scale"] = {k: _on_cpu(v) for k, v in self.scaler.state_dict().items()}
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what ``sharded_state`` has described."""
+        for name, part in zip(_NAMES, self.parts, strict=False):
+            part.load_state_dict(state[name])
+        if self.scaler is not None and "loss_scale" in state:
+            saved = state["loss_scale"].items()
+            self.scaler.load_state_dict({k: v.cuda() if isinstance(v, Tensor) else v for k, v in saved})
+
+
+_NAMES = ("parameters", "experts")  # of the parts in a checkpoint
+
+
+def _twin_of_experts(inner: Optimizer) -> Optimizer | None:
+    """An optimizer like ``inner`` of the experts' parameters, which are taken from it; None where it has none."""
+    groups = []
+    for group in inner.param_groups:
+        experts = [p for p in group["params"] if not getattr(p, "allreduce", True)]
+        groups.append({**group, "params": experts})
+        group["params"] = [p for p in group["params"] if getattr(p, "allreduce", True)]
+    if not any(group["params"] for group in groups):
+        return None
+    twin = copy.copy(inner)
+    twin.state, twin.param_groups = defaultdict(dict), groups
+    return twin
+
+
+def _scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
+    if not config.fp16:
+        return None
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=int(config.loss_scale_window),
+        hysteresis=config.hysteresis,
+    )
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
