@@ -115,7 +115,7 @@ def make_weights(folder: Path) -> str:
 def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
-    world: int = 1, again: bool = False, **options: Any,
+    world: int = 1, again: bool = False, transformer: dict[str, Any] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -126,7 +126,7 @@ def train(
         "config": CONFIG, "vocab_size": VOCAB, "lr": 2e-3, "warmup_steps": 2, "schedule_steps": 20, "init_seed": 7,
     }  # fmt: skip
     if kind == "gpt":
-        model: CausalLM = MegatronGPT("llama_tiny", weights=weights, **common)
+        model: CausalLM = MegatronGPT("llama_tiny", weights=weights, transformer=transformer, **common)
     else:
         model = CausalLM("llama_tiny", **common)
         model.configure_model()  # here, with the CPU's random numbers, as ``make_weights`` does

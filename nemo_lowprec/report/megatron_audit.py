@@ -52,7 +52,7 @@ class MegatronLook:
         level = self._engine.settings.level
         modules = [m for chunk in self._engine.chunks for m in chunk.modules()]
         if self._engine.is_pipelined:
-            layers = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation")]
+            layers = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         elif level.has_fp8:
             converted = set(self._engine.own_layers.conversion.low)  # type: ignore[union-attr]
             layers = [self._module.get_submodule(name) for name in converted]

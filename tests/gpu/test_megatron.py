@@ -25,6 +25,9 @@ TWO = {
 }
 FEW = ["bf16_mixed", "bf16_with_fp8_mixed+fp8_params", "msamp_o2+fp16", "msamp_o3+fp16"]
 OWN = [c for c in CASES if "fp8_params" not in c and c != "msamp_o3+fp16"]  # of layers that this package converts
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall", "moe_aux_loss_coeff": 0.01,
+}  # fmt: skip
 SENDS = ["cp2", "dp2", "dp2_late"]  # context-parallel processes average their gradients, too
 COLUMNS = {"Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states"}
 RESUMED = ["tp2_sp", "pp2", "dp2"]
@@ -151,6 +154,13 @@ def two(weights, checkpoints):
             "case": loaded_at, "sizes": TWO[after], "world": 2, "data_parallel": 2 if "dp2" in after else 1,
             "ckpt": str(folder / before / saved_at / "step=2.ckpt"),
         }  # fmt: skip
+    for case in FEW:
+        job = {
+            "case": case, "sizes": {"expert_model_parallel_size": 2}, "world": 2, "data_parallel": 2,
+            "transformer": EXPERTS,
+        }  # fmt: skip
+        jobs[f"{case} experts"] = {**job, "save": (str(folder / "experts" / case), 2)}
+        jobs[f"resumed {case} experts"] = {**job, "ckpt": str(folder / "experts" / case / "step=2.ckpt")}
     return results(2, folder, jobs)
 
 
@@ -176,6 +186,13 @@ class TestTwo:
     def test_resume_bit_for_bit(self, case, sizes, two):
         for rank in range(2):
             assert_resumed(two(f"resumed {case} {sizes}", rank), two(f"{case} {sizes}", rank))
+
+    @pytest.mark.parametrize("case", FEW)
+    def test_experts_that_are_spread_over_processes(self, case, two):
+        run = two(f"{case} experts")
+        assert run["losses"][-1] < run["losses"][0] - 0.2
+        for rank in range(2):
+            assert_resumed(two(f"resumed {case} experts", rank), two(f"{case} experts", rank))
 
     @pytest.mark.parametrize("sizes", ["tp2_sp", "pp2_vpp2", "dp2"])
     @pytest.mark.parametrize("case", ["bf16_mixed", "msamp_o3+fp16"])
