@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.loss import IGNORE
-from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
+from nemo_lowprec.models.megatron_llama import GptArchitecture, build_gpt, gpt_architecture
 from nemo_lowprec.models.megatron_weights import from_transformers, of_stage, part_of
 from nemo_lowprec.strategies.megatron import MegatronStrategy
 
@@ -87,6 +87,7 @@ class MegatronGPT(CausalLM):
         taken = sorted(own.keys() & fields.keys())
         if taken:
             raise ValueError(f"transformer={{'{taken[0]}': ...}} is decided by the level or by MegatronStrategy.")
+        check_sizes(architecture, {**own, **fields}, getattr(self._datamodule(), "seq_length", None))
         if self.hparams["activation_checkpointing"]:
             own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | own
         part = build_gpt(architecture, {**own, **fields}, pre_process, post_process, vp_stage)
@@ -149,6 +150,29 @@ class MegatronGPT(CausalLM):
             return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
         total, tokens = reported[0]
         return total, tokens
+
+
+def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequence: int | None) -> None:
+    """Raise ValueError where layers or sequences do not divide among the processes.
+
+    Args:
+        fields: of TransformerConfig.
+        sequence: tokens of a sample; None where nobody knows.
+    """
+    layers, stages = architecture.transformer["num_layers"], fields["pipeline_model_parallel_size"]
+    parts = stages * (fields["virtual_pipeline_model_parallel_size"] or 1)
+    uneven = {
+        "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout",
+    }  # fmt: skip
+    if layers % parts and not uneven & fields.keys():
+        raise ValueError(f"{layers} layers do not divide into {parts} parts of a pipeline. Use other pipeline sizes.")
+    context, tensor = fields["context_parallel_size"], fields["tensor_model_parallel_size"]
+    ways = (2 * context if context > 1 else 1) * (tensor if fields["sequence_parallel"] else 1)
+    if sequence is not None and sequence % ways:
+        raise ValueError(
+            f"Samples of {sequence} tokens do not divide into {ways} parts, as context_parallel_size={context} (two "
+            f"for each process) and sequence parallelism over {tensor} processes need. Use another seq_length."
+        )
 
 
 def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
