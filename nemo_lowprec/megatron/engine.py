@@ -199,6 +199,8 @@ class MegatronEngine:
         """
         if self.optimizer is not None:
             self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
+            # They hold the buffers, and the config stays with the model.
+            self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
         if self.own_layers is not None:
             self.own_layers.remove()
         self.optimizer, self.own_layers, self.chunks = None, None, []
