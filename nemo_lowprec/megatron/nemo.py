@@ -23,13 +23,16 @@ __all__ = ["DtypeConfig", "dtype_config"]
 
 @dataclass(frozen=True)
 class DtypeConfig:
-    """What every level decides, by NeMo's names. A level with FP8 or FP4 GEMMs or with a loss scale has more fields.
+    """What every level decides. A level with FP8 or FP4 GEMMs, or with a loss scale, has more fields.
+
+    Names are NeMo's, but for ``check_for_nan_in_grad`` of levels with a loss scale, which is Megatron-core's.
 
     Attributes:
         fp16: whether parameters and activations are FP16, and the loss is scaled.
         bf16: whether parameters and activations are BF16.
         params_dtype: dtype of parameters, but for those that are stored in FP8.
         pipeline_dtype: dtype of what pipeline stages send each other.
+        autocast_dtype: where the model's config asks for autocast.
         grad_reduce_in_fp32: whether gradients are stored and reduced in FP32; else as ``params_dtype``.
         fp8: format of low-precision GEMMs, ``hybrid`` or ``e4m3``; None without FP8.
         fp4: ``e2m1``; None without FP4.
@@ -41,6 +44,7 @@ class DtypeConfig:
     bf16: bool
     params_dtype: torch.dtype
     pipeline_dtype: torch.dtype
+    autocast_dtype: torch.dtype
     grad_reduce_in_fp32: bool
     fp8: str | None
     fp4: str | None
@@ -79,11 +83,13 @@ def dtype_config(options: Options) -> DtypeConfig:
             more |= {name: model[name] for name in _DELAYED}
     if settings.level.has_loss_scale:
         more |= {name: settings.optimizer[name] for name in _LOSS_SCALE}
+        more["check_for_nan_in_grad"] = False  # an overflow skips a step, where NeMo's recipes would end the run
     return _with_fields(tuple(more))(
         fp16=model["fp16"],
         bf16=model["bf16"],
         params_dtype=model["params_dtype"],
         pipeline_dtype=model["pipeline_dtype"],
+        autocast_dtype=model["autocast_dtype"],
         grad_reduce_in_fp32=ddp["grad_reduce_in_fp32"],
         fp8=model["fp8"],
         fp4=model["fp4"],

@@ -128,6 +128,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def _fit_masters(self) -> None:
         """Give masters the level's format, or let weights take their updates themselves."""
         low_bit = self._settings.level.is_low_bit
+        self._copied: tuple[list[Tensor], list[Tensor]] = [], []  # parts of half weights, and their masters
         for index, group in enumerate(self.optimizer.param_groups):
             models, mains = self.model_float16_groups[index], self.shard_fp32_from_float16_groups[index]
             weights = self.shard_float16_groups[index]
@@ -136,10 +137,13 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if start_from is not None:
                     part = self._part(model)
                     main.copy_(start_from.view(-1)[part.start : part.end])
+                stored_fp8 = self.is_quantized(model)
                 if low_bit:
-                    stored_fp8 = self.is_quantized(model)
                     mains[i] = _like(main, main.half()) if stored_fp8 else _like(main, weights[i])
                     model.main_param = mains[i]
+                elif not stored_fp8:
+                    self._copied[0].append(weights[i])
+                    self._copied[1].append(main)
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
@@ -222,9 +226,9 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 main.grad = grad.view(-1)[part.start : part.end].float()
 
     def _copy_main_params_to_model_params(self) -> None:
-        if not self._settings.level.is_low_bit:
-            super()._copy_main_params_to_model_params()
-        elif self._settings.fp8_weights:
+        if self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+        if self._settings.fp8_weights:
             from megatron.core.fp8_utils import quantize_param_shard
 
             fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()

@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.megatron.nemo import DtypeConfig
-from nemo_lowprec.megatron.requirements import check_device, check_megatron
+from nemo_lowprec.megatron.requirements import check_device
 
-__all__ = ["NemoPrecision", "before_build", "runs", "take_over"]
+__all__ = ["NemoPrecision", "SavedByNemo", "before_build", "runs", "take_over"]
 
 
 class NemoPrecision(Precision):
@@ -36,31 +36,31 @@ class NemoPrecision(Precision):
         self.level = level
         self.dtype_config = dtype_config
         self.precision = level.name  # type: ignore[assignment]
+        self._configs: list[Any] = []
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast Megatron-core's model inside ``module`` to half precision, with FP32 outputs.
 
         Raises:
-            RuntimeError: a level with low-precision GEMMs where there is no Transformer Engine: Megatron-core would
-                compute in half precision, without a word.
+            RuntimeError: low-precision GEMMs without Transformer Engine, which Megatron-core runs in half precision
+                without a word.
             ValueError: a GPU that cannot run the level's GEMMs.
         """
         from megatron.core.transformer.module import Float16Module
         from megatron.core.utils import get_model_config
 
         if self.level.has_fp8:
-            check_megatron()
+            _check_transformer_engine(self.level)
             check_device(self.level)
         config = get_model_config(module.module)
-        # NeMo's chunks of a pipeline after the first have a config of their own.
-        config.fp16, config.bf16 = self.dtype_config.fp16, self.dtype_config.bf16
+        self._configs.append(config)
         if not isinstance(module.module, Float16Module):
             module.module = Float16Module(config, module.module)
         return module
 
     def convert_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Called by NeMo's strategy; changes nothing.
+        """Have the loss scaled, where the level does. Called by NeMo's strategy, once the chunks are converted.
 
         Raises:
             ValueError: an optimizer without FP32 masters of this level's parameters.
@@ -73,6 +73,10 @@ class NemoPrecision(Precision):
                 f"{self.level.name} has FP32 masters of its weights, which {type(optimizer).__name__} does not keep. "
                 "Use NeMo's MegatronOptimizerModule."
             )
+        if self.level.has_loss_scale:
+            for config in self._configs:
+                # NeMo leaves it out, and Megatron-core divides gradients by a scale that the loss never had.
+                config.grad_scale_func = inner.scale_loss
         return optimizer
 
     @override
@@ -82,6 +86,37 @@ class NemoPrecision(Precision):
                 f"gradient_clip_val={clip_val}: Megatron-core clips inside its optimizer. Leave it out of the Trainer, "
                 "and set clip_grad in OptimizerConfig."
             )
+
+
+def _check_transformer_engine(level: PrecisionLevel) -> None:
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"{level.name} needs Transformer Engine, without which Megatron-core computes in half precision: "
+            f"pip install 'transformer-engine[pytorch]' ({error})."
+        ) from error
+
+
+class _AsConfig:
+    """A plugin's arguments as a config of fiddle: an attribute of plugins, and not of their class.
+
+    NeMo's ``io`` leaves classes alone that have one.
+    """
+
+    def __get__(self, plugin: Any, owner: type) -> Any:
+        if plugin is None:
+            raise AttributeError("__io__")
+        import fiddle as fdl
+
+        return fdl.Config(owner, level=plugin.level.name, **plugin.options)
+
+
+class SavedByNemo:
+    """Has NeMo's ``io`` save a plugin beside a checkpoint as a config, as it opens no pickles of our classes."""
+
+    __io__ = _AsConfig()
+    __wrapped_init__ = True  # NeMo would record ``**options`` as an argument of that name
 
 
 def runs(strategy: Strategy) -> bool:
@@ -98,8 +133,11 @@ def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -
 
 
 def before_build(level: PrecisionLevel) -> None:
-    """Before a model is built, whose layers may ask Megatron-core for a recipe: see ``megatron.delayed``."""
-    if level.scaling == "delayed" and {"megatron.core", "transformer_engine.pytorch"} <= sys.modules.keys():
+    """Before a model is built, whose layers may ask Megatron-core for a recipe: see ``megatron.delayed``.
+
+    NeMo has imported Transformer Engine by then, where there is one.
+    """
+    if level.scaling == "delayed" and all(map(sys.modules.get, ("megatron.core", "transformer_engine.pytorch"))):
         from nemo_lowprec.megatron.delayed import mend_delayed_scaling
 
         mend_delayed_scaling()

@@ -42,7 +42,7 @@ SKIPPED = (
 )
 
 
-class LowPrecision(Precision):
+class LowPrecision(nemo.SavedByNemo, Precision):
     """A level of the precision chart as a plugin of ``lightning.pytorch.Trainer``.
 
     Args:
