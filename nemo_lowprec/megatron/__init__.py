@@ -1,6 +1,6 @@
 """The levels on Megatron-core's engine: settings, optimizer, FP8 gradients, checkpoints.
 
-``settings`` and ``parallel`` need no Megatron-core; the other modules import it.
+``settings``, ``parallel`` and ``nemo`` need no Megatron-core; the other modules import it.
 """
 
 from nemo_lowprec.megatron.parallel import ParallelLayout
