@@ -56,7 +56,7 @@ def hold_in_fp8(ddp: Any) -> None:
     """Give the matrices of a wrapped model chunk FP8 gradients, in place of the buffers that Megatron has made.
 
     Args:
-        ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective``,
+        ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective`` and
             ``pad_buckets_for_high_nccl_busbw`` in its config.
 
     Raises:

@@ -64,7 +64,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         group: data-parallel (and context-parallel) processes.
         group_gloo: the same on gloo, for checkpoints.
         group_index: this process's place among the model-parallel ones.
-
     """
 
     _settings: MegatronSettings
@@ -94,12 +93,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                     seed=settings.rounding_seed,
                 ),
             )
-        for index, param_group in enumerate(inner.param_groups):
-            # Megatron tells the groups of a checkpoint apart by these.
-            param_group.setdefault("wd_mult", float(index))
-            param_group.setdefault("lr_mult", 1.0)
-            param_group.setdefault("is_expert_parallel", False)
-            param_group.setdefault("is_decoupled_lr", False)
         # Its own precision-aware paths, which are Transformer Engine's FusedAdam's, stay off.
         plain = replace(
             config,

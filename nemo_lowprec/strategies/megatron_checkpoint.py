@@ -40,7 +40,7 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
     rest[_HISTORIES] = _histories(engine)
-    rest[_RNG] = _rng_of_all(engine)
+    rest[_RNG] = _rng_of_all()
     on_first(lambda: start_part(path))
     part = part_of(path)
     dist_checkpointing.save(sharded, str(part))
@@ -70,7 +70,7 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
     optimizer = engine.optimizer
     _load_histories(engine, rest.pop(_HISTORIES, {}))
-    _set_rng(engine, rest.pop(_RNG, []))
+    _set_rng(rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:
             optimizer.load(loaded["optimizer"])
@@ -139,13 +139,13 @@ def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
 # Random states of Megatron-core's dropout, from which tensor-parallel processes draw apart; others are the plugin's.
 
 
-def _rng_of_all(engine: MegatronEngine) -> list[dict[str, Any]]:
+def _rng_of_all() -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(states, tensor_parallel.get_cuda_rng_tracker().get_states())
     return states
 
 
-def _set_rng(engine: MegatronEngine, states: list[dict[str, Any]]) -> None:
+def _set_rng(states: list[dict[str, Any]]) -> None:
     if len(states) == dist.get_world_size() and states[dist.get_rank()]:
         tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
 
