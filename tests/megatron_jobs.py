@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -132,43 +133,45 @@ def train(
         model.configure_model()  # here, with the CPU's random numbers, as ``make_weights`` does
     record = Losses()
     audit = Audit()
-    found: list[Callback] = [record] if kind == "plain" else [record, audit]
+    callbacks: list[Callback] = [record] if kind == "plain" else [record, audit]
     if save is not None:
         folder, step = save
-        found.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))
+        callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))
     strategy = "auto" if kind == "plain" else MegatronStrategy(**sizes)
     trainer = pl.Trainer(
         accelerator="gpu", devices=world, strategy=strategy, plugins=level(case, **options), max_steps=steps,
-        accumulate_grad_batches=GLOBAL // MICRO // data_parallel, gradient_clip_val=1.0, callbacks=found,
+        accumulate_grad_batches=GLOBAL // MICRO // data_parallel, gradient_clip_val=1.0, callbacks=callbacks,
         logger=False, enable_checkpointing=save is not None, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, num_sanity_val_steps=1, limit_val_batches=2, val_check_interval=4,
         check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(model, datamodule=Data(), ckpt_path=ckpt)
-    later: dict[str, float] = {}
-    if again:
-        trainer.validate(model, datamodule=Data(), verbose=False)
-        later["val"] = float(trainer.callback_metrics["val/loss"])
-        trainer.fit_loop.epoch_loop.max_steps = steps + 1
-        trainer.fit(model, datamodule=Data())
-        later["loss"] = record.losses[-1]
-    weights_now = {n: p.detach().float().cpu() for n, p in model.named_parameters()}
     findings = audit.report.findings if audit.report is not None else []
-    return {
-        "losses": record.losses, "norms": record.norms, "val": record.val, "weights": weights_now,
-        "later": later,
+    found = {
+        "losses": list(record.losses), "norms": list(record.norms), "val": list(record.val),
+        "weights": {n: p.detach().float().cpu() for n, p in model.named_parameters()},
         "audit": [(f.column, f.part, f.declared, f.observed) for f in findings],
     }  # fmt: skip
+    if not again:
+        return found
+    trainer.validate(model, datamodule=Data(), verbose=False)
+    later = {"val": float(trainer.callback_metrics["val/loss"])}
+    trainer.fit_loop.epoch_loop.max_steps = steps + 1
+    trainer.fit(model, datamodule=Data())
+    return {**found, "later": {**later, "loss": record.losses[-1]}}
 
 
 def run_all(rank: int, jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Several runs, one after the other in the same processes, which take seconds to start; an error is its text."""
     found: dict[str, Any] = {}
     for name, job in jobs.items():
+        start = time.perf_counter()
         try:
             found[name] = train(rank, **job)
+            print(f"[{rank}] {name}: {time.perf_counter() - start:.1f} s", flush=True)  # the last one names a hang
         except Exception:
             found[name] = traceback.format_exc()
+            print(f"[{rank}] {name}: {found[name]}", flush=True)
             if job.get("world", 1) > 1:
                 break  # the others may be waiting in a collective
     return found

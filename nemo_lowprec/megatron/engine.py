@@ -235,15 +235,20 @@ class MegatronEngine:
         if self.layout.virtual_pipeline is not None and wanted % self.layout.pipeline:
             assert forward_only, "the strategy looks at the number of micro-batches before training"
             batches *= self.layout.pipeline  # the interleaved schedule takes a multiple
-        reported = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(batches),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=forward_only,
-        )
+        with ExitStack() as stack:
+            if forward_only:
+                # Megatron caches what a forward pass makes, and training could not save inference tensors for backward.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            reported = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(batches) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(batches),
+                seq_length=length,
+                micro_batch_size=rows,
+                forward_only=forward_only,
+            )
         return reported[:wanted]
 
     def begin(self, batches: Sequence[Any]) -> None:
@@ -274,9 +279,6 @@ class MegatronEngine:
     def evaluation(self) -> Iterator[None]:
         """Forward passes that training does not notice, in half precision where training has found no scales yet."""
         with ExitStack() as stack:
-            # Megatron caches what a forward pass makes, and training could not save inference tensors for backward.
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
             if self.own_layers is not None:
                 stack.enter_context(self.own_layers.forward())
                 yield

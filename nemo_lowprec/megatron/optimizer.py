@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import GradientTensor
@@ -49,6 +49,18 @@ def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
         )
     check_adoptable(optimizers[0])
     return optimizers[0]
+
+
+def _forget_spent_values(chunks: Iterable[nn.Module]) -> None:
+    """Have masters of FP8 weights start from the weights where an earlier optimizer has used up their initial values.
+
+    Transformer Engine leaves methods behind that return None, and Megatron-core asks for no more than the method.
+    """
+    for chunk in chunks:
+        for param in chunk.parameters():
+            initial = getattr(param, "get_high_precision_init_val", None)
+            if initial is not None and initial() is None:
+                del param.get_high_precision_init_val  # type: ignore[attr-defined]
 
 
 class LowPrecisionDistributedOptimizer(DistributedOptimizer):
@@ -101,6 +113,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_dtype=torch.float32,
             exp_avg_sq_dtype=torch.float32,
         )
+        _forget_spent_values(model_chunks)
         super().__init__(
             inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
         )  # fmt: skip

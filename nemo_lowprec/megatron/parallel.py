@@ -71,24 +71,24 @@ class ParallelLayout:
                 f"{experts} processes, which does not divide the {world} of this run."
             )
 
+    def sizes(self) -> dict[str, int | None]:
+        """The sizes under Megatron-core's names."""
+        return {argument: getattr(self, name) for name, argument in _ARGUMENT.items()}
+
     def fields(self) -> dict[str, Any]:
         """Fields of TransformerConfig."""
-        return {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "virtual_pipeline_model_parallel_size": self.virtual_pipeline,
-            "context_parallel_size": self.context,
-            "expert_model_parallel_size": self.expert,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        fields = {**self.sizes(), "sequence_parallel": self.sequence_parallel}
+        if self.virtual_pipeline is not None:
+            # As Megatron-LM has it: of two stages, a batch of messages would mix those of both directions up.
+            fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        return fields
 
     def initialize(self) -> None:
         """Make Megatron-core's process groups, over the processes of torch's default group; those of other sizes go."""
         from megatron.core import parallel_state
 
         global _groups_of
-        sizes = self.fields()
-        del sizes["sequence_parallel"]
+        sizes = self.sizes()
         if parallel_state.model_parallel_is_initialized():
             if _groups_of == sizes:
                 return

@@ -165,6 +165,9 @@ class Stepper:
                     del param.main_grad
                 if not self.parts[0].is_quantized(param):
                     param.data = param.data.clone()
+            # Its hooks live as long as a graph of the model does, and must not meet another fit's gradients.
+            chunk.grad_accs.clear()
+            chunk.param_to_bucket_group.clear()
         return masters
 
     # Checkpoints

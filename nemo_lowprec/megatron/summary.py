@@ -25,7 +25,8 @@ def settings_tables(
         if column != "Level":
             row.add_row(column, cell)
     fields = Table("Megatron-core", "Field", "Value", box=SIMPLE_HEAD)
-    sizes = {k: v for k, v in layout.fields().items() if v not in (None, 1, False)}
+    alone = ParallelLayout().fields()
+    sizes = {name: value for name, value in layout.fields().items() if value != alone.get(name)}
     for config, values in (
         ("TransformerConfig", {**settings.model, **sizes}),
         ("OptimizerConfig", settings.optimizer),

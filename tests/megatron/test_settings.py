@@ -241,6 +241,7 @@ def test_tables_show_the_row_and_the_fields():
     assert {**settings.model, **settings.optimizer, **settings.ddp}.keys() <= shown.keys()
     assert (shown["fp8_recipe"], shown["params_dtype"], shown["fp8_param_gather"]) == ("delayed", "bfloat16", "True")
     assert (shown["tensor_model_parallel_size"], shown["virtual_pipeline_model_parallel_size"]) == ("2", "5")
+    assert (shown["sequence_parallel"], shown["overlap_p2p_comm"]) == ("True", "True")
     assert "context_parallel_size" not in shown  # one process, as without it
     assert shown["overlap_param_gather"] == "False"
     configs = [words[0] for words in lines if len(words) == 3 and words[0].endswith("Config")]
