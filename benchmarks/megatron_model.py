@@ -153,15 +153,16 @@ def bare(name: str, world: int) -> tuple[float, float]:
     return timer.figures()
 
 
-def on_gpus(gpus: int, function: Any, *args: Any) -> None:
-    """``function(rank, gpus, *args)`` on so many processes, one a GPU, in one NCCL group."""
+def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:
+    """``function(rank, gpus, *args)`` on so many processes, one a GPU from the ``first`` on, in one NCCL group."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(_start, (gpus, port, function, args), nprocs=gpus, start_method="spawn")
+    mp.start_processes(_start, (gpus, first, port, function, args), nprocs=gpus, start_method="spawn")
 
 
-def _start(rank: int, gpus: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
+def _start(rank: int, gpus: int, first: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(gpus))
     import transformer_engine.pytorch  # noqa: F401  (before anything touches CUDA)
 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}

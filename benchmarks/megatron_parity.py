@@ -1,10 +1,10 @@
 """Loss parity of Megatron-core's layouts: the same Llama, data and seed on each, and on transformers' path.
 
-    python -m benchmarks.megatron_parity --source FOLDER_OF_TEXT
+    python -m benchmarks.megatron_parity
 
-About 100M parameters, 16k tokens a step, 200 steps, on two GPUs. All runs start from the same weights, which a
-transformers model has written, and see the same samples in each step. ``furthest`` is the largest distance of a run's
-smoothed training loss (mean of ten steps) from that of transformers' path at the same level.
+About 100M parameters, 16k tokens a step, 200 steps, on two GPUs; no sequence is seen twice. All runs start from the same
+weights, which a transformers model has written, and see the same samples in each step. ``furthest`` is the largest
+distance of a run's smoothed training loss (mean of ten steps) from that of transformers' path at the same level.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.strategies import MegatronStrategy
 
-SEQUENCE, BATCH, MICRO = 1024, 16, 4
+SEQUENCE, BATCH, MICRO = 1024, 16, 8
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "transformers": (1, {}),
     "TP1": (1, {}),
@@ -59,7 +60,7 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
     ways = world // max(1, *sizes.values(), 1)
     data = TextDataModule(
         train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation", seq_length=SEQUENCE,
-        micro_batch_size=MICRO, seed=0, num_workers=2, validation_samples=256,
+        micro_batch_size=MICRO, seed=0, num_workers=2, validation_samples=64,
     )  # fmt: skip
     if layout == "transformers":
         model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto"
@@ -89,14 +90,26 @@ def data_vocab(folder: str) -> int:
     return json.loads(Path(folder, "vocab.json").read_text())
 
 
-def work(rank: int, gpus: int, levels: list[str], layouts: list[str], steps: int, folder: str, out: str) -> None:
+def work(rank: int, gpus: int, layout: str, levels: list[str], steps: int, folder: str, out: str) -> None:
+    for level in levels:
+        release()
+        found = train(level, layout, steps, folder)
+        if rank == 0:
+            with Path(out).open("a") as file:
+                file.write(json.dumps({"level": level, "layout": layout, **found}) + "\n")
+
+
+def train_all(layouts: list[str], *args: Any) -> None:
+    """Run ``work`` for each layout; those of one GPU side by side."""
+    alone = [layout for layout in layouts if LAYOUTS[layout][0] == 1]
+    count = torch.cuda.device_count()
+    with ThreadPoolExecutor(count) as pool:
+        jobs = [pool.submit(on_gpus, 1, work, layout, *args, first=i % count) for i, layout in enumerate(alone)]
+        for job in jobs:
+            job.result()
     for layout in layouts:
-        for level in levels:
-            release()
-            found = train(level, layout, steps, folder)
-            if rank == 0:
-                with Path(out).open("a") as file:
-                    file.write(json.dumps({"level": level, "layout": layout, **found}) + "\n")
+        if layout not in alone:
+            on_gpus(LAYOUTS[layout][0], work, layout, *args)
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -109,7 +122,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
-    parser.add_argument("--max-bytes", type=int, default=60_000_000)
+    parser.add_argument("--max-bytes", type=int, default=16_000_000)
     args = parser.parse_args()
     record = Record(args.out)
     runs: list[dict[str, Any]] = []
@@ -123,23 +136,28 @@ def main() -> None:
         assert first.model is not None
         first.model.save_pretrained(f"{folder}/weights")
         out = Path(folder, "runs.jsonl")
-        for world in sorted({LAYOUTS[layout][0] for layout in args.layouts}):
-            mine = [layout for layout in args.layouts if LAYOUTS[layout][0] == world]
-            try:
-                on_gpus(world, work, args.levels, mine, args.steps, folder, str(out))
-            finally:
-                runs = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        base = {run["level"]: run for run in runs if run["layout"] == "transformers"}
-        for run in runs:
-            beside = base.get(run["level"])
-            far = None
-            if beside is not None:
-                pairs = zip(smoothed(run["train_loss"]), smoothed(beside["train_loss"]), strict=True)
-                far = round(max(abs(a - b) for a, b in pairs), 4)
-            record.add(
-                benchmark="megatron_parity", steps=args.steps, tokens_per_step=SEQUENCE * BATCH,
-                gpus=LAYOUTS[run["layout"]][0], furthest=far, **run,
-            )  # fmt: skip
+        try:
+            train_all(args.layouts, args.levels, args.steps, folder, str(out))
+        finally:
+            if out.exists():
+                runs = [json.loads(line) for line in out.read_text().splitlines()]
+                runs.sort(key=lambda run: (args.levels.index(run["level"]), args.layouts.index(run["layout"])))
+            write(record, runs, args.steps)
+
+
+def write(record: Record, runs: list[dict[str, Any]], steps: int) -> None:
+    """A figure for every level and layout."""
+    base = {run["level"]: run for run in runs if run["layout"] == "transformers"}
+    for run in runs:
+        beside = base.get(run["level"])
+        far = None
+        if beside is not None:
+            pairs = zip(smoothed(run["train_loss"]), smoothed(beside["train_loss"]), strict=True)
+            far = round(max(abs(a - b) for a, b in pairs), 4)
+        record.add(
+            benchmark="megatron_parity", steps=steps, tokens_per_step=SEQUENCE * BATCH,
+            gpus=LAYOUTS[run["layout"]][0], furthest=far, **run,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
