@@ -109,7 +109,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
     from megatron.core.transformer.enums import AttnBackend
 
     from nemo_lowprec.megatron import ParallelLayout
-    from nemo_lowprec.megatron.chunks import fuse_weight_gradients
+    from nemo_lowprec.megatron.chunks import fuse_weight_gradients, unhook
     from nemo_lowprec.megatron.delayed import mend_delayed_scaling
     from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
 
@@ -150,6 +150,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
         )  # fmt: skip
         optimizer.step()
         timer.on_train_batch_end(None, None, None, None, index)
+    unhook(ddp)
     return timer.figures()
 
 

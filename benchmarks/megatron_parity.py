@@ -2,7 +2,7 @@
 
     python -m benchmarks.megatron_parity
 
-About 100M parameters, 16k tokens a step, 200 steps, on two GPUs; no sequence is seen twice. All runs start from the same
+About 100M parameters, 16k tokens a step, 200 steps, on two GPUs, no sequence twice. All runs start from the same
 weights, which a transformers model has written, and see the same samples in each step. ``furthest`` is the largest
 distance of a run's smoothed training loss (mean of ten steps) from that of transformers' path at the same level.
 """

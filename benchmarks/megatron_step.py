@@ -33,6 +33,8 @@ def work(rank: int, gpus: int, levels: list[str], rounds: int, out: str) -> None
         for index in range(rounds):
             for name, path in PATHS.items():
                 release()
+                if rank == 0 and torch.cuda.memory_allocated() > 2**30:
+                    print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB are left from before {name}", flush=True)
                 try:
                     seconds, gib = path(level, gpus)
                     found = {"seconds": seconds, "gib": gib}

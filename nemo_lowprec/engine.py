@@ -477,10 +477,17 @@ class Engine:
         if self.loss_scale is None:
             return loss
         before, scale = self.loss_scale.used, self.loss_scale.begin()
-        if scale != before and self.histories is not None:
-            # Delayed scales would saturate gradients that have doubled.
-            self.histories.rescale("grad_output", scale / before)
+        self._expect_gradients(scale / before)
         return loss * scale
+
+    def _expect_gradients(self, factor: float) -> None:
+        """Gradients come ``factor`` times as large: delayed scales would saturate those that have doubled."""
+        if factor == 1:
+            return
+        if self.histories is not None:
+            self.histories.rescale("grad_output", factor)
+        if self._has_te_layers and self.model is not None:
+            te_layers.rescale_gradients(self.model, factor)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients true gradients, once a backward pass."""
@@ -596,3 +603,6 @@ class Engine:
             te_layers.load_te_state_dict(self.model, state["te"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
+        before = state["loss_scale"].get("used", 1.0) if "loss_scale" in state else 1.0
+        if {"fp8", "te"} & state.keys():
+            self._expect_gradients((self.loss_scale.used if self.loss_scale is not None else 1.0) / before)

@@ -28,6 +28,7 @@ __all__ = [
     "has_te_layers",
     "histories_kept",
     "load_te_state_dict",
+    "rescale_gradients",
     "scale_by_histories",
     "te_context",
     "te_recipe",
@@ -228,6 +229,17 @@ def scale_by_histories(model: nn.Module, loss_scale: float) -> None:
             amax = state.amax_history.amax(dim=0)
             scale = recipe.fp8_format.value.max_bwd / amax / 2**recipe.margin
             state.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, state.scale))
+
+
+@torch.no_grad()
+def rescale_gradients(model: nn.Module, factor: float) -> None:
+    """Expect gradients ``factor`` times as large: the loss is scaled in another way."""
+    for _, module in _with_metadata(model):
+        state = module.fp8_meta.get(_DIRECTIONS["bwd"][0])
+        if _is_delayed(state):
+            state.amax_history.mul_(factor)
+            known = state.amax_history.amax(dim=0) > 0
+            state.scale.copy_(torch.where(known, state.scale / factor, state.scale))
 
 
 def _delayed_state(mode: str, operands: int, history_len: int) -> Any:

@@ -12,7 +12,7 @@ from nemo_lowprec.megatron.gradients import hold_in_fp8
 from nemo_lowprec.megatron.optimizer import INITIAL_VALUES
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "wrap"]
+__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "unhook", "wrap"]
 
 
 @torch.no_grad()
@@ -54,6 +54,12 @@ def wrap(
     else:
         fuse_weight_gradients(module)
     return ddp
+
+
+def unhook(chunk: DistributedDataParallel) -> None:
+    """Let gradients pass a chunk by: its hooks live as long as a graph of the model does, and hold all its buffers."""
+    chunk.grad_accs.clear()
+    chunk.param_to_bucket_group.clear()
 
 
 def fuse_weight_gradients(module: nn.Module) -> None:

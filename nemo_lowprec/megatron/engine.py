@@ -34,7 +34,8 @@ from nemo_lowprec.options import Options
 
 __all__ = ["MegatronEngine", "PipelinedModule"]
 
-_BUILT, _MASTERS = "_megatron_chunks", "_megatron_masters"  # on a module, for the stages after the first
+# On a module, for the stages after the first.
+_BUILT, _MASTERS, _UNIT = "_megatron_chunks", "_megatron_masters", "_megatron_gradient_unit"
 ForwardStep = Callable[[nn.Module, Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
 
 
@@ -73,6 +74,7 @@ class MegatronEngine:
         own_layers: of a model that Megatron-core has not built; else None.
         optimizer: steps the user's; None where nothing is trained.
         config: TransformerConfig of the first part, which the schedules read.
+        gradient_unit: what the gradients in the amax histories of delayed scaling are multiplied by; None: unknown.
     """
 
     def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
@@ -81,6 +83,7 @@ class MegatronEngine:
         self.own_layers: OwnLayers | None = None
         self.optimizer: Stepper | None = None
         self.config: Any = None
+        self.gradient_unit: float | None = None
         self._module: Any = None
         self._may_be_empty = True
 
@@ -107,6 +110,7 @@ class MegatronEngine:
                 "into a new one."
             )
         self._module, self.chunks = module, built[1]
+        self.gradient_unit = module.__dict__.get(_UNIT)
         self.config = get_model_config(self.chunks[0])
 
     def _transformer_fields(self) -> dict[str, Any]:
@@ -199,6 +203,7 @@ class MegatronEngine:
         """
         if self.optimizer is not None:
             self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
+            self._module.__dict__[_UNIT] = self.gradient_unit
             # They hold the buffers, and the config stays with the model.
             self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
         if self.own_layers is not None:
@@ -257,7 +262,9 @@ class MegatronEngine:
         Before the first step of a run with delayed scaling also a pass that only fills the amax histories: Transformer
         Engine's scales begin at 1, which rounds weights to three bits and gradients to zero.
         """
+        assert self.optimizer is not None
         self.zero_grad()
+        self._expect_gradients(self.optimizer.loss_scale / len(batches))
         empty, self._may_be_empty = self._may_be_empty, False
         if not (empty and self._has_no_scales()):
             return
@@ -269,6 +276,17 @@ class MegatronEngine:
         for chunk in self.chunks:
             te_layers.scale_by_histories(chunk, raised)
         self.zero_grad()
+
+    def _expect_gradients(self, unit: float) -> None:
+        """Gradients come multiplied by ``unit``: scales from before would saturate those that have grown."""
+        before, self.gradient_unit = self.gradient_unit, unit
+        if before is None or before == unit:
+            return
+        if self.own_layers is not None:
+            self.own_layers.expect_gradients(unit / before)
+            return
+        for chunk in self.chunks:
+            te_layers.rescale_gradients(chunk, unit / before)
 
     def _has_no_scales(self) -> bool:
         model = self.settings.model
@@ -308,6 +326,7 @@ class MegatronEngine:
         assert self.optimizer is not None and self.own_layers is not None
         if self.own_layers.is_first():
             self.zero_grad()
+            self._expect_gradients(self.optimizer.loss_scale)
         with torch.autocast("cuda", enabled=False):
             self.optimizer.scale_loss(loss).sum().backward(*args, **kwargs)
 

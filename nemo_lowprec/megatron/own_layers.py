@@ -63,6 +63,11 @@ class OwnLayers:
         with torch.autocast("cuda", dtype=self._half):
             yield
 
+    def expect_gradients(self, factor: float) -> None:
+        """Gradients come ``factor`` times as large as before."""
+        if self.histories is not None:
+            self.histories.rescale("grad_output", factor)
+
     def is_first(self) -> bool:
         """Whether this is the first backward pass since the last step."""
         first, self._first = self._first, False

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.grads import FoundInf
+from nemo_lowprec.megatron.chunks import unhook
 from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
 from nemo_lowprec.megatron.settings import MegatronSettings
 
@@ -48,6 +49,7 @@ class Stepper:
     ) -> None:
         self.inner, self.chunks, self._clip = inner, chunks, config.clip_grad
         self.scaler = _scaler(config)
+        self._seen: tuple[Tensor | None, float] = None, 1.0  # the scale, on the device and here
         self.grad_norm: Tensor | None = None
         self.skipped: set[Optimizer] = set()
         twin = _twin_of_experts(inner)
@@ -70,6 +72,13 @@ class Stepper:
                     dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
                 )
             )  # fmt: skip
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; waits for the device where it has changed."""
+        if self.scaler is not None and self.scaler.scale is not self._seen[0]:
+            self._seen = self.scaler.scale, float(self.scaler.scale)
+        return self._seen[1]
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
@@ -160,14 +169,12 @@ class Stepper:
         for chunk in self.chunks:
             if chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook(param_sync=gather)
+            unhook(chunk)
             for param in chunk.module.parameters():
                 if hasattr(param, "main_grad"):
                     del param.main_grad
                 if not self.parts[0].is_quantized(param):
                     param.data = param.data.clone()
-            # Its hooks live as long as a graph of the model does, and must not meet another fit's gradients.
-            chunk.grad_accs.clear()
-            chunk.param_to_bucket_group.clear()
         return masters
 
     # Checkpoints

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-_HISTORIES, _RNG = "fp8_histories", "megatron_rng"
+_HISTORIES, _UNIT, _RNG = "fp8_histories", "fp8_gradient_unit", "megatron_rng"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
@@ -39,7 +39,7 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest = {k: v for k, v in checkpoint.items() if k != "state_dict"}
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
-    rest[_HISTORIES] = _histories(engine)
+    rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.gradient_unit
     rest[_RNG] = _rng_of_all()
     on_first(lambda: start_part(path))
     part = part_of(path)
@@ -70,6 +70,7 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
     optimizer = engine.optimizer
     _load_histories(engine, rest.pop(_HISTORIES, {}))
+    engine.gradient_unit = rest.pop(_UNIT, None)
     _set_rng(rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:

@@ -90,6 +90,34 @@ def test_state_goes_from_one_engine_to_another(case):
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("bf16_with_fp8_mixed", "fp16_with_fp8_mixed"),
+        ("fp16_with_fp8_mixed", "bf16_with_fp8_mixed"),
+        ("msamp_o2", "fp16_with_fp8_mixed"),
+    ],
+)
+def test_scales_of_gradients_follow_the_loss_scale_of_another_level(before, after):
+    first, model, optimizer = start(before)
+    for _ in range(3):
+        step(first, model, optimizer)
+    second, other, optimizer = start(after)
+    second.load_state_dict(first.state_dict())
+    scales = [1.0 if engine.loss_scale is None else engine.loss_scale.used for engine in (first, second)]
+    assert scales[0] != scales[1]
+    saved, found = (engine.state_dict()["fp8"]["operands"] for engine in (first, second))
+    gradients = [name for name in found if name.endswith(".grad_output")]
+    assert gradients and found.keys() == saved.keys()
+    for name in found:
+        factor = scales[1] / scales[0] if name in gradients else 1.0
+        assert torch.equal(found[name]["amax_history"], saved[name]["amax_history"] * factor)
+        assert torch.equal(found[name]["scale"], saved[name]["scale"] / factor)
+    step(second, other, optimizer)
+    operands = second.state_dict()["fp8"]["operands"]
+    assert all(operands[name]["scale"] > found[name]["scale"] / 4 for name in gradients)  # as large as expected
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_whose_gradients_are_not_finite_changes_nothing(case):
     engine, model, optimizer = start(case)

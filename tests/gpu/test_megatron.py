@@ -105,10 +105,14 @@ def test_resume_bit_for_bit(case, one):
     assert_resumed(one(f"resumed {case}"), one(f"gpt {case}"))
 
 
-@pytest.mark.parametrize("run", [f"again {case}" for case in FEW] + [f"any {case}" for case in OWN if case in FEW])
-def test_stages_follow_each_other_on_one_model(run, one):
-    run = one(run)
-    assert run["later"]["val"] == pytest.approx(run["val"][-1], abs=1e-3)
+@pytest.mark.parametrize(
+    ("kind", "case"), [*(("again", case) for case in FEW), *(("any", case) for case in OWN if case in FEW)]
+)
+def test_stages_follow_each_other_on_one_model(kind, case, one):
+    run = one(f"{kind} {case}")
+    # Layers of our own are converted anew, with new scales.
+    atol = 0.01 if kind == "any" and level_of(case).has_fp8 else 0.001
+    assert run["later"]["val"] == pytest.approx(run["val"][-1], abs=atol)
     assert run["later"]["loss"] < run["losses"][0] - 0.2
 
 

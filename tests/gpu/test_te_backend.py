@@ -508,6 +508,34 @@ def test_te_checkpoints_hold_an_empty_extra_state(te):
 
 
 @pytest.mark.parametrize("has_run", [False, True])
+def test_te_gradients_may_grow_with_their_scales(te, has_run):
+    recipe = recipe_of("delayed")
+    first = user_model(te)
+    train(first, recipe, 3)
+
+    def gradients(model, factor):
+        x = make(128, 128, dtype=torch.float32, seed=9)
+        with torch.autocast("cuda", dtype=HALF), te_layers.te_context(recipe, HALF):
+            ((model(x) - x).float().square().mean() * factor).backward()
+        return [p.grad / factor for p in model.parameters()]
+
+    def follower():
+        model = user_model(te)
+        if has_run:
+            train(model, recipe, 1)
+        model.load_state_dict(first.state_dict())
+        te_layers.load_te_state_dict(model, te_layers.te_state_dict(first))
+        model.zero_grad()
+        return model
+
+    want, scaled, saturated = gradients(follower(), 1.0), follower(), gradients(follower(), 2.0**12)
+    te_layers.rescale_gradients(scaled, 2.0**12)
+    found = gradients(scaled, 2.0**12)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert not all(torch.allclose(a, b, rtol=0.1) for a, b in zip(saturated, want, strict=True))
+
+
+@pytest.mark.parametrize("has_run", [False, True])
 def test_te_state_resumes_bit_for_bit(te, has_run):
     recipe = recipe_of("delayed", fp8_margin=1)
     model = user_model(te)
