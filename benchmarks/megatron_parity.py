@@ -60,7 +60,7 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
     ways = world // max(1, *sizes.values(), 1)
     data = TextDataModule(
         train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation", seq_length=SEQUENCE,
-        micro_batch_size=MICRO, seed=0, num_workers=2, validation_samples=64,
+        micro_batch_size=MICRO, seed=0, validation_samples=64,
     )  # fmt: skip
     if layout == "transformers":
         model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto"

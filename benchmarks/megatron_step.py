@@ -4,8 +4,9 @@
 
 Eight layers of Llama-3-8B's shape, batch 2 of 4096 tokens a GPU, gradients clipped to norm 1. The bare loop has the
 same configs, kernels and fused weight gradients, and Megatron-core's own optimizer (Transformer Engine's FusedAdam).
-Paths are trained in turn, each anew, and rounds repeat that; a figure is the median over rounds of ten steps, of the
-slowest process. ``of_bare`` is the bare loop's time over the path's in the same round, the median of them.
+Each level has processes of its own. Paths are trained in turn, each anew, and rounds repeat that; a figure is the
+median over rounds of ten steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
+same round, the median of them.
 """
 
 from __future__ import annotations
@@ -27,23 +28,22 @@ PATHS = {"bare loop": bare, "MegatronStrategy": with_strategy, "transformers": t
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_mixed+fp8_params", "msamp_o2+fp16", "msamp_o3+fp16"]
 
 
-def work(rank: int, gpus: int, levels: list[str], rounds: int, out: str) -> None:
+def work(rank: int, gpus: int, level: str, rounds: int, out: str) -> None:
     """One process: the first one appends (level, round, path, seconds, GiB or the error) to ``out``."""
-    for level in levels:
-        for index in range(rounds):
-            for name, path in PATHS.items():
-                release()
-                if rank == 0 and torch.cuda.memory_allocated() > 2**30:
-                    print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB are left from before {name}", flush=True)
-                try:
-                    seconds, gib = path(level, gpus)
-                    found = {"seconds": seconds, "gib": gib}
-                except Exception as error:
-                    traceback.print_exc()
-                    found = {"error": f"{type(error).__name__}: {error}"[:300]}
-                if rank == 0:
-                    with Path(out).open("a") as file:
-                        file.write(json.dumps({"level": level, "round": index, "path": name, **found}) + "\n")
+    for index in range(rounds):
+        for name, path in PATHS.items():
+            release()
+            if rank == 0 and torch.cuda.memory_allocated() > 2**30:
+                print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB are left from before {name}", flush=True)
+            try:
+                seconds, gib = path(level, gpus)
+                found = {"seconds": seconds, "gib": gib}
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": f"{type(error).__name__}: {error}"[:300]}
+            if rank == 0:
+                with Path(out).open("a") as file:
+                    file.write(json.dumps({"level": level, "round": index, "path": name, **found}) + "\n")
 
 
 def main() -> None:
@@ -55,7 +55,8 @@ def main() -> None:
     record = Record(args.out, [f for f in earlier(args.out, "megatron_step") if f.get("gpus") != args.gpus])
     with tempfile.NamedTemporaryFile() as file:
         try:
-            on_gpus(args.gpus, work, args.levels, args.rounds, file.name)
+            for level in args.levels:
+                on_gpus(args.gpus, work, level, args.rounds, file.name)
         finally:
             lines = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
             write(record, lines, args.gpus)

@@ -57,9 +57,12 @@ def wrap(
 
 
 def unhook(chunk: DistributedDataParallel) -> None:
-    """Let gradients pass a chunk by: its hooks live as long as a graph of the model does, and hold all its buffers."""
-    chunk.grad_accs.clear()
-    chunk.param_to_bucket_group.clear()
+    """Let gradients pass a chunk by, and let go of its buffers: its hooks live as long as a graph of the model does."""
+    for held in (
+        chunk.grad_accs, chunk.param_to_bucket_group, chunk.buffers, chunk.bucket_groups,
+        chunk.expert_parallel_buffers, chunk.expert_parallel_bucket_groups,
+    ):  # fmt: skip
+        held.clear()
 
 
 def fuse_weight_gradients(module: nn.Module) -> None:
