@@ -81,6 +81,8 @@ class ParallelLayout:
         if self.virtual_pipeline is not None:
             # As Megatron-LM has it: of two stages, a batch of messages would mix those of both directions up.
             fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+        elif self.pipeline > 1:
+            fields["deallocate_pipeline_outputs"] = True  # the next stage has them
         return fields
 
     def initialize(self) -> None:

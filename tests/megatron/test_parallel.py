@@ -65,10 +65,12 @@ def test_a_world_that_they_do_not(sizes, world, message):
         ParallelLayout(**sizes).check_world(world)
 
 
-def test_interleaved_stages_send_without_batching():
+def test_pipelines_send_as_megatron_lm_has_it():
     fields = ParallelLayout(pipeline=2, virtual_pipeline=2).fields()
     assert (fields["overlap_p2p_comm"], fields["batch_p2p_comm"]) == (True, False)
-    assert "overlap_p2p_comm" not in ParallelLayout(pipeline=2).fields()
+    fields = ParallelLayout(pipeline=2).fields()
+    assert "overlap_p2p_comm" not in fields and fields["deallocate_pipeline_outputs"]
+    assert "deallocate_pipeline_outputs" not in ParallelLayout(tensor=2).fields()
 
 
 def ranks():
