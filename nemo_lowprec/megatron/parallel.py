@@ -71,6 +71,14 @@ class ParallelLayout:
                 f"{experts} processes, which does not divide the {world} of this run."
             )
 
+    def check_micro_batches(self, count: int, what: str) -> None:
+        """Raise ValueError where ``what``, a step of ``count`` micro-batches, does not fit the interleaved schedule."""
+        if self.virtual_pipeline is not None and count % self.pipeline:
+            raise ValueError(
+                f"{what} has {count} micro-batches, and the interleaved schedule takes a multiple of "
+                f"pipeline_model_parallel_size={self.pipeline}."
+            )
+
     def sizes(self) -> dict[str, int | None]:
         """The sizes under Megatron-core's names."""
         return {argument: getattr(self, name) for name, argument in _ARGUMENT.items()}

@@ -183,12 +183,7 @@ class MegatronStrategy(DDPStrategy):
                 f"{type(module).__name__} is not built by Megatron-core, which can train it data-parallel only. Leave "
                 "the parallel sizes out, or use a PipelinedModule such as MegatronGPT."
             )
-        steps = trainer.accumulate_grad_batches
-        if layout.virtual_pipeline is not None and steps % layout.pipeline:
-            raise ValueError(
-                f"accumulate_grad_batches={steps} must be a multiple of pipeline_model_parallel_size="
-                f"{layout.pipeline} for the interleaved schedule."
-            )
+        layout.check_micro_batches(trainer.accumulate_grad_batches, "A step (accumulate_grad_batches)")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if type(callback).__name__ in ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"):
                 raise ValueError(
@@ -197,6 +192,15 @@ class MegatronStrategy(DDPStrategy):
                 )
 
     # Steps
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        batches, in_step = trainer.num_training_batches, trainer.accumulate_grad_batches
+        if batches < float("inf") and (trainer.max_steps == -1 or trainer.max_steps > batches // in_step):
+            last = "The last step of an epoch (a loader with drop_last, or limit_train_batches, can leave it out)"
+            self.layout.check_micro_batches(int(batches) % in_step, last)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -308,7 +312,7 @@ class MegatronStrategy(DDPStrategy):
             if engine is not None:
                 # Where a process has failed, the others cannot be waited for.
                 engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
-        self._engine = None
+        self._engine, self._pending = None, []
         if built:
             self._lightning_module = None  # Lightning would move it to the CPU, where there are no FP8 weights
         super().teardown()

@@ -65,6 +65,15 @@ def test_a_world_that_they_do_not(sizes, world, message):
         ParallelLayout(**sizes).check_world(world)
 
 
+def test_micro_batches_that_interleave():
+    layout = ParallelLayout(pipeline=4, virtual_pipeline=2)
+    for count in (4, 16, 0):
+        layout.check_micro_batches(count, "A step")
+    with pytest.raises(ValueError, match=r"A step has 6 micro-batches, .* pipeline_model_parallel_size=4"):
+        layout.check_micro_batches(6, "A step")
+    ParallelLayout(pipeline=4).check_micro_batches(6, "A step")
+
+
 def test_pipelines_send_as_megatron_lm_has_it():
     fields = ParallelLayout(pipeline=2, virtual_pipeline=2).fields()
     assert (fields["overlap_p2p_comm"], fields["batch_p2p_comm"]) == (True, False)
