@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
+from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.report import Audit
@@ -47,7 +48,14 @@ def level(case: str, **options: Any) -> Any:
 
 
 class Tokens(Dataset):
-    """Sequences that a small model learns: steps of one, two or three through the vocabulary."""
+    """Sequences that a small model learns: steps of one, two or three through the vocabulary.
+
+    Args:
+        masked: whether the loss leaves out the first tokens, of every sequence another number.
+    """
+
+    def __init__(self, masked: bool = False) -> None:
+        self.masked = masked
 
     def __len__(self) -> int:
         return 512
@@ -55,15 +63,24 @@ class Tokens(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = int(torch.randint(0, 50, (1,), generator=torch.Generator().manual_seed(index)))
         tokens = (torch.arange(LENGTH + 1) * (1 + index % 3) + start) % 199
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        labels = tokens[1:].clone()
+        if self.masked:
+            labels[: LENGTH // 8 * (1 + index % 7)] = IGNORE
+        return {"input_ids": tokens[:-1], "labels": labels}
 
 
 class Data(pl.LightningDataModule):
     """Micro-batches of this process, by the data-parallel rank that the strategy gives it."""
 
+    def __init__(self, masked: bool = False) -> None:
+        super().__init__()
+        self.masked = masked
+
     def _loader(self, count: int) -> ResumableLoader:
         place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
-        return ResumableLoader(Tokens(), count, 3, place["rank"], place["num_replicas"], global_batch_size=GLOBAL)
+        return ResumableLoader(
+            Tokens(self.masked), count, 3, place["rank"], place["num_replicas"], global_batch_size=GLOBAL
+        )
 
     def train_dataloader(self) -> Any:
         self.loader = self._loader(MICRO)
@@ -116,7 +133,8 @@ def make_weights(folder: Path) -> str:
 def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
-    world: int = 1, again: bool = False, transformer: dict[str, Any] | None = None, **options: Any,
+    world: int = 1, again: bool = False, masked: bool = False, transformer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -145,7 +163,7 @@ def train(
         use_distributed_sampler=False, num_sanity_val_steps=1, limit_val_batches=2, val_check_interval=4,
         check_val_every_n_epoch=None,
     )  # fmt: skip
-    trainer.fit(model, datamodule=Data(), ckpt_path=ckpt)
+    trainer.fit(model, datamodule=Data(masked), ckpt_path=ckpt)
     findings = audit.report.findings if audit.report is not None else []
     found = {
         "losses": list(record.losses), "norms": list(record.norms), "val": list(record.val),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
@@ -22,6 +23,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import cast_parameters, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
@@ -233,13 +235,22 @@ class MegatronEngine:
         """
 
         def step(iterator: Any, chunk: nn.Module) -> Any:
-            return forward_step(chunk, part_of_sequence(next(iterator)))
+            output, loss_func = forward_step(chunk, part_of_sequence(next(iterator)))
+            is_last = getattr(getattr(chunk, "module", chunk), "post_process", True)
+            if not is_last and output.dtype != self.config.pipeline_dtype:
+                output = output.to(self.config.pipeline_dtype)  # which the next stage expects
+            return output, loss_func
 
         rows, length = batches[0]["input_ids"].shape
+        if self.layout.pipeline > 1 and any(batch["input_ids"].shape != (rows, length) for batch in batches):
+            raise ValueError(
+                f"The micro-batches of a step are not all [{rows}, {length}], as a pipeline's must be. Use drop_last "
+                "and samples of one length."
+            )
         wanted, batches = len(batches), list(batches)
-        if self.layout.virtual_pipeline is not None and wanted % self.layout.pipeline:
-            assert forward_only, "the strategy looks at the number of micro-batches before training"
+        if forward_only and self.layout.virtual_pipeline is not None:
             batches *= self.layout.pipeline  # the interleaved schedule takes a multiple
+        self.layout.check_micro_batches(len(batches), "This step")
         with ExitStack() as stack:
             if forward_only:
                 # Megatron caches what a forward pass makes, and training could not save inference tensors for backward.
@@ -266,7 +277,7 @@ class MegatronEngine:
         self.zero_grad()
         self._expect_gradients(self.optimizer.loss_scale / len(batches))
         empty, self._may_be_empty = self._may_be_empty, False
-        if not (empty and self._has_no_scales()):
+        if not (empty and self._nobody_has_scales()):
             return
         # Gradients of a token's loss, and not of a mean, lie in FP8's range at any scale near 1.
         raised = 1.0 if self.settings.level.has_loss_scale else float(batches[0]["labels"].numel() * len(batches))
@@ -292,6 +303,13 @@ class MegatronEngine:
         model = self.settings.model
         delayed = model["fp8"] is not None and model["fp8_recipe"] == "delayed"
         return delayed and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)
+
+    def _nobody_has_scales(self) -> bool:
+        """The same on all processes: some may have no layer with scales."""
+        flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device())
+        with bookkeeping():
+            dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -360,11 +378,29 @@ class MegatronEngine:
         if self.optimizer is not None and self.overlaps["overlap_param_gather"]:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+                # Megatron-core 0.16 leaves the transposes of FP8 weights as they were.
+                fp8 = [param for param in chunk.module.parameters() if is_float8tensor(param)]
+                if fp8:
+                    post_all_gather_processing(fp8)
+
+    def over_context(self, count: Tensor) -> Tensor:
+        """The sum of what the processes have that share a sequence."""
+        if self.layout.context == 1:
+            return count
+        whole = count.clone()
+        with bookkeeping():
+            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return whole
 
     def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mean of what the last stages' processes have, on all processes, without waiting for the device."""
+        """The mean of a step's losses, on all processes, without waiting for the device.
+
+        Args:
+            losses: of this process's micro-batches, and of its part of their sequences; none but on the last stage.
+        """
         mean = torch.zeros((), device=torch.cuda.current_device())
         if losses:
             mean += torch.stack(list(losses)).float().mean()
-        dist.all_reduce(mean)
-        return mean * (self.layout.pipeline / dist.get_world_size())
+        with bookkeeping():
+            dist.all_reduce(mean)
+        return mean * (self.layout.pipeline * self.layout.context / dist.get_world_size())

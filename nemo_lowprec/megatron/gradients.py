@@ -26,9 +26,15 @@ __all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
 
 
 class MainGradient(GradientTensor):
-    """A parameter's part of an FP8 buffer: the first gradient that is added after ``zero_`` is stored to nearest."""
+    """A parameter's part of an FP8 buffer: the first gradient that is added after ``zero_`` is stored to nearest.
+
+    Attributes:
+        weight: what the mean over the processes that have the parameter is to be multiplied by, once it is there;
+            experts are on fewer processes than there are to be averaged over.
+    """
 
     is_empty = False
+    weight: float = 1.0
 
     def add_(self, other: Tensor, *, alpha: float = 1.0) -> GradientTensor:  # type: ignore[override]
         """Add a gradient of the parameter's shape: this one is flat."""
@@ -105,6 +111,7 @@ def _replace(buffer: Any) -> None:
         start, end = buffer.param_index_map[param][:2]
         blocks = exponent[:, start // BLOCK : end // BLOCK]
         member = MainGradient(data[start:end], blocks, one, flags[index : index + 1])
+        member.weight = buffer.gradient_scaling_factor
         param.main_grad = member
         members.append(member)
     buffer.grad_data = whole = _Buffer(data, exponent, one, flags)
@@ -142,6 +149,8 @@ class _Fp8BucketGroup(seam._ParamAndGradBucketGroup):
             if isinstance(bucket.grad_data, GradientTensor):
                 works.append(_exchange(bucket.grad_data, shards[group.rank()], group))
             else:
+                if bucket.gradient_scaling_factor != 1:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
                 out = seam.shard_buffer(bucket.grad_data, group.size())[group.rank()]
                 works.append(dist.reduce_scatter_tensor(out, bucket.grad_data, dist.ReduceOp.AVG, group, async_op=True))
         handle = _Works(works)

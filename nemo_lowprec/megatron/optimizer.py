@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.flat import mark_part_of_matrix
 from nemo_lowprec.grads import FoundInf
-from nemo_lowprec.megatron.gradients import part_of_gradient
+from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
@@ -223,9 +223,11 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def _copy_model_grads_to_main_grads(self) -> None:
         for model, main in self._main_of.items():
             part, grad = self._part(model), model.main_grad  # type: ignore[attr-defined]
-            if isinstance(grad, GradientTensor):
+            if isinstance(grad, MainGradient):
                 if model not in self._fp8_parts:
                     self._fp8_parts[model] = part_of_gradient(grad, part.start, part.end)
+                    if grad.weight != 1:
+                        self._fp8_parts[model].mul_(grad.weight)
                     main.grad_dtype = torch.float32
                 main.grad = self._fp8_parts[model]
             else:

@@ -100,7 +100,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
         "fp16": level.has_half_weights and fp16,
         "bf16": level.has_half_weights and bf16,
         "params_dtype": params,
-        "pipeline_dtype": half,
+        "pipeline_dtype": half if level.has_half_weights else params,  # of the residual stream
         "enable_autocast": autocasts,
         "autocast_dtype": half,
         **_gemms(options, own_layers),

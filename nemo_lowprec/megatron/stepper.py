@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from torch import Tensor
@@ -191,6 +192,8 @@ class Stepper:
             name: part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
             for name, part in zip(_NAMES, self.parts, strict=False)
         }
+        if metadata["distrib_optim_sharding_type"] == "dp_reshardable" and len(self.parts) > 1:
+            add_prefix_for_sharding(state["experts"], "experts.")  # both count their buckets from 0
         if self.scaler is not None:
             state["loss_scale"] = {k: _on_cpu(v) for k, v in self.scaler.state_dict().items()}
         return state
@@ -198,13 +201,18 @@ class Stepper:
     def load(self, state: dict[str, Any]) -> None:
         """Take over what ``sharded_state`` has described."""
         for name, part in zip(_NAMES, self.parts, strict=False):
-            part.load_state_dict(state[name])
+            # Saved where experts were on all processes, their settings are those of the other parameters.
+            part.load_state_dict({**_without_states(state["parameters"]), **state[name]})
         if self.scaler is not None and "loss_scale" in state:
             saved = state["loss_scale"].items()
             self.scaler.load_state_dict({k: v.cuda() if isinstance(v, Tensor) else v for k, v in saved})
 
 
 _NAMES = ("parameters", "experts")  # of the parts in a checkpoint
+
+
+def _without_states(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "param_state"}
 
 
 def _twin_of_experts(inner: Optimizer) -> Optimizer | None:

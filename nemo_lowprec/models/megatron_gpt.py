@@ -112,24 +112,27 @@ class MegatronGPT(CausalLM):
 
     def forward_step(
         self, chunk: nn.Module, batch: dict[str, Tensor]
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor]]]]:
-        """One micro-batch through one part; Megatron-core's convention. Reports the loss' sum and its tokens."""
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]]:
+        """One micro-batch through one part; Megatron-core's convention.
+
+        Reports the loss' sum and the tokens of this process's part of the sequences, and the tokens of all parts.
+        """
         labels = batch["labels"]
         output = chunk(batch["input_ids"], None, None, labels=labels.clamp(min=0))
 
-        def loss_func(losses: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        def loss_func(losses: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
             counts = labels != IGNORE
             total, tokens = (losses.float() * counts).sum(), counts.sum()
-            # Each context-parallel process has the mean over its part, and Megatron adds them up.
-            mean = total / (tokens.clamp(min=1) * self._engine.layout.context)
-            return mean, (total.detach(), tokens)
+            # Megatron adds up what the context-parallel processes have.
+            whole = self._engine.over_context(tokens)
+            return total / whole.clamp(min=1), (total.detach(), tokens, whole)
 
         return output, loss_func
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         engine = self._engine
         reported = engine.forward_backward(self.forward_step, batch)
-        loss = engine.mean_loss([total / tokens.clamp(min=1) for total, tokens in reported])
+        loss = engine.mean_loss([total / whole.clamp(min=1) for total, _, whole in reported])
         self.token_rate.add(sum(b["labels"].numel() for b in batch))
         self.log("train/loss", loss, prog_bar=True)
         self.log("train/perplexity", loss.exp())
@@ -148,7 +151,7 @@ class MegatronGPT(CausalLM):
         reported = self._engine.forward_backward(self.forward_step, [batch], forward_only=True)
         if not reported:  # not the last stage
             return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        total, tokens = reported[0]
+        total, tokens, _ = reported[0]
         return total, tokens
 
 

@@ -54,7 +54,7 @@ def lowprec_megatron(
     expert_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     overlap_grad_reduce: bool = True,
-    overlap_param_gather: bool = True,
+    overlap_param_gather: bool | None = None,
     bucket_size: int | None = None,
     checkpoint_form: str = "fully_reshardable",
 ) -> run.Config[MegatronStrategy]:
@@ -68,7 +68,7 @@ def lowprec_megatron(
         expert_model_parallel_size: processes that share the experts of a layer.
         sequence_parallel: whether tensor-parallel processes share the sequence outside of the matrices, too.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
-        overlap_param_gather: whether weights are gathered while the next forward goes on.
+        overlap_param_gather: whether weights are gathered while the next forward goes on; None: with a GPTModel.
         bucket_size: parameters of a bucket; None for Megatron-core's choice.
         checkpoint_form: ``fully_reshardable``, or ``dp_reshardable``: faster, for the same tensor and pipeline sizes.
     """

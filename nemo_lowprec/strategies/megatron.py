@@ -52,7 +52,8 @@ class MegatronStrategy(DDPStrategy):
         expert_model_parallel_size: processes that share the experts of a layer.
         sequence_parallel: whether tensor-parallel processes share the sequence outside of the matrices, too.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
-        overlap_param_gather: whether weights are gathered while the next forward goes on.
+        overlap_param_gather: whether weights are gathered while the next forward goes on; None: with a model that
+            Megatron-core has built. Others may read parameters where no layer of theirs is called.
         bucket_size: parameters of a bucket; None for Megatron-core's choice.
         checkpoint_form: ``fully_reshardable`` (opens at any parallel sizes) or ``dp_reshardable`` (faster; opens at
             the same tensor and pipeline sizes).
@@ -75,7 +76,7 @@ class MegatronStrategy(DDPStrategy):
         expert_model_parallel_size: int = 1,
         sequence_parallel: bool = False,
         overlap_grad_reduce: bool = True,
-        overlap_param_gather: bool = True,
+        overlap_param_gather: bool | None = None,
         bucket_size: int | None = None,
         checkpoint_form: str = "fully_reshardable",
         **options: Any,
@@ -152,7 +153,10 @@ class MegatronStrategy(DDPStrategy):
         if fits:
             self._check(trainer, module, pipelined)
         check_same({"the level": repr(plugin), **processes.versions()})
-        self._engine = engine = MegatronEngine(settings, self.layout, self._overlaps)
+        overlaps = dict(self._overlaps)
+        if overlaps["overlap_param_gather"] is None:
+            overlaps["overlap_param_gather"] = pipelined
+        self._engine = engine = MegatronEngine(settings, self.layout, overlaps)
         if pipelined:
             engine.build(module, int(module.hparams.get("init_seed") or 1234))
         else:
@@ -166,7 +170,7 @@ class MegatronStrategy(DDPStrategy):
         plugin.follow(module)
         hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
         if self.is_global_zero:
-            for table in settings_tables(settings, plugin, self.layout, self._overlaps):
+            for table in settings_tables(settings, plugin, self.layout, overlaps):
                 Console().print(table)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, pipelined: bool) -> None:
@@ -182,6 +186,11 @@ class MegatronStrategy(DDPStrategy):
             raise ValueError(
                 f"{type(module).__name__} is not built by Megatron-core, which can train it data-parallel only. Leave "
                 "the parallel sizes out, or use a PipelinedModule such as MegatronGPT."
+            )
+        if not pipelined and self._overlaps["overlap_param_gather"]:
+            raise ValueError(
+                f"overlap_param_gather=True: {type(module).__name__} is not built by Megatron-core, and may read a "
+                "parameter where no layer is called that could wait for it. Leave it out."
             )
         layout.check_micro_batches(trainer.accumulate_grad_batches, "A step (accumulate_grad_batches)")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -30,7 +30,8 @@ EXPERTS = {
 }  # fmt: skip
 SENDS = ["cp2", "dp2", "dp2_late"]  # context-parallel processes average their gradients, too
 COLUMNS = {"Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states"}
-RESUMED = ["tp2_sp", "pp2", "dp2"]
+RESUMED = ["tp2_sp", "pp2", "pp2_vpp2", "dp2"]
+FULL_WEIGHTS = ["fp16_amp", "te_fp8"]  # whose residual stream is FP32
 ELSEWHERE = [
     ("bf16_mixed", "tp2", "bf16_mixed", "pp2"),
     ("bf16_mixed", "pp2", "msamp_o3+fp16", "dp2"),
@@ -74,6 +75,7 @@ def one(weights, tmp_path_factory):
         jobs[f"resumed {case}"] = {"case": case, "sizes": {}, "ckpt": str(saved / "step=2.ckpt")}
     jobs |= {f"again {case}": {"case": case, "sizes": {}, "weights": weights, "again": True} for case in FEW}
     jobs |= {f"any {case}": {"case": case, "sizes": {}, "kind": "any", "again": case in FEW} for case in OWN}
+    jobs["any gathers"] = {"case": "bf16_mixed", "sizes": {"overlap_param_gather": True}, "kind": "any"}
     return results(1, folder, jobs)
 
 
@@ -116,6 +118,11 @@ def test_stages_follow_each_other_on_one_model(kind, case, one):
     assert run["later"]["loss"] < run["losses"][0] - 0.2
 
 
+def test_weights_of_any_module_are_there_before_its_forward(one):
+    with pytest.raises(AssertionError, match="overlap_param_gather=True: CausalLM is not built by Megatron-core"):
+        one("any gathers")
+
+
 def assert_as_declared(run):
     assert {column for column, *_ in run["audit"]} >= COLUMNS
     assert [line for line in run["audit"] if line[2] != line[3]] == []
@@ -133,7 +140,9 @@ def test_any_module_is_found_to_do_what_the_chart_declares(case, one):
 
 @pytest.fixture(scope="module")
 def alone(weights, tmp_path_factory):
-    jobs = {case: {"case": case, "sizes": {}, "weights": weights} for case in FEW}
+    jobs = {case: {"case": case, "sizes": {}, "weights": weights} for case in FEW + FULL_WEIGHTS}
+    jobs |= {f"any {case}": {"case": case, "sizes": {}, "kind": "any"} for case in OWN}
+    jobs["masked"] = {"case": "bf16_mixed", "sizes": {}, "weights": weights, "masked": True}
     return results(1, tmp_path_factory.mktemp("alone"), jobs)
 
 
@@ -158,13 +167,22 @@ def two(weights, checkpoints):
             "case": loaded_at, "sizes": TWO[after], "world": 2, "data_parallel": 2 if "dp2" in after else 1,
             "ckpt": str(folder / before / saved_at / "step=2.ckpt"),
         }  # fmt: skip
+    for case in FULL_WEIGHTS:
+        jobs[f"{case} pp2"] = {"case": case, "sizes": TWO["pp2"], "world": 2, "weights": weights}
+    for case in OWN:
+        jobs[f"any {case}"] = {"case": case, "sizes": {}, "world": 2, "data_parallel": 2, "kind": "any"}
+    jobs["masked"] = {"case": "bf16_mixed", "sizes": TWO["cp2"], "world": 2, "weights": weights, "masked": True}
     for case in FEW:
-        job = {
-            "case": case, "sizes": {"expert_model_parallel_size": 2}, "world": 2, "data_parallel": 2,
-            "transformer": EXPERTS,
-        }  # fmt: skip
-        jobs[f"{case} experts"] = {**job, "save": (str(folder / "experts" / case), 2)}
-        jobs[f"resumed {case} experts"] = {**job, "ckpt": str(folder / "experts" / case / "step=2.ckpt")}
+        whole = {"case": case, "sizes": {}, "world": 2, "data_parallel": 2, "transformer": EXPERTS}
+        spread = {**whole, "sizes": {"expert_model_parallel_size": 2}}
+        place, other = folder / "experts" / case, folder / "whole" / case
+        jobs[f"{case} experts"] = {**spread, "save": (str(place), 2)}
+        jobs[f"resumed {case} experts"] = {**spread, "ckpt": str(place / "step=2.ckpt")}
+        jobs[f"whole {case} experts"] = {**whole, "ckpt": str(place / "step=2.ckpt"), "save": (str(other), 2)}
+        jobs[f"spread {case} experts"] = {**spread, "ckpt": str(other / "step=4.ckpt")}
+    quick = {**spread, "sizes": {"expert_model_parallel_size": 2, "checkpoint_form": "dp_reshardable"}}
+    jobs["quick experts"] = {**quick, "save": (str(folder / "quick"), 2)}
+    jobs["resumed quick experts"] = {**quick, "ckpt": str(folder / "quick" / "step=2.ckpt")}
     return results(2, folder, jobs)
 
 
@@ -197,6 +215,35 @@ class TestTwo:
         assert run["losses"][-1] < run["losses"][0] - 0.2
         for rank in range(2):
             assert_resumed(two(f"resumed {case} experts", rank), two(f"{case} experts", rank))
+
+    @pytest.mark.parametrize("case", FEW)
+    def test_experts_on_all_processes_learn_alike(self, case, two):
+        run = two(f"{case} experts")
+        for where in ("whole", "spread"):
+            found = two(f"{where} {case} experts")
+            assert_close(found, run, bound(case))
+            wanted = run["norms"][-len(found["norms"]) :]
+            torch.testing.assert_close(found["norms"], wanted, rtol=0.15, atol=0)
+
+    def test_experts_resume_where_parts_are_saved_as_they_lie(self, two):
+        for rank in range(2):
+            assert_resumed(two("resumed quick experts", rank), two("quick experts", rank))
+
+    @pytest.mark.parametrize("case", FULL_WEIGHTS)
+    def test_stages_pass_on_fp32(self, case, alone, two):
+        assert_close(two(f"{case} pp2"), alone(case), bound(case))
+
+    @pytest.mark.parametrize("case", OWN)
+    def test_any_module_learns_the_same_on_two(self, case, alone, two):
+        found, other, wanted = two(f"any {case}"), two(f"any {case}", 1), alone(f"any {case}")
+        torch.testing.assert_close(found["val"][-1], wanted["val"][-1], rtol=0, atol=bound(case))
+        torch.testing.assert_close(found["norms"], wanted["norms"], rtol=0.15, atol=0)
+        assert found["norms"] == other["norms"]
+        assert all(torch.equal(other["weights"][n], w) for n, w in found["weights"].items())
+
+    def test_context_parallel_processes_with_other_numbers_of_labels(self, alone, two):
+        assert_close(two("masked"), alone("masked"), bound("bf16_mixed"))
+        torch.testing.assert_close(two("masked")["norms"], alone("masked")["norms"], rtol=0.02, atol=0)
 
     @pytest.mark.parametrize("sizes", ["tp2_sp", "pp2_vpp2", "dp2"])
     @pytest.mark.parametrize("case", ["bf16_mixed", "msamp_o3+fp16"])

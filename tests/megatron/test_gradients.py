@@ -67,6 +67,16 @@ def test_a_part_lies_in_the_storage_of_the_whole():
     assert torch.equal(whole.dequantize(), expected)
 
 
+def test_a_weighted_part_leaves_the_whole_as_it_is():
+    whole = GradientTensor.from_float(random(1024, seed=0))
+    before, part = whole.dequantize(), part_of_gradient(whole, 256, 640)
+    part.mul_(0.75)
+    assert torch.equal(part.dequantize(), 0.75 * before[256:640])
+    assert torch.equal(whole.dequantize(), before)
+    part_of_gradient(whole, 256, 640).quantize_(random(384, seed=1))  # what the next step finds there
+    assert torch.equal(part.dequantize(), 0.75 * rounded(random(384, seed=1)))
+
+
 def test_a_matrix_that_fills_no_whole_blocks_is_refused_by_name():
     module = nn.Sequential(nn.Linear(100, 3, bias=False))
     buffer = SimpleNamespace(grad_dtype=torch.float16, params=list(module.parameters()))
