@@ -603,6 +603,7 @@ class Engine:
             te_layers.load_te_state_dict(self.model, state["te"])
         if self.loss_scale is not None and "loss_scale" in state:
             self.loss_scale.load_state_dict(state["loss_scale"])
-        before = state["loss_scale"].get("used", 1.0) if "loss_scale" in state else 1.0
         if {"fp8", "te"} & state.keys():
+            saved = state.get("loss_scale", {})
+            before = float(saved.get("used", saved.get("scale", 1.0)))
             self._expect_gradients((self.loss_scale.used if self.loss_scale is not None else 1.0) / before)

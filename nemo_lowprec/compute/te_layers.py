@@ -221,25 +221,29 @@ def has_empty_histories(model: nn.Module) -> bool:
 @torch.no_grad()
 def scale_by_histories(model: nn.Module, loss_scale: float) -> None:
     """Compute the scales of the gradients from their histories, which a backward pass of a scaled loss has filled."""
-    for _, module in _with_metadata(model):
-        state = module.fp8_meta.get(_DIRECTIONS["bwd"][0])
-        if _is_delayed(state):
-            state.amax_history.div_(loss_scale)
-            recipe = module.fp8_meta["recipe"]
-            amax = state.amax_history.amax(dim=0)
-            scale = recipe.fp8_format.value.max_bwd / amax / 2**recipe.margin
-            state.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, state.scale))
+    for module, state in _of_gradients(model):
+        state.amax_history.div_(loss_scale)
+        recipe = module.fp8_meta["recipe"]
+        amax = state.amax_history.amax(dim=0)
+        scale = recipe.fp8_format.value.max_bwd / amax / 2**recipe.margin
+        state.scale.copy_(torch.where((amax > 0) & amax.isfinite(), scale, state.scale))
 
 
 @torch.no_grad()
 def rescale_gradients(model: nn.Module, factor: float) -> None:
     """Expect gradients ``factor`` times as large: the loss is scaled in another way."""
+    for _, state in _of_gradients(model):
+        state.amax_history.mul_(factor)
+        known = state.amax_history.amax(dim=0) > 0
+        state.scale.copy_(torch.where(known, state.scale / factor, state.scale))
+
+
+def _of_gradients(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(module, delayed-scaling state of its gradients)."""
     for _, module in _with_metadata(model):
         state = module.fp8_meta.get(_DIRECTIONS["bwd"][0])
         if _is_delayed(state):
-            state.amax_history.mul_(factor)
-            known = state.amax_history.amax(dim=0) > 0
-            state.scale.copy_(torch.where(known, state.scale / factor, state.scale))
+            yield module, state
 
 
 def _delayed_state(mode: str, operands: int, history_len: int) -> Any:

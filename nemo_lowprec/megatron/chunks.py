@@ -12,7 +12,7 @@ from nemo_lowprec.megatron.gradients import hold_in_fp8
 from nemo_lowprec.megatron.optimizer import INITIAL_VALUES
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "unhook", "wrap"]
+__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "unhook", "unwrapped", "wrap"]
 
 
 @torch.no_grad()
@@ -54,6 +54,11 @@ def wrap(
     else:
         fuse_weight_gradients(module)
     return ddp
+
+
+def unwrapped(chunk: nn.Module) -> nn.Module:
+    """The part of the model itself, whether ``wrap`` has wrapped it or not."""
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def unhook(chunk: DistributedDataParallel) -> None:

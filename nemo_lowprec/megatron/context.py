@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-__all__ = ["part_of_sequence", "zigzag"]
+from nemo_lowprec.comm.agree import bookkeeping
+
+__all__ = ["over_context", "part_of_sequence", "zigzag"]
 
 
 def zigzag(tensor: Tensor, rank: int, world: int) -> Tensor:
@@ -35,3 +38,13 @@ def part_of_sequence(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(batch)
     rank = parallel_state.get_context_parallel_rank()
     return {name: zigzag(tensor, rank, world) for name, tensor in batch.items()}
+
+
+def over_context(count: Tensor) -> Tensor:
+    """The sum of a count, of any shape, over the processes that share each sequence."""
+    if parallel_state.get_context_parallel_world_size() == 1:
+        return count
+    whole = count.clone()
+    with bookkeeping():
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    return whole

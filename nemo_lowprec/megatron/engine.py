@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.megatron.chunks import cast_parameters, wrap
+from nemo_lowprec.megatron.chunks import cast_parameters, unwrapped, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
 from nemo_lowprec.megatron.delayed import mend_delayed_scaling
 from nemo_lowprec.megatron.own_layers import OwnLayers
@@ -205,7 +205,8 @@ class MegatronEngine:
         """
         if self.optimizer is not None:
             self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
-            self._module.__dict__[_UNIT] = self.gradient_unit
+            if self.is_pipelined:  # whose layers keep their histories
+                self._module.__dict__[_UNIT] = self.gradient_unit
             # They hold the buffers, and the config stays with the model.
             self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
         if self.own_layers is not None:
@@ -236,7 +237,7 @@ class MegatronEngine:
 
         def step(iterator: Any, chunk: nn.Module) -> Any:
             output, loss_func = forward_step(chunk, part_of_sequence(next(iterator)))
-            is_last = getattr(getattr(chunk, "module", chunk), "post_process", True)
+            is_last = getattr(unwrapped(chunk), "post_process", True)
             if not is_last and output.dtype != self.config.pipeline_dtype:
                 output = output.to(self.config.pipeline_dtype)  # which the next stage expects
             return output, loss_func
@@ -382,15 +383,6 @@ class MegatronEngine:
                 fp8 = [param for param in chunk.module.parameters() if is_float8tensor(param)]
                 if fp8:
                     post_all_gather_processing(fp8)
-
-    def over_context(self, count: Tensor) -> Tensor:
-        """The sum of what the processes have that share a sequence."""
-        if self.layout.context == 1:
-            return count
-        whole = count.clone()
-        with bookkeeping():
-            dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-        return whole
 
     def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """The mean of a step's losses, on all processes, without waiting for the device.

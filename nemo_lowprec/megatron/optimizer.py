@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
@@ -143,7 +144,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if start_from is not None:
                     part = self._part(model)
                     main.copy_(start_from.view(-1)[part.start : part.end])
-                stored_fp8 = self.is_quantized(model)
+                stored_fp8 = is_float8tensor(model)
                 if low_bit:
                     mains[i] = _like(main, main.half()) if stored_fp8 else _like(main, weights[i])
                     model.main_param = mains[i]
@@ -153,12 +154,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
-
-    def is_quantized(self, param: Tensor) -> bool:
-        """Whether a parameter is stored in FP8."""
-        from megatron.core.fp8_utils import is_float8tensor
-
-        return bool(is_float8tensor(param))
 
     def _part(self, param: Tensor) -> Any:
         """The range of the parameter's elements that this process steps."""
@@ -237,8 +232,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
         if self._settings.fp8_weights:
-            from megatron.core.fp8_utils import quantize_param_shard
-
             fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
             quantize_param_shard(fp8, mains, starts, self.data_parallel_group)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from torch import Tensor
@@ -174,7 +175,7 @@ class Stepper:
             for param in chunk.module.parameters():
                 if hasattr(param, "main_grad"):
                     del param.main_grad
-                if not self.parts[0].is_quantized(param):
+                if not is_float8tensor(param):
                     param.data = param.data.clone()
         return masters
 

@@ -117,6 +117,8 @@ class MegatronGPT(CausalLM):
 
         Reports the loss' sum and the tokens of this process's part of the sequences, and the tokens of all parts.
         """
+        from nemo_lowprec.megatron.context import over_context
+
         labels = batch["labels"]
         output = chunk(batch["input_ids"], None, None, labels=labels.clamp(min=0))
 
@@ -124,7 +126,7 @@ class MegatronGPT(CausalLM):
             counts = labels != IGNORE
             total, tokens = (losses.float() * counts).sum(), counts.sum()
             # Megatron adds up what the context-parallel processes have.
-            whole = self._engine.over_context(tokens)
+            whole = over_context(tokens)
             return total / whole.clamp(min=1), (total.detach(), tokens, whole)
 
         return output, loss_func

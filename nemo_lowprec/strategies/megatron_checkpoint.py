@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.megatron.chunks import unwrapped
 from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
 from nemo_lowprec.strategies.sharded_checkpoint import META, is_folder, on_first
 
@@ -83,7 +84,7 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
 
 def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:
     """The model's parts on this process, by their name in the sharded state."""
-    chunks = [getattr(chunk, "module", chunk) if engine.optimizer else chunk for chunk in engine.chunks]
+    chunks = [unwrapped(chunk) for chunk in engine.chunks]
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 

@@ -118,6 +118,17 @@ def test_scales_of_gradients_follow_the_loss_scale_of_another_level(before, afte
     assert all(operands[name]["scale"] > found[name]["scale"] / 4 for name in gradients)  # as large as expected
 
 
+def test_a_state_from_before_the_scale_in_use_was_saved_keeps_its_scales():
+    first, model, optimizer = start("fp16_with_fp8_mixed")
+    for _ in range(3):
+        step(first, model, optimizer)
+    state = clone(first.state_dict())
+    del state["loss_scale"]["used"]
+    second, _, _ = start("fp16_with_fp8_mixed")
+    second.load_state_dict(state)
+    assert_same(second.state_dict()["fp8"], first.state_dict()["fp8"])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_whose_gradients_are_not_finite_changes_nothing(case):
     engine, model, optimizer = start(case)

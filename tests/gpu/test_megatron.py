@@ -180,7 +180,10 @@ def two(weights, checkpoints):
         jobs[f"resumed {case} experts"] = {**spread, "ckpt": str(place / "step=2.ckpt")}
         jobs[f"whole {case} experts"] = {**whole, "ckpt": str(place / "step=2.ckpt"), "save": (str(other), 2)}
         jobs[f"spread {case} experts"] = {**spread, "ckpt": str(other / "step=4.ckpt")}
-    quick = {**spread, "sizes": {"expert_model_parallel_size": 2, "checkpoint_form": "dp_reshardable"}}
+    quick = {
+        "case": "msamp_o3+fp16", "sizes": {"expert_model_parallel_size": 2, "checkpoint_form": "dp_reshardable"},
+        "world": 2, "data_parallel": 2, "transformer": EXPERTS,
+    }  # fmt: skip
     jobs["quick experts"] = {**quick, "save": (str(folder / "quick"), 2)}
     jobs["resumed quick experts"] = {**quick, "ckpt": str(folder / "quick" / "step=2.ckpt")}
     return results(2, folder, jobs)
