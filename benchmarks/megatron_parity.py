@@ -1,6 +1,6 @@
 """Loss parity of Megatron-core's layouts: the same Llama, data and seed on each, and on transformers' path.
 
-    python -m benchmarks.megatron_parity
+    python -m benchmarks.megatron_parity --source FOLDER_OF_TEXT
 
 About 100M parameters, 16k tokens a step, 200 steps, on two GPUs, no sequence twice. All runs start from the same
 weights, which a transformers model has written, and see the same samples in each step; layouts train side by side, as
@@ -28,7 +28,7 @@ from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.strategies import MegatronStrategy
 
-SEQUENCE, BATCH, MICRO = 1024, 16, 8
+SEQUENCE, BATCH, MICRO, VALIDATION = 1024, 16, 8, 64  # samples: whole batches on one and on two processes
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "transformers": (1, {}),
     "TP1": (1, {}),
@@ -64,7 +64,7 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
     ways = world // max(1, *sizes.values(), 1)
     data = TextDataModule(
         train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation", seq_length=SEQUENCE,
-        micro_batch_size=MICRO, seed=0, validation_samples=64,
+        micro_batch_size=MICRO, seed=0, validation_samples=VALIDATION,
     )  # fmt: skip
     if layout == "transformers":
         model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto"
@@ -124,14 +124,22 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
-    parser.add_argument("--max-bytes", type=int, default=16_000_000)
+    parser.add_argument("--max-bytes", type=int, default=24_000_000)
     args = parser.parse_args()
     record = Record(args.out)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         prepare_data(folder, args.source, vocab_size=8192, max_bytes=args.max_bytes)
-        module = TextDataModule(train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation")
-        module.setup("fit")
+        module = TextDataModule(
+            train_prefix=f"{folder}/train", validation_prefix=f"{folder}/validation", seq_length=SEQUENCE,
+            micro_batch_size=1,
+        )  # fmt: skip
+        samples, validation = len(module.train_dataloader()), len(module.val_dataloader())
+        if samples < args.steps * BATCH or validation < VALIDATION:
+            parser.error(
+                f"{args.steps} steps take {args.steps * BATCH} samples, and validation {VALIDATION}: the text makes "
+                f"{samples} and {validation}. Pass a --source with more, or larger --max-bytes."
+            )
         Path(folder, "vocab.json").write_text(json.dumps(module.vocab_size))
         first = CausalLM(**MODEL, vocab_size=module.vocab_size)
         first.configure_model()

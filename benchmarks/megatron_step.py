@@ -5,8 +5,8 @@
 Eight layers of Llama-3-8B's shape, batch 2 of 4096 tokens a GPU, gradients clipped to norm 1. The bare loop has the
 same configs, kernels and fused weight gradients, and Megatron-core's own optimizer (Transformer Engine's FusedAdam).
 Each level has processes of its own. Paths are trained in turn, each anew, and rounds repeat that; a figure is the
-median over rounds of ten steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
-same round, the median of them.
+median over rounds of twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
+same round, the median of them. Figures of levels that are not measured again stay.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     args = parser.parse_args()
-    record = Record(args.out, [f for f in earlier(args.out, "megatron_step") if f.get("gpus") != args.gpus])
+    others = [
+        f for f in earlier(args.out, "megatron_step") if f.get("gpus") != args.gpus or f.get("level") not in args.levels
+    ]
+    record = Record(args.out, others)
     with tempfile.NamedTemporaryFile() as file:
         try:
             for level in args.levels:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.flat import mark_part_of_matrix
 from nemo_lowprec.grads import FoundInf
+from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable
@@ -233,7 +234,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             torch._foreach_copy_(*self._copied)
         if self._settings.fp8_weights:
             fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
-            quantize_param_shard(fp8, mains, starts, self.data_parallel_group)
+            write_fp8_weights(fp8, mains, starts, self.data_parallel_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the parts' gradients; those of the buffers are the model chunks' to zero."""
@@ -285,6 +286,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                     fused = group.get("fused") or group.get("capturable")
                     state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if fused else "cpu")
                 state["step"].fill_(steps)
+
+    def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
+        """As Megatron-core, which fails where a process has no part of a bucket: a small one ends before it."""
+        state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
+        for index in range(len(self.gbuf_ranges)):
+            for buckets in state[index].values():
+                for parts in buckets:
+                    if not parts:  # one of no elements
+                        parts.append({"gbuf_local_start": 0, "gbuf_local_end": 0, "padding": True})
+        return state
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
         main = self._main_of[model_param]
