@@ -85,7 +85,7 @@ def _fit(module: CausalLM, name: str, **options: Any) -> tuple[float, float]:
         gradient_clip_val=CLIP, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, **options,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(_Random(), batch_size=None))
+    trainer.fit(module, DataLoader(_Random(), batch_size=None, pin_memory=True))
     return timer.figures()
 
 
@@ -138,7 +138,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.no_sync_func = ddp.no_sync
-    batches, schedule, timer = iter(DataLoader(_Random(), batch_size=None)), get_forward_backward_func(), Timer()
+    batches, schedule, timer = iter(DataLoader(_Random(), batch_size=None, pin_memory=True)), get_forward_backward_func(), Timer()
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         batch = {k: v.cuda(non_blocking=True) for k, v in next(iterator).items()}
