@@ -138,7 +138,11 @@ def bare(name: str, world: int) -> tuple[float, float]:
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.no_sync_func = ddp.no_sync
-    batches, schedule, timer = iter(DataLoader(_Random(), batch_size=None, pin_memory=True)), get_forward_backward_func(), Timer()
+    batches, schedule, timer = (
+        iter(DataLoader(_Random(), batch_size=None, pin_memory=True)),
+        get_forward_backward_func(),
+        Timer(),
+    )
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         batch = {k: v.cuda(non_blocking=True) for k, v in next(iterator).items()}
