@@ -200,7 +200,7 @@ def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         norms = [torch.linalg.vector_norm(g.dequantize()) for g in ours]
     found = {id(g): n for g, n in zip(ours, norms, strict=True)}
     plain = [t for t in tensors if id(t) not in found]
-    found |= {id(t): n for t, n in zip(plain, torch._foreach_norm(plain), strict=True)} if plain else {}
+    found |= {id(t): n for t, n in zip(plain, torch._foreach_norm(plain, dtype=torch.float32), strict=True)} if plain else {}
     return [found[id(t)].to(dtype or torch.float32) for t in tensors]
 
 

@@ -1,8 +1,8 @@
 """Megatron-core's distributed optimizer around the user's own Adam or AdamW, with a level's masters and states.
 
 What is Megatron's stays so: which part of which parameter a process steps, its gradients' way there, its checkpoints.
-What is ours: the optimizer that steps (torch's fused one, or this package's with low-bit states), masters of another
-format than FP32 or none at all, FP8 gradients.
+What is ours: the optimizer that steps, which unscales, updates states and masters and writes half weights in one pass,
+with states of the level's formats; masters of another format than FP32 or none at all; FP8 gradients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable
+from nemo_lowprec.optim import StateFormats, adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
+from nemo_lowprec.weights.saved_form import MASTER, master_of
 
 __all__ = ["INITIAL_VALUES", "LowPrecisionDistributedOptimizer", "check_optimizer"]
 
@@ -96,17 +97,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         group_index: int,
     ) -> None:
         self._settings = settings
-        if settings.level.is_low_bit:
-            first, second = settings.level.optimizer_states
-            adopt(
-                inner,
-                StateFormats(
-                    first,  # type: ignore[arg-type]
-                    second,  # type: ignore[arg-type]
-                    stochastic_rounding=settings.stochastic_rounding,
-                    seed=settings.rounding_seed,
-                ),
-            )
+        first, second = settings.level.optimizer_states
+        adopt(
+            inner,
+            StateFormats(
+                first,  # type: ignore[arg-type]
+                second,  # type: ignore[arg-type]
+                stochastic_rounding=settings.stochastic_rounding,
+                seed=settings.rounding_seed,
+            ),
+        )
         # Its own precision-aware paths, which are Transformer Engine's FusedAdam's, stay off.
         plain = replace(
             config,
@@ -134,9 +134,8 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             yield from zip(models, mains, strict=True)
 
     def _fit_masters(self) -> None:
-        """Give masters the level's format, or let weights take their updates themselves."""
+        """Have parts of half weights step, which write themselves; with the level's masters, or as their own."""
         low_bit = self._settings.level.is_low_bit
-        self._copied: tuple[list[Tensor], list[Tensor]] = [], []  # parts of half weights, and their masters
         for index, group in enumerate(self.optimizer.param_groups):
             models, mains = self.model_float16_groups[index], self.shard_fp32_from_float16_groups[index]
             weights = self.shard_float16_groups[index]
@@ -145,13 +144,13 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if start_from is not None:
                     part = self._part(model)
                     main.copy_(start_from.view(-1)[part.start : part.end])
-                stored_fp8 = is_float8tensor(model)
-                if low_bit:
-                    mains[i] = _like(main, main.half()) if stored_fp8 else _like(main, weights[i])
-                    model.main_param = mains[i]
-                elif not stored_fp8:
-                    self._copied[0].append(weights[i])
-                    self._copied[1].append(main)
+                if is_float8tensor(model):
+                    mains[i] = _like(main, main.half()) if low_bit else main
+                else:
+                    mains[i] = _like(main, weights[i])
+                    if not low_bit:
+                        setattr(mains[i], MASTER, main)
+                model.main_param = mains[i]
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
@@ -161,20 +160,32 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         return self._get_model_param_range_map(param)["param"]
 
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """What steps of these parameters on this process: masters, or parts of the weights themselves."""
-        return [self._main_of[param] for param in params if param in self._main_of]
+        """What holds the exact values of these parameters on this process: masters, or parts of the weights."""
+        return [_exact(self._main_of[param]) for param in params if param in self._main_of]
+
+    def states(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """The optimizer states of the parts of these parameters."""
+        return [self.optimizer.state[self._main_of[param]] for param in params if param in self._main_of]
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Go on from the masters of an earlier optimizer of the same parameters, cut alike."""
         for param, main in self._main_of.items():
             earlier = masters.get(param)
-            if earlier is not None and earlier.shape == main.shape and not self.is_weight(main):
-                main.copy_(earlier)
+            if earlier is not None and earlier.shape == main.shape and not self.is_weight(_exact(main)):
+                _set(main, earlier)
 
     def kept_masters(self) -> dict[Tensor, Tensor]:
         """Masters that are no weights, by their parameters."""
-        return {param: main for param, main in self._main_of.items() if not self.is_weight(main)}
+        exact = ((param, _exact(main)) for param, main in self._main_of.items())
+        return {param: main for param, main in exact if not self.is_weight(main)}
+
+    def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
+        super()._copy_model_params_to_main_params(*args, **kwargs)
+        for main in self._main_of.values():
+            master = master_of(main)
+            if master is not None:
+                master.copy_(main)
 
     def is_weight(self, main: Tensor) -> bool:
         """Whether ``main`` is a part of a weight, which takes its updates itself."""
@@ -188,15 +199,11 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def apply(self, divisor: Tensor, found: FoundInf) -> None:
         """Step on the gradients divided by ``divisor``, an FP32 scalar; or not at all where ``found`` says so."""
         inner: Any = self.optimizer
-        if getattr(inner, "_step_supports_amp_scaling", False):
-            inner.grad_scale, inner.found_inf = divisor, found.on_device
-            try:
-                inner.step()
-            finally:
-                del inner.grad_scale, inner.found_inf
-        elif not found:
-            torch._foreach_div_(_grads(self.get_parameters()), divisor)
+        inner.grad_scale, inner.found_inf = divisor, found.on_device
+        try:
             inner.step()
+        finally:
+            del inner.grad_scale, inner.found_inf
         self.zero_grad()
 
     @torch.no_grad()
@@ -210,9 +217,9 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         self._copy_model_grads_to_main_grads()
         total = torch.zeros((), device=torch.cuda.current_device())
         if self._counted:
-            total = torch.stack(torch._foreach_norm(_grads(self._counted))).float().square().sum()
+            total = torch.stack(_norms(_grads(self._counted))).square().sum()
         if self._counted_elsewhere:  # which may be infinite here alone
-            norms = torch.stack(torch._foreach_norm(_grads(self._counted_elsewhere)))
+            norms = torch.stack(_norms(_grads(self._counted_elsewhere)))
             total = torch.where(norms.isfinite().all(), total, torch.inf)
         return total
 
@@ -224,14 +231,13 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                     self._fp8_parts[model] = part_of_gradient(grad, part.start, part.end)
                     if grad.weight != 1:
                         self._fp8_parts[model].mul_(grad.weight)
-                    main.grad_dtype = torch.float32
+                main.grad_dtype = torch.float32
                 main.grad = self._fp8_parts[model]
             else:
-                main.grad = grad.view(-1)[part.start : part.end].float()
+                main.grad_dtype = grad.dtype
+                main.grad = grad.view(-1)[part.start : part.end]
 
     def _copy_main_params_to_model_params(self) -> None:
-        if self._copied[0]:
-            torch._foreach_copy_(*self._copied)
         if self._settings.fp8_weights:
             fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
             write_fp8_weights(fp8, mains, starts, self.data_parallel_group)
@@ -274,17 +280,11 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
 
     def _make_states(self, steps: int) -> None:
         """Give every part states, zero where it had none, after so many steps."""
-        inner = self.optimizer
-        for group in inner.param_groups:
+        for group in self.optimizer.param_groups:
             for main in group["params"]:
-                state = inner.state[main]
-                if not state and isinstance(inner, LowBitStates):
-                    inner._init_state(main, state)
-                elif not state:
-                    for name in _STATES:
-                        state[name] = torch.zeros_like(main, dtype=torch.float32)
-                    fused = group.get("fused") or group.get("capturable")
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=main.device if fused else "cpu")
+                state = self.optimizer.state[main]
+                if not state:
+                    self.optimizer._init_state(main, state)
                 state["step"].fill_(steps)
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
@@ -302,17 +302,26 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         if not self.optimizer.state[main]:
             self._make_states(0)
         state = self.optimizer.state[main]
-        return {"param": main.detach().float(), **{k: portable(state[k]).float() for k in _STATES}}
+        return {"param": _exact(main).detach().float(), **{k: portable(state[k]).float() for k in _STATES}}
 
     def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
         main = self._main_of[model_param]
-        state = self.optimizer.state[main]
-        main.detach().copy_(tensors["param"])
+        _set(main, tensors["param"])
         for name in _STATES:
-            if isinstance(self.optimizer, LowBitStates):
-                state[name] = self.optimizer._take(name, tensors[name].view(main.shape), main)
-            else:
-                state[name].copy_(tensors[name].view(main.shape))
+            self.optimizer.state[main][name] = self.optimizer._take(name, tensors[name].view(main.shape), main)
+
+
+def _exact(main: Tensor) -> Tensor:
+    """The master of a part of a half weight, or the part itself."""
+    master = master_of(main)
+    return main if master is None else master
+
+
+def _set(main: Tensor, values: Tensor) -> None:
+    """Give a part, and its master where it has one, these values."""
+    for tensor in (main, master_of(main)):
+        if tensor is not None:
+            tensor.detach().copy_(values.view(main.shape))
 
 
 def _counts(param: Tensor) -> bool:
@@ -328,6 +337,11 @@ def _counts(param: Tensor) -> bool:
 
 def _grads(parts: Sequence[Tensor]) -> list[Tensor]:
     return [part.grad for part in parts if part.grad is not None]
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    """FP32, as half ones overflow."""
+    return list(torch._foreach_norm(grads, dtype=torch.float32))
 
 
 def _like(main: Tensor, values: Tensor) -> Tensor:

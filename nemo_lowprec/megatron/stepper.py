@@ -136,7 +136,7 @@ class Stepper:
     # Masters and states
 
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """What steps of these parameters on this process: masters, or parts of the weights themselves."""
+        """What holds the exact values of these parameters on this process: masters, or parts of the weights."""
         params = list(params)
         return [main for part in self.parts for main in part.masters(params)]
 
@@ -144,9 +144,10 @@ class Stepper:
         """Whether ``main`` is a part of a weight, which takes its updates itself."""
         return any(part.is_weight(main) for part in self.parts)
 
-    def state_of(self, main: Tensor) -> dict[str, Any]:
-        """The states of what ``masters`` has returned."""
-        return next((p.optimizer.state[main] for p in self.parts if main in p.optimizer.state), {})
+    def states(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """The optimizer states of the parts that this process has of these parameters."""
+        params = list(params)
+        return [state for part in self.parts for state in part.states(params)]
 
     def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
         """Go on from the masters of an earlier optimizer of the same parameters."""

@@ -98,7 +98,7 @@ class MegatronLook:
                 ("Weight gradient", vectors or level.weight_grad, self._gradients[part], count),
             ]
             for index, key in enumerate(("exp_avg", "exp_avg_sq")):
-                states = Bytes(optimizer.state_of(m).get(key) for m in masters)
+                states = Bytes(state.get(key) for state in optimizer.states(params))
                 columns.append(("Optimizer states", vectors or level.optimizer_states[index], states, held))
             for column, declared, bytes_, over in columns:
                 size = bytes_.per_param(over) if over else None
