@@ -88,6 +88,12 @@ def contestants() -> dict[str, Contestant]:
 
         return Contestant(fp16, make, fp8_gradients=True, fp8_weights=fp8_weights)
 
+    def ours_with_masters(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from nemo_lowprec.optim import AdamW
+
+        formats: dict[str, Any] = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"), "fp32")
+        return AdamW(params, **formats, **SETTINGS)
+
     def te(weights: torch.dtype, **dtypes: torch.dtype) -> Contestant:
         def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
             from transformer_engine.pytorch.optimizers import FusedAdam
@@ -112,6 +118,7 @@ def contestants() -> dict[str, Contestant]:
         "nemo_lowprec O2, stochastic rounding": ours("fp8", "fp16", rounding=True),
         "nemo_lowprec O3: O2 with FP8 weights and FP16 masters": ours("fp8", "fp16", fp8_weights=True),
         "nemo_lowprec O3, stochastic rounding": ours("fp8", "fp16", fp8_weights=True, rounding=True),
+        "nemo_lowprec: BF16 weights, FP32 masters and states": Contestant(bf16, ours_with_masters, masters=True),
         "TE FusedAdam, FP16 weights and masters, FP8+FP16 states": te(
             fp16, master_weight_dtype=fp16, exp_avg_dtype=uint8, exp_avg_sq_dtype=fp16
         ),

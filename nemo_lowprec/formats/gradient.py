@@ -200,7 +200,9 @@ def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         norms = [torch.linalg.vector_norm(g.dequantize()) for g in ours]
     found = {id(g): n for g, n in zip(ours, norms, strict=True)}
     plain = [t for t in tensors if id(t) not in found]
-    found |= {id(t): n for t, n in zip(plain, torch._foreach_norm(plain, dtype=torch.float32), strict=True)} if plain else {}
+    if plain:
+        norms = torch._foreach_norm(plain, dtype=torch.float32)  # half ones overflow
+        found |= {id(t): n for t, n in zip(plain, norms, strict=True)}
     return [found[id(t)].to(dtype or torch.float32) for t in tensors]
 
 

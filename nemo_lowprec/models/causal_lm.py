@@ -269,7 +269,7 @@ class CausalLM(LightningModule):
         if total == float("inf"):
             raise ValueError("The Trainer has no end: give it max_steps or max_epochs, or the model schedule_steps.")
         warmup = default_warmup(int(total)) if h["warmup_steps"] is None else h["warmup_steps"]
-        fused = h["fused"]
+        fused = h.get("fused")
         if fused is None:
             fused = all(p.device.type == "cuda" for p in self.parameters())
         optimizer = AdamW(

@@ -36,7 +36,7 @@ class MegatronGPT(CausalLM):
         weights: folder of a transformers model to start from; None: Megatron-core's own random weights.
         transformer: further fields of TransformerConfig, such as ``recompute_granularity``; those of the level and of
             the parallel sizes are the plugin's and the strategy's.
-        lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps, fused: as in ``CausalLM``.
+        lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps: as in ``CausalLM``.
         activation_checkpointing: recompute each layer in backward in place of keeping its activations.
         init_seed: of the random weights.
 
@@ -60,15 +60,15 @@ class MegatronGPT(CausalLM):
         eps: float = 1e-8,
         warmup_steps: int | None = None,
         schedule_steps: int | None = None,
-        fused: bool | None = None,
         activation_checkpointing: bool = False,
         init_seed: int = 1234,
     ) -> None:
         super().__init__(
             preset, model_type, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps,
-            schedule_steps, fused, activation_checkpointing, init_seed=init_seed,
+            schedule_steps, activation_checkpointing=activation_checkpointing, init_seed=init_seed,
         )  # fmt: skip
-        del self.hparams["attn_implementation"]
+        for choice in ("attn_implementation", "fused"):  # which Megatron-core's layers and optimizer leave nobody
+            del self.hparams[choice]
         self.save_hyperparameters({"weights": weights, "transformer": dict(transformer or {})})
 
     # ------------------------------------------------------------------ the model
