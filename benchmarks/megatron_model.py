@@ -159,7 +159,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
         optimizer.step()
         timer.on_train_batch_end(None, None, None, None, index)
     unhook(ddp)
-    # Something of Megatron-core's keeps the config, and these the buffers.
+    # What keeps the config would keep the buffers and the states by these.
     model.config.finalize_model_grads_func = model.config.grad_scale_func = model.config.no_sync_func = None
     return timer.figures()
 

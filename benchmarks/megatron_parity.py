@@ -103,7 +103,7 @@ def work(rank: int, gpus: int, layout: str, levels: list[str], steps: int, folde
 
 
 def train_all(layouts: list[str], *args: Any) -> None:
-    """Run ``work`` for each layout, all side by side; those of one GPU take turns in which."""
+    """Run ``work`` for each layout, all side by side; those of one GPU are dealt out over the GPUs."""
     alone = [layout for layout in layouts if LAYOUTS[layout][0] == 1]
     count = torch.cuda.device_count()
     with ThreadPoolExecutor(len(layouts)) as pool:

@@ -50,6 +50,12 @@ def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
             f"MegatronStrategy steps one optimizer, and configure_optimizers() returned {len(optimizers)}. "
             "Give one Adam or AdamW several parameter groups."
         )
+    if not isinstance(optimizers[0], torch.optim.Adam):
+        raise ValueError(
+            f"configure_optimizers() returned {type(optimizers[0]).__name__}, and MegatronStrategy steps with torch's "
+            "Adam or AdamW at every level. Use one of these, or strategy='lowprec_sharded' at a level with FP32 states "
+            "such as bf16_with_fp8_mixed."
+        )
     check_adoptable(optimizers[0])
     return optimizers[0]
 

@@ -174,8 +174,8 @@ class Stepper:
                 chunk.disable_forward_pre_hook(param_sync=gather)
             unhook(chunk)
             for param in chunk.module.parameters():
-                if hasattr(param, "main_grad"):
-                    del param.main_grad
+                for held in ("main_grad", "main_param"):  # parts of the buffers
+                    param.__dict__.pop(held, None)
                 if not is_float8tensor(param):
                     param.data = param.data.clone()
         return masters

@@ -10,6 +10,7 @@ from nemo_lowprec.formats import E4M3, GradientTensor
 from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
 from nemo_lowprec.megatron.gradients import MainGradient, hold_in_fp8, part_of_gradient
 from nemo_lowprec.megatron.parallel import ParallelLayout
+from tests.megatron.cpu import CpuForCuda
 from tests.processes import on_processes
 
 WORLD = 2
@@ -125,12 +126,15 @@ def own_part(ddp, rank):
 
 
 def job(rank):
+    with CpuForCuda():
+        return found_by(rank)
+
+
+def found_by(rank):
     import torch.distributed as dist
 
     from nemo_lowprec.megatron.gradients import _exchange
 
-    # Megatron asks for the GPU to lay its buffers on.
-    torch.cuda.current_device = lambda: "cpu"
     ParallelLayout().initialize()
     found = {}
 

@@ -1,11 +1,13 @@
 """Steps of Megatron-core's distributed optimizer at the levels' formats: two processes on the CPU, over gloo."""
 
+import gc
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_lowprec.formats import StoredTensor
 from tests.megatron.cpu import CpuForCuda
@@ -140,6 +142,14 @@ def job(rank, folder):
                 param.data.fill_(0.3)
             stepper.reload_masters()
             found[f"{case} reloaded"] = [master.clone() for master in stepper.masters(chunk.module.parameters())]
+            net = chunk.module
+            buffers = [StorageWeakRef(buffer.param_data.untyped_storage()) for buffer in chunk.buffers]
+            before = [param.detach().clone() for param in net.parameters()]
+            stepper.release()
+            del chunk, stepper
+            gc.collect()
+            found[f"{case} held"] = sum(not buffer.expired() for buffer in buffers)
+            found[f"{case} kept"] = all(map(torch.equal, net.parameters(), before))
     return found
 
 
@@ -231,3 +241,9 @@ def test_resumes_bit_for_bit(case, form, ranks):
 def test_masters_start_from_weights_that_others_wrote(case, ranks):
     for found in ranks:
         assert all((master.float() - 0.3).abs().max() < 1e-3 for master in found[f"{case} reloaded"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_net_that_is_let_go_of_keeps_its_weights_and_no_buffers(case, ranks):
+    for found in ranks:
+        assert found[f"{case} kept"] and not found[f"{case} held"]

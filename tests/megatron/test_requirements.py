@@ -68,3 +68,12 @@ def test_options_are_lightnings_and_not_torchs(monkeypatch):
     assert MegatronStrategy(process_group_backend="nccl").process_group_backend == "nccl"
     with pytest.raises(TypeError, match="MegatronStrategy has no find_unused_parameters"):
         MegatronStrategy(find_unused_parameters=True)
+
+
+def test_another_optimizer_is_refused_with_the_way_out():
+    from nemo_lowprec.megatron.optimizer import check_optimizer
+
+    sgd = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=r"returned SGD, .*AdamW at every level.*strategy='lowprec_sharded'"):
+        check_optimizer([sgd])
+    assert check_optimizer([adamw := torch.optim.AdamW(sgd.param_groups[0]["params"])]) is adamw
