@@ -2,7 +2,8 @@
 
 python -m benchmarks.gpu_tests
 
-Most of their time goes into compiling kernels, so each file has a process of its own, all at once.
+Most of their time goes into compiling kernels, so each file has a process of its own, all at once. With ``--files``,
+figures of the others stay.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import Record, arguments
+from benchmarks.record import Record, arguments, lines
 
 
 class Outcomes:
@@ -40,16 +41,21 @@ def outcomes_of(file: Path) -> tuple[int, Outcomes]:
 
 
 def main() -> None:
-    args = arguments(__doc__.split("\n")[0], "gpu_tests_h200.jsonl").parse_args()
-    files = sorted(Path("tests/gpu").glob("test_*.py"))
+    parser = arguments(__doc__.split("\n")[0], "gpu_tests_h200.jsonl")
+    parser.add_argument("--files", nargs="*", type=Path, help="files of tests; all without")
+    args = parser.parse_args()
+    files = args.files or sorted(Path("tests/gpu").glob("test_*.py"))
+    names = {str(file) for file in files}
+    others = [f for f in lines(args.out) if f.get("file") not in names] if args.files and args.out.exists() else []
     with ProcessPoolExecutor(len(files), multiprocessing.get_context("spawn")) as pool:
         results = list(pool.map(outcomes_of, files))
-    record = Record(args.out)
+    record = Record(args.out, others)
     for _, outcomes in results:
         for file, counts in outcomes.by_file.items():
             record.add(benchmark="gpu_tests", file=file, **{k: counts[k] for k in ("passed", "failed", "skipped")})
-    for reason, count in sum((outcomes.reasons for _, outcomes in results), Counter()).most_common():
-        record.add(benchmark="gpu_tests_skipped", reason=reason, tests=count)
+    for file, (_, outcomes) in zip(files, results, strict=True):
+        for reason, count in outcomes.reasons.most_common():
+            record.add(benchmark="gpu_tests_skipped", file=str(file), reason=reason, tests=count)
     sys.exit(max(code for code, _ in results))
 
 

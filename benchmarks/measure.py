@@ -17,7 +17,10 @@ from torch import Tensor
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.weights.masters import master_of
 
-__all__ = ["DEVICE", "MIB", "Watch", "allocated", "peaks", "release", "reset_peak", "sizes", "synchronize"]
+__all__ = [
+    "DEVICE", "MIB", "Watch", "allocated", "peaks", "release", "reset_peak", "sizes", "stay_on_gpu",
+    "synchronize",
+]  # fmt: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIB = 2**20
@@ -33,6 +36,12 @@ def release() -> None:
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def stay_on_gpu(trainer: Any, module: Any) -> None:
+    """At the end of training. Lightning would move model and states to the CPU, which takes longer than the steps."""
+    trainer.strategy.optimizers = []
+    module.cpu = lambda: module
 
 
 def allocated() -> int:

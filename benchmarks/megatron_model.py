@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.llama import BATCH, SEQUENCE, VOCAB
-from benchmarks.measure import release
+from benchmarks.measure import release, stay_on_gpu
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.strategies import MegatronStrategy
 
-__all__ = ["Timer", "bare", "on_gpus", "plugin", "transformers_path", "with_strategy"]
+__all__ = ["GIB", "Timer", "bare", "on_gpus", "plugin", "transformers_path", "with_strategy"]
 
 WARMUP, STEPS, GIB = 4, 20, 2**30
 MODEL: dict[str, Any] = {
@@ -69,6 +69,9 @@ class Timer(pl.Callback):
             self.start()
         elif index == WARMUP + STEPS - 1:
             self.stop()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        stay_on_gpu(trainer, module)
 
     def figures(self) -> tuple[float, float]:
         """(seconds, GiB) of the slowest and of the largest process."""
@@ -158,10 +161,16 @@ def bare(name: str, world: int) -> tuple[float, float]:
         )  # fmt: skip
         optimizer.step()
         timer.on_train_batch_end(None, None, None, None, index)
+    figures = timer.figures()
+    # Megatron-core's hooks keep a model that was trained; what comes next needs the memory.
+    for buffer in ddp.buffers:
+        buffer.param_data.untyped_storage().resize_(0)
+        buffer.grad_data.untyped_storage().resize_(0)
+    for param in model.parameters():
+        vars(param).pop("main_param", None)
     unhook(ddp)
-    # What keeps the config would keep the buffers and the states by these.
     model.config.finalize_model_grads_func = model.config.grad_scale_func = model.config.no_sync_func = None
-    return timer.figures()
+    return figures
 
 
 def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:

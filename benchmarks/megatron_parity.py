@@ -19,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 
 from benchmarks.measure import release
 from benchmarks.megatron_model import on_gpus, plugin
@@ -39,7 +40,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2+fp16"]
 MODEL: dict[str, Any] = {
-    "preset": "llama_100m", "config": {"tie_word_embeddings": False}, "lr": 6e-4, "min_lr": 6e-5, "warmup_steps": 50,
+    "preset": "llama_100m", "config": {"tie_word_embeddings": False}, "lr": 3e-4, "min_lr": 3e-5, "warmup_steps": 50,
     "init_seed": 0,
 }  # fmt: skip
 
@@ -52,10 +53,13 @@ class Curve(pl.Callback):
         self._micro: list[torch.Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        self._micro.append(outputs["loss"].detach().clone())
+        loss = outputs["loss"].detach().clone()
+        whole = isinstance(module, MegatronGPT)  # whose losses are those of all processes
+        if not whole and trainer.world_size > 1:
+            dist.all_reduce(loss, dist.ReduceOp.AVG)
+        self._micro.append(loss)
         if len(self._micro) == trainer.accumulate_grad_batches:
             # Lightning divides each by their number; the last one of a pipeline stands for all.
-            whole = isinstance(module, MegatronGPT)
             self.losses.append(self._micro[-1] * len(self._micro) if whole else torch.stack(self._micro).sum())
             self._micro = []
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.llama import BATCH, SEQUENCE
-from benchmarks.measure import release
-from benchmarks.megatron_model import bare, on_gpus, transformers_path, with_strategy
+from benchmarks.measure import allocated, release
+from benchmarks.megatron_model import GIB, bare, on_gpus, transformers_path, with_strategy
 from benchmarks.record import Record, arguments, earlier
 
 PATHS = {"bare loop": bare, "MegatronStrategy": with_strategy, "transformers": transformers_path}
@@ -33,11 +33,10 @@ def work(rank: int, gpus: int, level: str, rounds: int, out: str) -> None:
     for index in range(rounds):
         for name, path in PATHS.items():
             release()
-            if rank == 0 and torch.cuda.memory_allocated() > 2**30:
-                print(f"{torch.cuda.memory_allocated() / 2**30:.1f} GiB are left from before {name}", flush=True)
+            left = allocated() / GIB  # of a path before
             try:
                 seconds, gib = path(level, gpus)
-                found = {"seconds": seconds, "gib": gib}
+                found = {"seconds": seconds, "gib": gib - left}
             except Exception as error:
                 traceback.print_exc()
                 found = {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -22,6 +22,7 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
+from benchmarks.measure import stay_on_gpu
 from benchmarks.record import Record, arguments, earlier
 from nemo_lowprec.compute import prefer_attention
 from nemo_lowprec.plugins import LEVELS
@@ -47,9 +48,7 @@ class Clock(pl.Callback):
             self._start = now
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        # Lightning would move the model and the optimizer's states to the CPU, which takes longer than the steps.
-        trainer.strategy.optimizers = []
-        module.cpu = lambda: module
+        stay_on_gpu(trainer, module)
 
 
 def under_trainer(

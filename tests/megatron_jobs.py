@@ -142,7 +142,7 @@ def train(
 
     torch.cuda.set_device(rank)
     common: dict[str, Any] = {
-        "config": CONFIG, "vocab_size": VOCAB, "lr": 2e-3, "warmup_steps": 2, "schedule_steps": 20, "init_seed": 7,
+        "config": CONFIG, "vocab_size": VOCAB, "lr": 5e-4, "warmup_steps": 2, "schedule_steps": 20, "init_seed": 7,
     }  # fmt: skip
     if kind == "gpt":
         model: CausalLM = MegatronGPT("llama_tiny", weights=weights, transformer=transformer, **common)
