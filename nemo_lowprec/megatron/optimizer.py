@@ -160,6 +160,8 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
+            # Megatron-core keeps the group that torch has copied this one from, and all FP32 masters with it.
+            self.opt_group_ranges[index] |= {"orig_group": group, "orig_group_idx": group}
 
     def _part(self, param: Tensor) -> Any:
         """The range of the parameter's elements that this process steps."""

@@ -123,6 +123,13 @@ def loaded(case, folder, form):
     return chunk, stepper
 
 
+def parts_in_fp32():
+    """Of matrices, flat, as many as there are in this process's memory."""
+    gc.collect()
+    return sum(type(x) in (torch.Tensor, nn.Parameter) and x.dtype == torch.float32 and x.shape == (2048,)
+               for x in gc.get_objects())  # fmt: skip
+
+
 def job(rank, folder):
     from nemo_lowprec.megatron.parallel import ParallelLayout
 
@@ -130,7 +137,9 @@ def job(rank, folder):
     with CpuForCuda():
         ParallelLayout().initialize()
         for case in CASES:
+            before = parts_in_fp32()
             chunk, stepper = build(case)
+            found[f"{case} in FP32"] = parts_in_fp32() - before
             found[case] = train(chunk, stepper, rank, range(STEPS))
             for form in FORMS:
                 saved(chunk, stepper, rank, folder / case / form, form)
@@ -247,3 +256,9 @@ def test_masters_start_from_weights_that_others_wrote(case, ranks):
 def test_a_net_that_is_let_go_of_keeps_its_weights_and_no_buffers(case, ranks):
     for found in ranks:
         assert found[f"{case} kept"] and not found[f"{case} held"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_masters_take_memory_where_a_level_has_them_alone(case, ranks):
+    parts = sum(found[f"{case} in FP32"] for found in ranks)
+    assert parts == 0 if case.startswith("msamp") else parts >= 2
