@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.megatron_parity import smoothed
+from benchmarks.megatron_step import LEVELS
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import failure, milliseconds, origin, rst_table
 
@@ -48,6 +49,7 @@ def megatron_headlines() -> list[tuple[str, str, str, str]]:
 def megatron_step() -> str:
     """Whole steps on Megatron-core, from megatron_step_h200.jsonl."""
     origins, figures = read(_STEP)
+    figures.sort(key=lambda f: (f["gpus"], LEVELS.index(f["level"])))  # levels may have been measured in any order
     table = rst_table(
         ("Level", "path", "GPUs", "tokens/s a GPU", "of the bare loop", "ms a step: median (min – max)", "peak GiB"),
         [

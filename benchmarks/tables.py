@@ -1,7 +1,7 @@
 """The documents' tables of measurements, made from benchmarks/results/: ``python -m benchmarks.tables`` prints them.
 
 ``python -m benchmarks.tables --write`` puts them into README.rst and docs/measured.rst, between the comments that name
-them, and draws the picture of throughput.
+them, and draws the pictures.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.levels import HOPPER
+from benchmarks.megatron_tables import megatron_headlines, megatron_parity, megatron_picture, megatron_step
 from benchmarks.parallel_tables import (
     gradient_sync,
     parallel_headlines,
@@ -96,7 +97,7 @@ def headlines() -> str:
             "–",
         )
     )
-    rows += parallel_headlines()
+    rows += parallel_headlines() + megatron_headlines()
     return rst_table(("Figure", "nemo_lowprec", "beside", "ratio"), rows)
 
 
@@ -285,6 +286,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "gradient_sync": gradient_sync,
     "parallel_step": parallel_step,
     "parallel_parity": parallel_parity,
+    "megatron_step": megatron_step,
+    "megatron_parity": megatron_parity,
 }
 
 
@@ -304,6 +307,7 @@ def main() -> None:
             document.write_text(fill(document.read_text()))
         throughput_picture(RESULTS / "train_step_h200.png")
         parallel_picture(RESULTS / "parallel_step_h200.png")
+        megatron_picture(RESULTS / "megatron_parity_h200.png")
         return
     for make in TABLES.values():
         try:

@@ -143,6 +143,8 @@ class Engine:
         self._found_inf: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
         self._saturated: Tensor | None = None
         self._has_te_layers = False
+        self._shares_amaxes = False
+        self._amax_group: dist.ProcessGroup | None = None
         self._reduced: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -252,6 +254,7 @@ class Engine:
         if self.reducer is not None:
             self.reducer.remove()
             self.reducer = None
+        self._shares_amaxes, self._amax_group = False, None
         if self.histories is not None:
             self.histories.reduce_amax = None
         if self.gradients is not None:
@@ -387,6 +390,7 @@ class Engine:
 
     def share_amaxes(self, group: dist.ProcessGroup | None) -> None:
         """Scale by the amaxes of all processes of ``group``."""
+        self._shares_amaxes, self._amax_group = True, group
         if self.histories is not None:
             self.histories.reduce_amax = partial(reduce_amax, group=group)
 
@@ -513,7 +517,14 @@ class Engine:
 
     def _find_saturated(self) -> Tensor | None:
         # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
-        return self.histories.nonfinite() if self.histories is not None else None
+        found = [self.histories.nonfinite()] if self.histories is not None else []
+        if self._has_te_layers and self.model is not None:
+            here = te_layers.nonfinite_amaxes(self.model)
+            flag = torch.zeros(1, device=self.device) if here is None else here.float().reshape(1)
+            if self._shares_amaxes:  # which TE does not
+                anywhere_(flag, self._amax_group)
+            found.append(flag.bool().any())
+        return torch.stack(found).any() if found else None
 
     def _note(self, optimizer: Optimizer, found: Tensor, saturated: Tensor | None) -> None:
         if saturated is not None:
@@ -550,6 +561,8 @@ class Engine:
             self.skipped.add(optimizer)
             if self.histories is not None:
                 self.histories.discard()
+            if self._has_te_layers and self.model is not None:
+                te_layers.forget_nonfinite_amaxes(self.model)
             return None
         self.skipped.discard(optimizer)
         if self.shards is not None:

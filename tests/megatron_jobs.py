@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from nemo_lowprec.compute import te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.loss import IGNORE
@@ -98,12 +99,33 @@ def val_loss(model: nn.Module) -> float:
     return float(F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten()))
 
 
+class Spoiler(Callback):
+    """Makes the gradient of what a layer returns infinite in one micro-batch of a step, where FP8 casts saturate it."""
+
+    LAYERS = ("linear_fc1", "gate_proj")  # Megatron-core's and transformers': without bias
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        layer = next(m for name, m in module.named_modules() if name.endswith(self.LAYERS))
+
+        def spoil(layer: nn.Module, args: Any, output: Any) -> None:
+            out = output[0] if isinstance(output, tuple) else output
+            if trainer.global_step == self.step and out.requires_grad:
+                self.step = -1
+                out.register_hook(lambda grad: torch.full_like(grad, torch.inf))
+
+        layer.register_forward_hook(spoil)
+
+
 class Losses(Callback):
-    """Losses of the steps, their gradients' norms and the learning rates."""
+    """Losses of the steps, their gradients' norms, whether they were skipped, and the losses of validation."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.skipped: list[bool] = []
         self.val: list[float] = []
         self._micro: list[float] = []
 
@@ -116,6 +138,7 @@ class Losses(Callback):
             self._micro = []
             if isinstance(trainer.strategy, MegatronStrategy):
                 self.norms.append(float(trainer.strategy.engine.optimizer.grad_norm))
+                self.skipped.append(bool(trainer.strategy.engine.optimizer.skipped))
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.val.append(float(trainer.callback_metrics["val/loss"]))
@@ -133,8 +156,8 @@ def make_weights(folder: Path) -> str:
 def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
-    world: int = 1, again: bool = False, masked: bool = False, transformer: dict[str, Any] | None = None,
-    **options: Any,
+    world: int = 1, again: bool = False, masked: bool = False, infinite: int | None = None,
+    transformer: dict[str, Any] | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -152,6 +175,8 @@ def train(
     record = Losses()
     audit = Audit()
     callbacks: list[Callback] = [record] if kind == "plain" else [record, audit]
+    if infinite is not None:
+        callbacks.append(Spoiler(infinite))
     if save is not None:
         folder, step = save
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))
@@ -167,6 +192,7 @@ def train(
     findings = audit.report.findings if audit.report is not None else []
     found = {
         "losses": list(record.losses), "norms": list(record.norms), "val": list(record.val),
+        "skipped": list(record.skipped), "nonfinite": bool(te_layers.nonfinite_amaxes(model)),
         "weights": {n: p.detach().float().cpu() for n, p in model.named_parameters()},
         "audit": [(f.column, f.part, f.declared, f.observed) for f in findings],
     }  # fmt: skip

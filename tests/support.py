@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_lowprec import CHART, LowPrecision
+from nemo_lowprec.compute import te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
@@ -250,6 +251,54 @@ def assert_second_skipped(model: Overflowing) -> None:
     for step in (0, 2):
         assert not torch.equal(model.after[step]["weights"]["mid.weight"], model.before[step]["weights"]["mid.weight"])
     assert [part["schedule"] for part in model.after] == [1, 1, 2]
+
+
+class Hidden(Net):
+    """An infinity in the gradient of what ``mid`` returns, at the third step: FP8 GEMMs saturate it."""
+
+    def __init__(self, on_rank: int = 0) -> None:
+        super().__init__()
+        self.on_rank = on_rank
+        self.skipped_at: list[int] = []
+
+    def spoiled(self) -> nn.Module:
+        return self.mid
+
+    def on_fit_start(self) -> None:
+        self.spoiled().register_full_backward_pre_hook(self._spoil)
+
+    def _spoil(self, module: nn.Module, grads: Any) -> Any:
+        (grad,) = grads
+        if self.trainer.global_step == 2 and self.global_rank == self.on_rank:
+            grad = grad.clone()
+            grad[0, 0] = float("inf")
+        return (grad,)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if self.trainer.optimizers[0] in self.trainer.precision_plugin.engine.skipped:
+            self.skipped_at.append(index)
+        assert all(p.isfinite().all() for p in self.parameters())
+
+
+class HiddenInTE(Hidden):
+    """The same in a layer of Transformer Engine's that the model brings."""
+
+    def __init__(self, on_rank: int = 0) -> None:
+        super().__init__(on_rank)
+        import transformer_engine.pytorch as te
+
+        torch.manual_seed(2)
+        self.own = te.Linear(128, 128, bias=False, params_dtype=torch.float32)
+
+    def spoiled(self) -> nn.Module:
+        return self.own
+
+    def middle(self, x: Tensor) -> Tensor:
+        return super().middle(self.own(x))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        super().on_train_batch_end(outputs, batch, index)
+        assert not te_layers.nonfinite_amaxes(self)
 
 
 class Observer(Callback):

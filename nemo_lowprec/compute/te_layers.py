@@ -11,6 +11,7 @@ and FP8 attention.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -24,10 +25,12 @@ from nemo_lowprec.compute.recipe import Recipe
 
 __all__ = [
     "empty_extra_state",
+    "forget_nonfinite_amaxes",
     "has_empty_histories",
     "has_te_layers",
     "histories_kept",
     "load_te_state_dict",
+    "nonfinite_amaxes",
     "rescale_gradients",
     "scale_by_histories",
     "te_context",
@@ -216,6 +219,24 @@ def _histories(model: nn.Module) -> list[Tensor]:
 def has_empty_histories(model: nn.Module) -> bool:
     """Whether no module has met an operand yet, so that all scales are 1."""
     return not any(bool(history.any()) for history in _histories(model))
+
+
+@torch.no_grad()
+def nonfinite_amaxes(model: nn.Module) -> Tensor | None:
+    """Whether an amax in the histories is not finite, as a bool scalar on the device; None where there are none.
+
+    FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+    """
+    histories = _histories(model)
+    return ~torch.stack(torch._foreach_norm(histories, math.inf)).isfinite().all() if histories else None
+
+
+@torch.no_grad()
+def forget_nonfinite_amaxes(model: nn.Module) -> None:
+    """Take amaxes that are not finite out of the histories: TE would leave their scales as they are for all the length
+    of a history."""
+    for history in _histories(model):
+        history.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 @torch.no_grad()

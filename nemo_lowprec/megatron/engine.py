@@ -287,6 +287,7 @@ class MegatronEngine:
         self.config.grad_scale_func = scale_loss
         for chunk in self.chunks:
             te_layers.scale_by_histories(chunk, raised)
+            te_layers.forget_nonfinite_amaxes(chunk)
         self.zero_grad()
 
     def _expect_gradients(self, unit: float) -> None:
@@ -369,10 +370,21 @@ class MegatronEngine:
     def step(self) -> bool:
         """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
         assert self.optimizer is not None
-        stepped = self.optimizer.step()
+        stepped = self.optimizer.step(self._find_saturated())
         if self.own_layers is not None:
             self.own_layers.after_step(stepped)
+        elif not stepped:
+            for chunk in self.chunks:
+                te_layers.forget_nonfinite_amaxes(chunk)
         return stepped
+
+    def _find_saturated(self) -> Tensor | None:
+        """Whether an operand of an FP8 GEMM was not finite, which the gradients need not show."""
+        if self.own_layers is not None:
+            return self.own_layers.nonfinite()
+        found = [te_layers.nonfinite_amaxes(chunk) for chunk in self.chunks]
+        flags = [flag for flag in found if flag is not None]
+        return torch.stack(flags).any() if flags else None
 
     def sync_weights(self) -> None:
         """Wait for weights that are being gathered, and gather those that are not."""

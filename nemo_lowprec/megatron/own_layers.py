@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_lowprec.comm import reduce_amax
 from nemo_lowprec.compute import check_attention, choose_backend, convert_layers, prefer_attention, revert_layers
@@ -72,6 +72,10 @@ class OwnLayers:
         """Whether this is the first backward pass since the last step."""
         first, self._first = self._first, False
         return first
+
+    def nonfinite(self) -> Tensor | None:
+        """Whether an amax of this step is not finite, on any process; None without delayed scaling."""
+        return self.histories.nonfinite() if self.histories is not None else None
 
     def after_step(self, stepped: bool) -> None:
         """Roll the amax histories, or leave those of a skipped step out."""

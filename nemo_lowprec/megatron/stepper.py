@@ -87,15 +87,21 @@ class Stepper:
         return loss if self.scaler is None else loss * self.scaler.scale
 
     @torch.no_grad()
-    def step(self) -> bool:
+    def step(self, saturated: Tensor | None = None) -> bool:
         """Unscale, clip, step and refresh the weights; on this device, without waiting for it before the end.
 
         Skipped on all processes where a gradient is not finite on any.
+
+        Args:
+            saturated: whether something that is not finite has left no trace in this process's gradients, a bool
+                scalar on the device.
 
         Returns:
             whether it stepped.
         """
         squares = torch.stack([part.squares() for part in self.parts]).sum()
+        if saturated is not None:
+            squares = torch.where(saturated, torch.inf, squares)
         with bookkeeping():
             dist.all_reduce(squares)
         scale = torch.ones_like(squares) if self.scaler is None else self.scaler.scale.float().reshape(())

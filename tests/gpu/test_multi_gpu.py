@@ -15,7 +15,19 @@ from tests.strategies import (
     test_sharded_checkpoints,
     test_sharded_models,
 )
-from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, is_low_bit, level_of, plugin_on, train, values_of
+from tests.support import (
+    CASES,
+    FP16_HALF,
+    HiddenInTE,
+    Net,
+    Samples,
+    assert_same,
+    is_low_bit,
+    level_of,
+    plugin_on,
+    train,
+    values_of,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +107,13 @@ def every_case(rank, place):
         found[f"{case} audits"] = {
             name: test_sharded.audit(case, rank, strategy, **on_gpu) for name, strategy in test_sharded.AUDITED.items()
         }
+    for strategy in STRATEGIES:
+        model = HiddenInTE(on_rank=1)
+        precision = plugin_on("te", "bf16_with_fp8_mixed")
+        processes = {"devices": 2, "strategy": strategy, "use_distributed_sampler": False}
+        data = ResumableLoader(Samples(128), 16, 3, rank, 2)
+        train(model, precision, data=data, accelerator="gpu", max_steps=5, **processes)
+        found[f"hidden {strategy}"] = model.skipped_at
     for case in test_materialize.CASES:
         nets = (test_materialize.Later, test_materialize.OnFirst)
         found[f"{case} made"] = [run_sharded(case, rank, net) for net in nets]
@@ -183,6 +202,11 @@ def test_a_nan_on_one_process_skips_the_step_on_all(ranks, case):
         first, second, third = rank[f"{case} sharded nan"]
         assert torch.equal(first, second)
         assert not torch.equal(second, third) and third.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_infinity_that_te_layers_of_one_process_hide_skips_the_step_on_all(ranks, strategy):
+    assert [rank[f"hidden {strategy}"] for rank in ranks] == [[2], [2]]
 
 
 @pytest.mark.parametrize("case", RESUMED)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from support import (
     CASES,
+    HiddenInTE,
     Net,
     Overflowing,
     assert_same,
@@ -166,6 +167,13 @@ def test_a_model_with_te_layers_of_its_own(case, tmp_path):
     resumed = fit(model, at(case, "te"), data=padded_loader(), ckpt=tmp_path / "step=2.ckpt", **options)
     assert model.losses == whole_model.losses[2:]
     assert_same(resumed.state, whole.state)
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_with_fp8_mixed", "fp16_with_fp8_mixed"])
+def test_an_infinity_that_te_layers_hide_from_the_gradients_skips_the_step(case):
+    model = HiddenInTE()
+    train(model, at(case, "te"), data=padded_loader(), accelerator="gpu", max_steps=5)
+    assert model.skipped_at == [2]
 
 
 def test_what_te_layers_of_the_model_cannot_do_is_refused_at_start():

@@ -72,14 +72,18 @@ def build(case):
     return chunk, Stepper(torch.optim.AdamW(net.parameters(), **ADAM), config, settings, [chunk])
 
 
+def accumulate(chunk, stepper, rank, step):
+    chunk.zero_grad_buffer()
+    stepper.zero_grad()
+    stepper.scale_loss(loss(chunk, rank, step)).backward()
+    chunk.finish_grad_sync()
+
+
 def train(chunk, stepper, rank, steps):
     found = {"stepped": [], "norms": [], "scales": []}
     for step in steps:
         found["scales"].append(stepper.loss_scale)
-        chunk.zero_grad_buffer()
-        stepper.zero_grad()
-        stepper.scale_loss(loss(chunk, rank, step)).backward()
-        chunk.finish_grad_sync()
+        accumulate(chunk, stepper, rank, step)
         found["stepped"].append(stepper.step())
         found["norms"].append(float(stepper.grad_norm))
     params = list(chunk.module.parameters())
@@ -146,6 +150,11 @@ def job(rank, folder):
             found[f"{case} on"] = train(chunk, stepper, rank, more)
             for form in FORMS:
                 found[f"{case} {form}"] = train(*loaded(case, folder / case / form, form), rank, more)
+            before = [param.detach().clone() for param in chunk.module.parameters()]
+            accumulate(chunk, stepper, rank, 0)
+            saturated = stepper.step(torch.tensor(rank == 1)), all(map(torch.equal, chunk.module.parameters(), before))
+            accumulate(chunk, stepper, rank, 0)
+            found[f"{case} saturated"] = (*saturated, stepper.step(torch.tensor(False)))
             chunk, stepper = build(case)
             for param in chunk.module.parameters():
                 param.data.fill_(0.3)
@@ -232,6 +241,12 @@ def test_a_step_that_overflows_on_one_process_is_skipped_on_all(case, ranks):
         if case in SCALED:
             before, after = found[case]["scales"][OVERFLOWS : OVERFLOWS + 2]
             assert after == before / 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_saturated_on_one_process_skips_the_step_on_all(case, ranks):
+    for found in ranks:
+        assert found[f"{case} saturated"] == (False, True, True)  # stepped, the weights as before; stepped
 
 
 @pytest.mark.parametrize("form", FORMS)
