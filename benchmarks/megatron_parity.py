@@ -46,10 +46,11 @@ MODEL: dict[str, Any] = {
 
 
 class Curve(pl.Callback):
-    """The loss of each step: the mean over its micro-batches and data-parallel processes."""
+    """The loss of each step, the mean over its micro-batches and data-parallel processes; and which were skipped."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []
+        self.skipped: list[int] = []
         self._micro: list[torch.Tensor] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
@@ -62,6 +63,10 @@ class Curve(pl.Callback):
             # Lightning divides each by their number; the last one of a pipeline stands for all.
             self.losses.append(self._micro[-1] * len(self._micro) if whole else torch.stack(self._micro).sum())
             self._micro = []
+            on_megatron = isinstance(trainer.strategy, MegatronStrategy)
+            engine = trainer.strategy.engine.optimizer if on_megatron else trainer.precision_plugin.engine
+            if engine.skipped:
+                self.skipped.append(len(self.losses) - 1)
 
 
 def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
@@ -88,6 +93,7 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
     trainer.fit(model, datamodule=data)
     return {
         "val_loss": float(trainer.callback_metrics["val/loss"]),
+        "skipped": curve.skipped,
         "train_loss": [round(x, 4) for x in torch.stack(curve.losses).float().tolist()],
     }
 
