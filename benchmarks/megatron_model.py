@@ -23,7 +23,7 @@ from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.strategies import MegatronStrategy
 
-__all__ = ["GIB", "Timer", "bare", "on_gpus", "plugin", "transformers_path", "with_strategy"]
+__all__ = ["Timer", "bare", "on_gpus", "plugin", "transformers_path", "with_strategy"]
 
 WARMUP, STEPS, GIB = 4, 20, 2**30
 MODEL: dict[str, Any] = {
@@ -115,7 +115,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
     from megatron.core.transformer.enums import AttnBackend
 
     from nemo_lowprec.megatron import ParallelLayout
-    from nemo_lowprec.megatron.chunks import fuse_weight_gradients, unhook
+    from nemo_lowprec.megatron.chunks import fuse_weight_gradients
     from nemo_lowprec.megatron.delayed import mend_delayed_scaling
     from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
 
@@ -141,11 +141,8 @@ def bare(name: str, world: int) -> tuple[float, float]:
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.grad_scale_func = optimizer.scale_loss
     model.config.no_sync_func = ddp.no_sync
-    batches, schedule, timer = (
-        iter(DataLoader(_Random(), batch_size=None, pin_memory=True)),
-        get_forward_backward_func(),
-        Timer(),
-    )
+    batches = iter(DataLoader(_Random(), batch_size=None, pin_memory=True))
+    schedule, timer = get_forward_backward_func(), Timer()
 
     def forward_step(iterator: Any, chunk: Any) -> Any:
         batch = {k: v.cuda(non_blocking=True) for k, v in next(iterator).items()}
@@ -161,16 +158,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
         )  # fmt: skip
         optimizer.step()
         timer.on_train_batch_end(None, None, None, None, index)
-    figures = timer.figures()
-    # Megatron-core's hooks keep a model that was trained; what comes next needs the memory.
-    for buffer in ddp.buffers:
-        buffer.param_data.untyped_storage().resize_(0)
-        buffer.grad_data.untyped_storage().resize_(0)
-    for param in model.parameters():
-        vars(param).pop("main_param", None)
-    unhook(ddp)
-    model.config.finalize_model_grads_func = model.config.grad_scale_func = model.config.no_sync_func = None
-    return figures
+    return timer.figures()
 
 
 def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:

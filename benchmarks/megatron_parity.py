@@ -5,8 +5,9 @@
 About 100M parameters, 16k tokens a step, 200 steps, on two GPUs, no sequence twice. All runs start from the same
 weights, which a transformers model has written, and see the same samples in each step; layouts train side by side, as
 their time is not what is measured. ``furthest`` is the largest distance of a run's smoothed training loss (mean of ten
-steps) from that of transformers' path at the same level. The head has weights of its own: tied to the embedding of
-another pipeline stage, FP8 gradients are refused. That path on two GPUs shows how far it comes from itself.
+steps) from that of transformers' path at the same level, ``skipped`` its steps whose gradients were not finite. The
+head has weights of its own: tied to the embedding of another pipeline stage, FP8 gradients are refused. transformers'
+path on two GPUs shows how far that comes from itself.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Eight layers of Llama-3-8B's shape, batch 2 of 4096 tokens a GPU, gradients clipped to norm 1. The bare loop has the
 same configs, kernels and fused weight gradients, and Megatron-core's own optimizer (Transformer Engine's FusedAdam).
-Each level has processes of its own. Paths are trained in turn, each anew, and rounds repeat that; a figure is the
-median over rounds of twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
+Paths are trained in turn, each in processes of its own, and rounds repeat that; a figure is the median over rounds of
+twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
 same round, the median of them. Figures of levels that are not measured again stay.
 """
 
@@ -15,34 +15,30 @@ import json
 import statistics
 import tempfile
 import traceback
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from benchmarks.llama import BATCH, SEQUENCE
-from benchmarks.measure import allocated, release
-from benchmarks.megatron_model import GIB, bare, on_gpus, transformers_path, with_strategy
+from benchmarks.megatron_model import bare, on_gpus, transformers_path, with_strategy
 from benchmarks.record import Record, arguments, earlier
 
 PATHS = {"bare loop": bare, "MegatronStrategy": with_strategy, "transformers": transformers_path}
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_mixed+fp8_params", "msamp_o2+fp16", "msamp_o3+fp16"]
 
 
-def work(rank: int, gpus: int, level: str, rounds: int, out: str) -> None:
+def work(rank: int, gpus: int, level: str, name: str, index: int, out: str) -> None:
     """One process: the first one appends (level, round, path, seconds, GiB or the error) to ``out``."""
-    for index in range(rounds):
-        for name, path in PATHS.items():
-            release()
-            left = allocated() / GIB  # of a path before
-            try:
-                seconds, gib = path(level, gpus)
-                found = {"seconds": seconds, "gib": gib - left}
-            except Exception as error:
-                traceback.print_exc()
-                found = {"error": f"{type(error).__name__}: {error}"[:300]}
-            if rank == 0:
-                with Path(out).open("a") as file:
-                    file.write(json.dumps({"level": level, "round": index, "path": name, **found}) + "\n")
+    try:
+        seconds, gib = PATHS[name](level, gpus)
+        found = {"seconds": seconds, "gib": gib}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+    if rank == 0:
+        with Path(out).open("a") as file:
+            file.write(json.dumps({"level": level, "round": index, "path": name, **found}) + "\n")
 
 
 def main() -> None:
@@ -57,8 +53,8 @@ def main() -> None:
     record = Record(args.out, others)
     with tempfile.NamedTemporaryFile() as file:
         try:
-            for level in args.levels:
-                on_gpus(args.gpus, work, level, args.rounds, file.name)
+            for level, index, name in product(args.levels, range(args.rounds), PATHS):
+                on_gpus(args.gpus, work, level, name, index, file.name)
         finally:
             lines = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
             write(record, lines, args.gpus)

@@ -143,8 +143,7 @@ class Engine:
         self._found_inf: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
         self._saturated: Tensor | None = None
         self._has_te_layers = False
-        self._shares_amaxes = False
-        self._amax_group: dist.ProcessGroup | None = None
+        self._share_flag: Callable[[Tensor], None] | None = None
         self._reduced: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -254,7 +253,7 @@ class Engine:
         if self.reducer is not None:
             self.reducer.remove()
             self.reducer = None
-        self._shares_amaxes, self._amax_group = False, None
+        self._share_flag = None
         if self.histories is not None:
             self.histories.reduce_amax = None
         if self.gradients is not None:
@@ -389,8 +388,8 @@ class Engine:
             raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
 
     def share_amaxes(self, group: dist.ProcessGroup | None) -> None:
-        """Scale by the amaxes of all processes of ``group``."""
-        self._shares_amaxes, self._amax_group = True, group
+        """Scale by the amaxes of all processes of ``group``; TE's own layers share only whether theirs are finite."""
+        self._share_flag = partial(anywhere_, group=group)
         if self.histories is not None:
             self.histories.reduce_amax = partial(reduce_amax, group=group)
 
@@ -521,8 +520,8 @@ class Engine:
         if self._has_te_layers and self.model is not None:
             here = te_layers.nonfinite_amaxes(self.model)
             flag = torch.zeros(1, device=self.device) if here is None else here.float().reshape(1)
-            if self._shares_amaxes:  # which TE does not
-                anywhere_(flag, self._amax_group)
+            if self._share_flag is not None:
+                self._share_flag(flag)
             found.append(flag.bool().any())
         return torch.stack(found).any() if found else None
 

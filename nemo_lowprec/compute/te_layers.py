@@ -233,8 +233,7 @@ def nonfinite_amaxes(model: nn.Module) -> Tensor | None:
 
 @torch.no_grad()
 def forget_nonfinite_amaxes(model: nn.Module) -> None:
-    """Take amaxes that are not finite out of the histories: TE would leave their scales as they are for all the length
-    of a history."""
+    """Take amaxes that are not finite out of the histories: as long as one is there, TE leaves its scale as it is."""
     for history in _histories(model):
         history.nan_to_num_(nan=0.0, posinf=0.0)
 
