@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -163,10 +162,9 @@ def bare(name: str, world: int) -> tuple[float, float]:
 
 def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:
     """``function(rank, gpus, *args)`` on so many processes, one a GPU from the ``first`` on, in one NCCL group."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.start_processes(_start, (gpus, first, port, function, args), nprocs=gpus, start_method="spawn")
+    # As torchrun does it: a free port that the processes bound themselves could be taken by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.start_processes(_start, (gpus, first, store.port, function, args), nprocs=gpus, start_method="spawn")
 
 
 def _start(rank: int, gpus: int, first: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
@@ -175,7 +173,8 @@ def _start(rank: int, gpus: int, first: int, port: int, function: Any, args: tup
 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
     os.environ.update({key: str(value) for key, value in numbers.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="benchmark")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_RUN_ID="benchmark", TORCHELASTIC_USE_AGENT_STORE="True")
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", rank=rank, world_size=gpus)
     function(rank, gpus, *args)

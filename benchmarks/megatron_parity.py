@@ -7,7 +7,9 @@ weights, which a transformers model has written, and see the same samples in eac
 their time is not what is measured. ``furthest`` is the largest distance of a run's smoothed training loss (mean of ten
 steps) from that of transformers' path at the same level, ``skipped`` its steps whose gradients were not finite. The
 head has weights of its own: tied to the embedding of another pipeline stage, FP8 gradients are refused. transformers'
-path on two GPUs shows how far that comes from itself.
+path on two GPUs shows how far that comes from itself; "transformers, fused" has one matrix for queries, keys and
+values and one for SwiGLU's two, as Megatron-core's layers have, and so their FP8 scales. Figures of levels and layouts
+that are not trained again stay.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from benchmarks.fused_llama import fused_llama
 from benchmarks.measure import release
 from benchmarks.megatron_model import on_gpus, plugin
-from benchmarks.record import Record, arguments
+from benchmarks.record import Record, arguments, earlier
 from nemo_lowprec.data import TextDataModule, prepare_data
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
@@ -34,6 +37,7 @@ SEQUENCE, BATCH, MICRO, VALIDATION = 1024, 16, 8, 64  # samples: whole batches o
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "transformers": (1, {}),
     "transformers, DP2": (2, {}),
+    "transformers, fused": (1, {}),
     "TP1": (1, {}),
     "TP2": (2, {"tensor_model_parallel_size": 2}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
@@ -80,6 +84,8 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
     if layout.startswith("transformers"):
         model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto" if world == 1 else "lowprec_ddp"
         model.configure_model()  # with the CPU's random numbers, as the weights of the others
+        if layout == "transformers, fused":
+            model.model = fused_llama(model.model)
     else:
         model = MegatronGPT(**MODEL, vocab_size=data_vocab(folder), weights=f"{folder}/weights")
         strategy = MegatronStrategy(**sizes)
@@ -138,7 +144,6 @@ def main() -> None:
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
     parser.add_argument("--max-bytes", type=int, default=24_000_000)
     args = parser.parse_args()
-    record = Record(args.out)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         prepare_data(folder, args.source, vocab_size=8192, max_bytes=args.max_bytes)
@@ -164,22 +169,22 @@ def main() -> None:
             if out.exists():
                 runs = [json.loads(line) for line in out.read_text().splitlines()]
                 runs.sort(key=lambda run: (args.levels.index(run["level"]), args.layouts.index(run["layout"])))
-            write(record, runs, args.steps)
+            write(args.out, runs, args.steps)
 
 
-def write(record: Record, runs: list[dict[str, Any]], steps: int) -> None:
-    """A figure for every level and layout."""
-    base = {run["level"]: run for run in runs if run["layout"] == "transformers"}
-    for run in runs:
-        beside = base.get(run["level"])
-        far = None
-        if beside is not None:
-            pairs = zip(smoothed(run["train_loss"]), smoothed(beside["train_loss"]), strict=True)
-            far = round(max(abs(a - b) for a, b in pairs), 4)
-        record.add(
-            benchmark="megatron_parity", steps=steps, tokens_per_step=SEQUENCE * BATCH,
-            gpus=LAYOUTS[run["layout"]][0], furthest=far, **run,
-        )  # fmt: skip
+def write(out: Path, runs: list[dict[str, Any]], steps: int) -> None:
+    """A figure for every level and layout, those of earlier ones among them."""
+    about = {"benchmark": "megatron_parity", "steps": steps, "tokens_per_step": SEQUENCE * BATCH}
+    new = [{**about, "gpus": LAYOUTS[run["layout"]][0], **run} for run in runs]
+    again = {(run["level"], run["layout"]) for run in runs}
+    kept = [line for line in earlier(out, "megatron_parity") if (line.get("level"), line.get("layout")) not in again]
+    base = {f["level"]: smoothed(f["train_loss"]) for f in [*kept, *new] if f.get("layout") == "transformers"}
+    for figure in (f for f in [*kept, *new] if f.get("level") in base):
+        pairs = zip(smoothed(figure["train_loss"]), base[figure["level"]], strict=True)
+        figure["furthest"] = round(max(abs(a - b) for a, b in pairs), 4)
+    record = Record(out, kept)
+    for figure in new:
+        record.add(**figure)
 
 
 if __name__ == "__main__":
