@@ -2,14 +2,14 @@
 
     python -m benchmarks.megatron_parity --source FOLDER_OF_TEXT
 
-About 100M parameters, 16k tokens a step, 200 steps, on two GPUs, no sequence twice. All runs start from the same
-weights, which a transformers model has written, and see the same samples in each step; layouts train side by side, as
-their time is not what is measured. ``furthest`` is the largest distance of a run's smoothed training loss (mean of ten
-steps) from that of transformers' path at the same level, ``skipped`` its steps whose gradients were not finite. The
-head has weights of its own: tied to the embedding of another pipeline stage, FP8 gradients are refused. transformers'
-path on two GPUs shows how far that comes from itself; "transformers, fused" has one matrix for queries, keys and
-values and one for SwiGLU's two, as Megatron-core's layers have, and so their FP8 scales. Figures of levels and layouts
-that are not trained again stay.
+About 100M parameters, 16k tokens a step, 200 steps, on two GPUs, no sequence twice. Runs of a seed start from the same
+weights, which a transformers model has written, and all see the same samples in each step; layouts train side by side,
+as their time is not what is measured. ``furthest`` is the largest distance of a run's smoothed training loss (mean of
+ten steps) from that of transformers' path, and ``furthest_from_fused`` from that of "transformers, fused", at the same
+level and seed; ``skipped`` are the steps whose gradients were not finite. Fused, transformers' model has one matrix
+for queries, keys and values and one for SwiGLU's two, as Megatron-core's layers have, and so their FP8 scales; on two
+GPUs it shows how far it comes from itself. The head has weights of its own: tied to the embedding of another pipeline
+stage, FP8 gradients are refused. Figures of levels, layouts and seeds that are not trained again stay.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2+fp16"]
 MODEL: dict[str, Any] = {
     "preset": "llama_100m", "config": {"tie_word_embeddings": False}, "lr": 3e-4, "min_lr": 3e-5, "warmup_steps": 50,
-    "init_seed": 0,
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ class Curve(pl.Callback):
                 self.skipped.append(len(self.losses) - 1)
 
 
-def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
+def train(level: str, layout: str, seed: int, steps: int, folder: str) -> dict[str, Any]:
     world, sizes = LAYOUTS[layout]
     ways = world // max(1, *sizes.values(), 1)
     data = TextDataModule(
@@ -82,12 +82,11 @@ def train(level: str, layout: str, steps: int, folder: str) -> dict[str, Any]:
         micro_batch_size=MICRO, seed=0, validation_samples=VALIDATION,
     )  # fmt: skip
     if layout.startswith("transformers"):
-        model, strategy = CausalLM(**MODEL, vocab_size=data_vocab(folder)), "auto" if world == 1 else "lowprec_ddp"
-        model.configure_model()  # with the CPU's random numbers, as the weights of the others
+        model, strategy = untrained(seed, folder), "auto" if world == 1 else "lowprec_ddp"
         if layout == "transformers, fused":
             model.model = fused_llama(model.model)
     else:
-        model = MegatronGPT(**MODEL, vocab_size=data_vocab(folder), weights=f"{folder}/weights")
+        model = MegatronGPT(**MODEL, vocab_size=data_vocab(folder), weights=weights_of(seed, folder))
         strategy = MegatronStrategy(**sizes)
     curve = Curve()
     trainer = pl.Trainer(
@@ -110,13 +109,27 @@ def data_vocab(folder: str) -> int:
     return json.loads(Path(folder, "vocab.json").read_text())
 
 
-def work(rank: int, gpus: int, layout: str, levels: list[str], steps: int, folder: str, out: str) -> None:
-    for level in levels:
+def untrained(seed: int, folder: str) -> CausalLM:
+    """The model, with weights from the CPU's random numbers: they are the same wherever it is made."""
+    model = CausalLM(**MODEL, init_seed=seed, vocab_size=data_vocab(folder))
+    model.configure_model()
+    return model
+
+
+def weights_of(seed: int, folder: str) -> str:
+    """Where those weights are saved."""
+    return f"{folder}/weights_{seed}"
+
+
+def work(
+    rank: int, gpus: int, layout: str, levels: list[str], seeds: list[int], steps: int, folder: str, out: str
+) -> None:
+    for seed, level in product(seeds, levels):
         release()
-        found = train(level, layout, steps, folder)
+        found = train(level, layout, seed, steps, folder)
         if rank == 0:
             with Path(out).open("a") as file:
-                file.write(json.dumps({"level": level, "layout": layout, **found}) + "\n")
+                file.write(json.dumps({"level": level, "layout": layout, "init_seed": seed, **found}) + "\n")
 
 
 def train_all(layouts: list[str], *args: Any) -> None:
@@ -140,6 +153,7 @@ def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "megatron_parity_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=LEVELS)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="of the initial weights")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
     parser.add_argument("--max-bytes", type=int, default=24_000_000)
@@ -158,33 +172,40 @@ def main() -> None:
                 f"{samples} and {validation}. Pass a --source with more, or larger --max-bytes."
             )
         Path(folder, "vocab.json").write_text(json.dumps(module.vocab_size))
-        first = CausalLM(**MODEL, vocab_size=module.vocab_size)
-        first.configure_model()
-        assert first.model is not None
-        first.model.save_pretrained(f"{folder}/weights")
+        for seed in args.seeds:
+            first = untrained(seed, folder).model
+            assert first is not None
+            first.save_pretrained(weights_of(seed, folder))
         out = Path(folder, "runs.jsonl")
         try:
-            train_all(args.layouts, args.levels, args.steps, folder, str(out))
+            train_all(args.layouts, args.levels, args.seeds, args.steps, folder, str(out))
         finally:
             if out.exists():
                 runs = [json.loads(line) for line in out.read_text().splitlines()]
-                runs.sort(key=lambda run: (args.levels.index(run["level"]), args.layouts.index(run["layout"])))
             write(args.out, runs, args.steps)
 
 
 def write(out: Path, runs: list[dict[str, Any]], steps: int) -> None:
-    """A figure for every level and layout, those of earlier ones among them."""
+    """A figure for every level, layout and seed, those of earlier runs among them."""
     about = {"benchmark": "megatron_parity", "steps": steps, "tokens_per_step": SEQUENCE * BATCH}
     new = [{**about, "gpus": LAYOUTS[run["layout"]][0], **run} for run in runs]
-    again = {(run["level"], run["layout"]) for run in runs}
-    kept = [line for line in earlier(out, "megatron_parity") if (line.get("level"), line.get("layout")) not in again]
-    base = {f["level"]: smoothed(f["train_loss"]) for f in [*kept, *new] if f.get("layout") == "transformers"}
-    for figure in (f for f in [*kept, *new] if f.get("level") in base):
-        pairs = zip(smoothed(figure["train_loss"]), base[figure["level"]], strict=True)
-        figure["furthest"] = round(max(abs(a - b) for a, b in pairs), 4)
+    again = {run_of(f) for f in new}
+    kept = [line for line in earlier(out, "megatron_parity") if "level" not in line or run_of(line) not in again]
+    losses = {run_of(f): smoothed(f["train_loss"]) for f in [*kept, *new] if "level" in f}
+    for figure in (f for f in [*kept, *new] if "level" in f):
+        level, layout, seed = run_of(figure)
+        for name, other in (("furthest", "transformers"), ("furthest_from_fused", "transformers, fused")):
+            if (level, other, seed) in losses:
+                pairs = zip(losses[level, layout, seed], losses[level, other, seed], strict=True)
+                figure[name] = round(max(abs(a - b) for a, b in pairs), 4)
     record = Record(out, kept)
     for figure in new:
         record.add(**figure)
+
+
+def run_of(figure: dict[str, Any]) -> tuple[str, str, int]:
+    """(level, layout, seed)."""
+    return figure["level"], figure["layout"], figure["init_seed"]
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.megatron_parity import smoothed
+from benchmarks.megatron_parity import LAYOUTS, smoothed
 from benchmarks.megatron_step import LEVELS
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import failure, milliseconds, origin, rst_table
 
-__all__ = ["megatron_headlines", "megatron_parity", "megatron_picture", "megatron_step"]
+__all__ = ["megatron_headlines", "megatron_parity", "megatron_picture", "megatron_seeds", "megatron_step"]
 
 _STEP, _PARITY = RESULTS / "megatron_step_h200.jsonl", RESULTS / "megatron_parity_h200.jsonl"
 
@@ -77,49 +78,100 @@ def megatron_step() -> str:
 def megatron_parity() -> str:
     """Losses of Megatron-core's layouts, from megatron_parity_h200.jsonl."""
     origins, figures = read(_PARITY)
+    first = min(f["init_seed"] for f in figures)
     table = rst_table(
-        ("Level", "run", "GPUs", "validation loss", "beside transformers", "training loss: furthest from transformers"),
+        (
+            "Level", "run", "GPUs", "validation loss", "beside transformers",
+            "training loss: furthest from transformers", "from transformers, fused", "steps skipped",
+        ),
         [
             (
                 _called(f["level"]),
                 f["layout"],
                 str(f["gpus"]),
                 f"{f['val_loss']:.4f}",
-                f"{f['val_loss'] - base['val_loss']:+.4f}",
+                _beside(figures, f),
                 f"{f['furthest']:.4f}",
+                f"{f['furthest_from_fused']:.4f}" if "furthest_from_fused" in f else "–",
+                str(len(f["skipped"])),
             )
-            for f in figures
-            for base in [_base(figures, f["level"])]
+            for f in _in_order(figures)
+            if f["init_seed"] == first
         ],
-    )
+    )  # fmt: skip
     return f"{origin(origins, 'megatron-core')}\n\n{table}"
 
 
-def _base(figures: list[dict[str, Any]], level: str) -> dict[str, Any]:
-    return next(f for f in figures if (f["level"], f["layout"]) == (level, "transformers"))
+def megatron_seeds() -> str:
+    """Validation losses beside transformers' by initial weights, from megatron_parity_h200.jsonl."""
+    figures = _in_order(read(_PARITY)[1])
+    seeds = sorted({f["init_seed"] for f in figures})
+    runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for f in figures:
+        runs.setdefault((f["level"], f["layout"]), {})[f["init_seed"]] = f
+    return rst_table(
+        ("Level", "run", *(f"seed {seed}" for seed in seeds), "mean"),
+        [
+            (
+                _called(level),
+                layout,
+                *(_beside(figures, of[seed]) for seed in seeds),
+                f"{statistics.mean(_distance(figures, f) for f in of.values()):+.4f}",
+            )
+            for (level, layout), of in runs.items()
+            if len(of) == len(seeds) and layout != "transformers"
+        ],
+    )
+
+
+def _in_order(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sorted by level, run and seed, which may have been trained in any order."""
+    levels = list(dict.fromkeys(f["level"] for f in figures))
+    return sorted(figures, key=lambda f: (levels.index(f["level"]), list(LAYOUTS).index(f["layout"]), f["init_seed"]))
+
+
+def _distance(figures: list[dict[str, Any]], figure: dict[str, Any]) -> float:
+    """Its validation loss less that of transformers' path at the same level and seed."""
+    return figure["val_loss"] - _base(figures, figure["level"], figure["init_seed"])["val_loss"]
+
+
+def _beside(figures: list[dict[str, Any]], figure: dict[str, Any]) -> str:
+    return f"{_distance(figures, figure):+.4f}"
+
+
+def _base(figures: list[dict[str, Any]], level: str, seed: int) -> dict[str, Any]:
+    return next(f for f in figures if (f["level"], f["layout"], f["init_seed"]) == (level, "transformers", seed))
 
 
 def megatron_picture(path: Path) -> None:
-    """Training losses, and how far each layout's is from that of transformers' path."""
+    """Training losses, and how far each layout's is from that of transformers' path, by initial weights."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figures = read(_PARITY)[1]
+    figures = _in_order(read(_PARITY)[1])
     levels = list(dict.fromkeys(f["level"] for f in figures))
-    figure, axes = plt.subplots(2, len(levels), figsize=(4 * len(levels), 6), sharex=True, sharey="row", squeeze=False)
+    seeds = sorted({f["init_seed"] for f in figures})
+    rows = 1 + len(seeds)
+    figure, axes = plt.subplots(
+        rows, len(levels), figsize=(4 * len(levels), 2.2 * rows), sharex=True, sharey="row", squeeze=False
+    )
+    colors = {layout: f"C{i}" for i, layout in enumerate(LAYOUTS)}
+    for f in figures:
+        column, row, losses = levels.index(f["level"]), 1 + seeds.index(f["init_seed"]), smoothed(f["train_loss"])
+        steps = [10 * (i + 1) for i in range(len(losses))]
+        base = smoothed(_base(figures, f["level"], f["init_seed"])["train_loss"])
+        look = {"color": colors[f["layout"]], "linewidth": 1}
+        if row == 1:
+            axes[0][column].plot(steps, losses, label=f["layout"], **look)
+        axes[row][column].plot(steps, [a - b for a, b in zip(losses, base, strict=True)], **look)
     for column, level in enumerate(levels):
-        base = smoothed(_base(figures, level)["train_loss"])
-        for f in (f for f in figures if f["level"] == level):
-            losses = smoothed(f["train_loss"])
-            steps = [10 * (i + 1) for i in range(len(losses))]
-            axes[0][column].plot(steps, losses, label=f["layout"], linewidth=1)
-            axes[1][column].plot(steps, [a - b for a, b in zip(losses, base, strict=True)], linewidth=1)
         axes[0][column].set_title(level, fontsize=10)
-        axes[1][column].set_xlabel("step")
-    axes[0][0].set_ylabel("training loss, mean of ten steps")
-    axes[1][0].set_ylabel("distance from\ntransformers")
+        axes[-1][column].set_xlabel("step")
+    axes[0][0].set_ylabel("training loss,\nmean of ten steps")
+    for row, seed in enumerate(seeds):
+        axes[1 + row][0].set_ylabel(f"from transformers\n(weights of seed {seed})")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

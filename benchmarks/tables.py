@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.levels import HOPPER
-from benchmarks.megatron_tables import megatron_headlines, megatron_parity, megatron_picture, megatron_step
+from benchmarks.megatron_tables import (
+    megatron_headlines,
+    megatron_parity,
+    megatron_picture,
+    megatron_seeds,
+    megatron_step,
+)
 from benchmarks.parallel_tables import (
     gradient_sync,
     parallel_headlines,
@@ -288,6 +294,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parallel_parity": parallel_parity,
     "megatron_step": megatron_step,
     "megatron_parity": megatron_parity,
+    "megatron_seeds": megatron_seeds,
 }
 
 

@@ -41,7 +41,6 @@ __all__ = [
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 
 
-@lru_cache(maxsize=1024)
 def _is_te(kind: type) -> bool:
     return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)
 
