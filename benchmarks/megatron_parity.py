@@ -28,7 +28,7 @@ import torch.distributed as dist
 from benchmarks.fused_llama import fused_llama
 from benchmarks.measure import release
 from benchmarks.megatron_model import on_gpus, plugin
-from benchmarks.record import Record, arguments, earlier
+from benchmarks.record import Record, arguments, earlier, lines
 from nemo_lowprec.data import TextDataModule, prepare_data
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
@@ -152,13 +152,12 @@ def smoothed(losses: list[float]) -> list[float]:
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "megatron_parity_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=LEVELS)
-    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS))
+    parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="of the initial weights")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--source", help="folder of text; the standard library's sources without")
     parser.add_argument("--max-bytes", type=int, default=24_000_000)
     args = parser.parse_args()
-    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         prepare_data(folder, args.source, vocab_size=8192, max_bytes=args.max_bytes)
         module = TextDataModule(
@@ -181,8 +180,7 @@ def main() -> None:
             train_all(args.layouts, args.levels, args.seeds, args.steps, folder, str(out))
         finally:
             if out.exists():
-                runs = [json.loads(line) for line in out.read_text().splitlines()]
-            write(args.out, runs, args.steps)
+                write(args.out, lines(out), args.steps)
 
 
 def write(out: Path, runs: list[dict[str, Any]], steps: int) -> None:
@@ -191,8 +189,9 @@ def write(out: Path, runs: list[dict[str, Any]], steps: int) -> None:
     new = [{**about, "gpus": LAYOUTS[run["layout"]][0], **run} for run in runs]
     again = {run_of(f) for f in new}
     kept = [line for line in earlier(out, "megatron_parity") if "level" not in line or run_of(line) not in again]
-    losses = {run_of(f): smoothed(f["train_loss"]) for f in [*kept, *new] if "level" in f}
-    for figure in (f for f in [*kept, *new] if "level" in f):
+    figures = [line for line in [*kept, *new] if "level" in line]
+    losses = {run_of(f): smoothed(f["train_loss"]) for f in figures}
+    for figure in figures:
         level, layout, seed = run_of(figure)
         for name, other in (("furthest", "transformers"), ("furthest_from_fused", "transformers, fused")):
             if (level, other, seed) in losses:

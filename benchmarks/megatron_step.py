@@ -5,8 +5,8 @@
 Eight layers of Llama-3-8B's shape, batch 2 of 4096 tokens a GPU, gradients clipped to norm 1. The bare loop has the
 same configs, kernels and fused weight gradients, and Megatron-core's own optimizer (Transformer Engine's FusedAdam).
 Paths are trained in turn, each in processes of its own, and rounds repeat that; a figure is the median over rounds of
-twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the
-same round, the median of them. Figures of levels that are not measured again stay.
+twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the same round, the median
+of them. Figures of levels that are not measured again stay.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def megatron_parity() -> str:
                 f["layout"],
                 str(f["gpus"]),
                 f"{f['val_loss']:.4f}",
-                _beside(figures, f),
+                f"{_distance(figures, f):+.4f}",
                 f"{f['furthest']:.4f}",
                 f"{f['furthest_from_fused']:.4f}" if "furthest_from_fused" in f else "–",
                 str(len(f["skipped"])),
@@ -103,25 +103,21 @@ def megatron_parity() -> str:
 
 
 def megatron_seeds() -> str:
-    """Validation losses beside transformers' by initial weights, from megatron_parity_h200.jsonl."""
+    """Validation losses beside transformers' by initial weights, and their mean where these are several."""
     figures = _in_order(read(_PARITY)[1])
     seeds = sorted({f["init_seed"] for f in figures})
     runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for f in figures:
         runs.setdefault((f["level"], f["layout"]), {})[f["init_seed"]] = f
-    return rst_table(
-        ("Level", "run", *(f"seed {seed}" for seed in seeds), "mean"),
-        [
-            (
-                _called(level),
-                layout,
-                *(_beside(figures, of[seed]) for seed in seeds),
-                f"{statistics.mean(_distance(figures, f) for f in of.values()):+.4f}",
-            )
-            for (level, layout), of in runs.items()
-            if len(of) == len(seeds) and layout != "transformers"
-        ],
-    )
+    names, rows = [f"seed {seed}" for seed in seeds], []
+    for (level, layout), of in runs.items():
+        if layout == "transformers" or len(of) < len(seeds):
+            continue
+        distances = [_distance(figures, of[seed]) for seed in seeds]
+        if len(seeds) > 1:
+            distances.append(statistics.mean(distances))
+        rows.append((_called(level), layout, *(f"{distance:+.4f}" for distance in distances)))
+    return rst_table(("Level", "run", *names, *(["mean"] if len(seeds) > 1 else [])), rows)
 
 
 def _in_order(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,10 +129,6 @@ def _in_order(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _distance(figures: list[dict[str, Any]], figure: dict[str, Any]) -> float:
     """Its validation loss less that of transformers' path at the same level and seed."""
     return figure["val_loss"] - _base(figures, figure["level"], figure["init_seed"])["val_loss"]
-
-
-def _beside(figures: list[dict[str, Any]], figure: dict[str, Any]) -> str:
-    return f"{_distance(figures, figure):+.4f}"
 
 
 def _base(figures: list[dict[str, Any]], level: str, seed: int) -> dict[str, Any]:
