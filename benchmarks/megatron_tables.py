@@ -145,7 +145,7 @@ def megatron_picture(path: Path) -> None:
     figures = _in_order(read(_PARITY)[1])
     levels = list(dict.fromkeys(f["level"] for f in figures))
     seeds = sorted({f["init_seed"] for f in figures})
-    rows = 1 + len(seeds)
+    rows, limit = 1 + len(seeds), 1.05 * max(f["furthest"] for f in figures)
     figure, axes = plt.subplots(
         rows, len(levels), figsize=(4 * len(levels), 2.2 * rows), sharex=True, sharey="row", squeeze=False
     )
@@ -163,6 +163,7 @@ def megatron_picture(path: Path) -> None:
         axes[-1][column].set_xlabel("step")
     axes[0][0].set_ylabel("training loss,\nmean of ten steps")
     for row, seed in enumerate(seeds):
+        axes[1 + row][0].set_ylim(-limit, limit)
         axes[1 + row][0].set_ylabel(f"from transformers\n(weights of seed {seed})")
     axes[0][0].legend(fontsize=8)
     figure.tight_layout()

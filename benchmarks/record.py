@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Record:
 
     Args:
         path: the file, begun anew.
-        keep: objects of an earlier part, origins included; they come first.
+        keep: objects of an earlier part, origins included; they come first. An origin that none of them follows
+            is left out: its figures have been measured again since.
     """
 
     def __init__(self, path: Path, keep: Sequence[dict[str, Any]] = ()) -> None:
@@ -53,8 +55,9 @@ class Record:
         name = f"-m {module.name}" if module is not None else sys.argv[0]
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self._file = path.open("w")
-        for line in keep:
-            self.add(**line)
+        for line, after in zip_longest(keep, keep[1:]):
+            if "command" not in line or (after is not None and "command" not in after):
+                self.add(**line)
         self.add(
             command=f"python {name} {shlex.join(_without_out(sys.argv[1:]))}".strip(),
             date=datetime.date.today().isoformat(),

@@ -47,3 +47,14 @@ def test_a_file_written_in_parts_names_the_origin_of_each(tmp_path):
     origins, figures = read(path)
     assert lines(path) == [origins[0], figures[0], origins[1], figures[1]]
     assert [f["figure"] for f in figures] == [1, 2]
+
+
+def test_an_origin_whose_figures_were_all_measured_again_is_left_out(tmp_path):
+    from benchmarks.record import Record, lines, read
+
+    path = tmp_path / "results.jsonl"
+    Record(path).add(benchmark="x", figure=1)
+    Record(path, lines(path)).add(benchmark="x", figure=2)
+    origins, figures = read(path)
+    Record(path, [*origins, figures[1]]).add(benchmark="x", figure=3)
+    assert [f["figure"] for f in read(path)[1]] == [2, 3] and len(read(path)[0]) == 2
