@@ -6,7 +6,7 @@ Eight layers of Llama-3-8B's shape, batch 2 of 4096 tokens a GPU, gradients clip
 same configs, kernels and fused weight gradients, and Megatron-core's own optimizer (Transformer Engine's FusedAdam).
 Paths are trained in turn, each in processes of its own, and rounds repeat that; a figure is the median over rounds of
 twenty steps, of the slowest process. ``of_bare`` is the bare loop's time over the path's in the same round, the median
-of them. Figures of levels that are not measured again stay.
+of them. Figures of levels and paths that are not measured again stay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.llama import BATCH, SEQUENCE
 from benchmarks.megatron_model import bare, on_gpus, transformers_path, with_strategy
-from benchmarks.record import Record, arguments, earlier
+from benchmarks.record import Record, arguments, earlier, lines
 
 PATHS = {"bare loop": bare, "MegatronStrategy": with_strategy, "transformers": transformers_path}
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_mixed+fp8_params", "msamp_o2+fp16", "msamp_o3+fp16"]
@@ -47,27 +47,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     args = parser.parse_args()
-    others = [
-        f for f in earlier(args.out, "megatron_step") if f.get("gpus") != args.gpus or f.get("level") not in args.levels
-    ]
-    record = Record(args.out, others)
     with tempfile.NamedTemporaryFile() as file:
         try:
             for level, index, name in product(args.levels, range(args.rounds), PATHS):
                 on_gpus(args.gpus, work, level, name, index, file.name)
         finally:
-            lines = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
-            write(record, lines, args.gpus)
+            if runs := lines(Path(file.name)):
+                write(args.out, runs, args.gpus)
 
 
-def write(record: Record, lines: list[dict], gpus: int) -> None:
-    """A figure for every level and path."""
-    seconds = {(f["level"], f["path"], f["round"]): f["seconds"] for f in lines if "seconds" in f}
-    for level, path in dict.fromkeys((f["level"], f["path"]) for f in lines):
+def write(out: Path, runs: list[dict], gpus: int) -> None:
+    """A figure for every level and path, beside those that were not measured again."""
+    again = {(f["level"], f["path"], gpus) for f in runs}
+    kept = [f for f in earlier(out, "megatron_step") if (f.get("level"), f.get("path"), f["gpus"]) not in again]
+    record = Record(out, kept)
+    seconds = {(f["level"], f["path"], f["round"]): f["seconds"] for f in runs if "seconds" in f}
+    for level, path in dict.fromkeys((f["level"], f["path"]) for f in runs):
         mine = {r: s for (lev, p, r), s in seconds.items() if (lev, p) == (level, path)}
         about = {"benchmark": "megatron_step", "level": level, "path": path, "gpus": gpus}
         if not mine:
-            record.add(**about, error=next(f["error"] for f in lines if (f["level"], f["path"]) == (level, path)))
+            record.add(**about, error=next(f["error"] for f in runs if (f["level"], f["path"]) == (level, path)))
             continue
         median = statistics.median(mine.values())
         beside = [seconds[level, "bare loop", r] / s for r, s in mine.items() if (level, "bare loop", r) in seconds]
@@ -76,7 +75,7 @@ def write(record: Record, lines: list[dict], gpus: int) -> None:
             ms_max=round(max(mine.values()) * 1e3, 2), rounds=len(mine),
             tokens_per_s_per_gpu=round(BATCH * SEQUENCE / median),
             of_bare=round(statistics.median(beside), 4) if beside else None,
-            peak_gib=round(max(f["gib"] for f in lines if (f["level"], f["path"]) == (level, path) and "gib" in f), 2),
+            peak_gib=round(max(f["gib"] for f in runs if (f["level"], f["path"]) == (level, path) and "gib" in f), 2),
         )  # fmt: skip
 
 

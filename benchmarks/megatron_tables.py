@@ -103,7 +103,7 @@ def megatron_parity() -> str:
 
 
 def megatron_seeds() -> str:
-    """Validation losses beside transformers' by initial weights, and their mean where these are several."""
+    """Validation losses beside transformers' by initial weights, and their mean."""
     figures = _in_order(read(_PARITY)[1])
     seeds = sorted({f["init_seed"] for f in figures})
     runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
@@ -114,10 +114,9 @@ def megatron_seeds() -> str:
         if layout == "transformers" or len(of) < len(seeds):
             continue
         distances = [_distance(figures, of[seed]) for seed in seeds]
-        if len(seeds) > 1:
-            distances.append(statistics.mean(distances))
+        distances.append(statistics.mean(distances))
         rows.append((_called(level), layout, *(f"{distance:+.4f}" for distance in distances)))
-    return rst_table(("Level", "run", *names, *(["mean"] if len(seeds) > 1 else [])), rows)
+    return rst_table(("Level", "run", *names, "mean"), rows)
 
 
 def _in_order(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:

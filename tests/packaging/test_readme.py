@@ -23,38 +23,3 @@ def test_ci_runs_the_readme_s_test_command():
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert ci.index(install) < ci.index(test)
     assert not any("PATH" in line for line in ci)  # nor does the README activate the environment
-
-
-def test_every_result_starts_with_its_origin():
-    from benchmarks.record import lines, read
-
-    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
-    assert files
-    for file in files:
-        origins, figures = read(file)
-        assert lines(file)[0] == origins[0] and figures
-        assert all({"command", "date", "gpu", "versions"} <= set(origin) for origin in origins)
-
-
-def test_a_file_written_in_parts_names_the_origin_of_each(tmp_path):
-    from benchmarks.record import Record, lines, read
-
-    path = tmp_path / "results.jsonl"
-    Record(path).add(benchmark="x", figure=1)
-    first = lines(path)
-    Record(path, first).add(benchmark="x", figure=2)
-    assert lines(path)[:2] == first
-    origins, figures = read(path)
-    assert lines(path) == [origins[0], figures[0], origins[1], figures[1]]
-    assert [f["figure"] for f in figures] == [1, 2]
-
-
-def test_an_origin_whose_figures_were_all_measured_again_is_left_out(tmp_path):
-    from benchmarks.record import Record, lines, read
-
-    path = tmp_path / "results.jsonl"
-    Record(path).add(benchmark="x", figure=1)
-    Record(path, lines(path)).add(benchmark="x", figure=2)
-    origins, figures = read(path)
-    Record(path, [*origins, figures[1]]).add(benchmark="x", figure=3)
-    assert [f["figure"] for f in read(path)[1]] == [2, 3] and len(read(path)[0]) == 2
