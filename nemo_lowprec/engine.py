@@ -28,6 +28,7 @@ from nemo_lowprec.compute import (
     LayerFilter,
     Recipe,
     ReferenceBackend,
+    WeightScales,
     check_attention,
     choose_backend,
     convert_layers,
@@ -123,6 +124,7 @@ class Engine:
         self.backend: Backend | None = None
         self.loss_scale = LossScale(loss_scale) if loss_scale is not None else None
         self.histories: DelayedScaling | None = None
+        self.weight_scales: WeightScales | None = None
         self.low_bit = low_bit or LowBitOptions()
         self.reads_as = reads_as or self.half
         self.attention = attention
@@ -186,6 +188,8 @@ class Engine:
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
+            if self.recipe is not None and self.histories is not None:
+                self.weight_scales = WeightScales(self.recipe.operand("weight").fmt, self.recipe.fp8_margin)
             self.loss_scale = LossScale(self.loss_scale.config) if self.loss_scale is not None else None
         self.backend, self.device, self.model = backend, device, model
         self.conversion = convert_layers(
@@ -198,6 +202,7 @@ class Engine:
             self.layers,
             self.histories,
             fp32_wgrad=self.level.has_half_weights and self.level.weight_grad == "fp32",
+            weight_scales=self.weight_scales,
         )
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
@@ -278,11 +283,16 @@ class Engine:
         self._released.clear()
         self.stored = self.masters = self.shards = None
         revert_layers(self.model)
+        if self.weight_scales is not None:
+            self.weight_scales.leave()
+            self.weight_scales.reduce_amax = None
 
     def settle(self) -> None:
         """Follow the model to its device, once it is there."""
         if self.histories is not None:
             self.histories.to(self.device)
+        if self.weight_scales is not None:
+            self.weight_scales.settle(self.device)
         if self.masters is not None:
             self.masters.settle()
         if self.stored is not None:
@@ -309,6 +319,10 @@ class Engine:
         for name in self.conversion.low:
             self.model.get_submodule(name).gemm_plan.keeps_weight = not sharding.frees_weights  # type: ignore[union-attr]
         self.share_amaxes(sharding.world)
+        if self.weight_scales is not None:
+            gathered_as = torch.float16 if level.is_low_bit else self.half if level.has_half_weights else torch.float32
+            self.weight_scales.settle(self.device, gathered_as)
+            self.weight_scales.reduce_amax = partial(reduce_amax, group=sharding.world)
         if level.is_low_bit:
             self.gradients = StoredGradients(apart=True)
 
@@ -415,6 +429,7 @@ class Engine:
         """Give every process of the group the weights of its first one."""
         assert self.reducer is not None and self.model is not None
         broadcast_weights(self.model.parameters(), self.reducer.group)
+        self.forget_weight_scales()
 
     def wire_dtype(self, param: Tensor) -> torch.dtype:
         """Dtype of a parameter's gradient on the wire."""
@@ -465,6 +480,8 @@ class Engine:
     @contextmanager
     def forward_context(self):
         """Autocast to the level's half dtype, and FP8 for Transformer Engine layers of the user's own."""
+        if self.shards is not None and self.shards.were_written():
+            self.weights_were_written()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
             if self._has_te_layers:
@@ -497,7 +514,7 @@ class Engine:
         if self.loss_scale is None or optimizer in self._found_inf:
             return
         if not self._found_inf:
-            self._saturated = self._find_saturated()
+            self._saturated = self.find_saturated()
         self._note(optimizer, unscale_(_params(optimizer), self.loss_scale.used, self.device), self._saturated)
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -505,18 +522,21 @@ class Engine:
         self.unscale(optimizer)
         norm = clip_grad_norm_(_params(optimizer), max_norm)
         if self.loss_scale is None:
-            self._note(optimizer, (~norm.isfinite()).float().to(self.device), self._find_saturated())
+            self._note(optimizer, (~norm.isfinite()).float().to(self.device), self.find_saturated())
 
     def look(self, optimizer: Optimizer) -> None:
         """Find out whether the optimizer's gradients are finite, where neither ``unscale`` nor ``clip`` has."""
         self.unscale(optimizer)
         # With gradient release it is too late.
         if optimizer not in self._found_inf and not self.low_bit.gradient_release:
-            self._note(optimizer, find_nonfinite(_params(optimizer), self.device), self._find_saturated())
+            self._note(optimizer, find_nonfinite(_params(optimizer), self.device), self.find_saturated())
 
-    def _find_saturated(self) -> Tensor | None:
+    def find_saturated(self) -> Tensor | None:
+        """Whether an operand was not finite since the last step, as a tensor on the device; None without FP8."""
         # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
         found = [self.histories.nonfinite()] if self.histories is not None else []
+        if self.weight_scales is not None:
+            found.append(self.weight_scales.nonfinite())
         if self._has_te_layers and self.model is not None:
             here = te_layers.nonfinite_amaxes(self.model)
             flag = torch.zeros(1, device=self.device) if here is None else here.float().reshape(1)
@@ -566,9 +586,27 @@ class Engine:
         self.skipped.discard(optimizer)
         if self.shards is not None:
             self.shards.renew_scales()
+        self.end_step()
+        return result
+
+    def forget_weight_scales(self) -> None:
+        """Measure each weight when its layer runs next, and keep the amax histories: they are of these weights."""
+        if self.weight_scales is not None:
+            self.weight_scales.forget()
+
+    def weights_were_written(self) -> None:
+        """Somebody else than a step has written sharded weights: scale by what there is now, on all processes."""
+        if self.shards is not None:
+            self.shards.renew_scales()
+        if self.weight_scales is not None:
+            self.weight_scales.restart()
+
+    def end_step(self) -> None:
+        """After a step: roll the amax histories, and scale the weights by what they are now."""
         if self.histories is not None:
             self.histories.update()
-        return result
+        if self.weight_scales is not None:
+            self.weight_scales.renew()
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
         """Whether the kernels of ``optimizer`` read ``found_inf``: the host need not wait before the step."""
@@ -585,6 +623,7 @@ class Engine:
             if masters is not None:
                 masters.swap_out(optimizer)
                 masters.refresh(_params(optimizer))
+            self.forget_weight_scales()
             try:
                 with self.forward_context():
                     return closure()
@@ -611,6 +650,7 @@ class Engine:
         """Go on from a saved state, of this or of another level: what it does not hold starts afresh."""
         if self.histories is not None and "fp8" in state:
             self.histories.load_state_dict(state["fp8"])
+            self.forget_weight_scales()
         if self._has_te_layers and self.model is not None and "te" in state:
             te_layers.load_te_state_dict(self.model, state["te"])
         if self.loss_scale is not None and "loss_scale" in state:

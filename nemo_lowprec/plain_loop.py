@@ -47,19 +47,20 @@ class PlainLoop:
             self._engine.histories.discard()
 
     def _overflowed(self) -> Tensor:
-        assert self._engine.histories is not None
         self._looked_at = True
-        return self._engine.histories.nonfinite()
+        found = self._engine.find_saturated()
+        assert found is not None
+        return found
 
     def _after_step(self, *_: Any) -> None:
-        assert self._engine.histories is not None
         self._looked_at = False
-        self._engine.histories.update()
+        self._engine.end_step()
 
     def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if _HISTORIES in state:
             assert self._engine.histories is not None
             self._engine.histories.load_state_dict(state[_HISTORIES])
+            self._engine.forget_weight_scales()
 
 
 class UnderDDP:

@@ -9,6 +9,7 @@ from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.recipe import OPERANDS, Operand, Recipe
+from nemo_lowprec.compute.weight_scales import WeightScales
 
 __all__ = [
     "ATTENTION",
@@ -25,6 +26,7 @@ __all__ = [
     "Operand",
     "Recipe",
     "ReferenceBackend",
+    "WeightScales",
     "check_attention",
     "choose_backend",
     "convert_layers",

@@ -21,6 +21,7 @@ from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisi
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
 from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
 from nemo_lowprec.compute.shared_input import SharedInput
+from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
 
 __all__ = ["Conversion", "convert_layers", "is_converted", "revert_layers"]
@@ -59,6 +60,7 @@ def convert_layers(
     layers: LayerFilter,
     histories: DelayedScaling | None,
     fp32_wgrad: bool = False,
+    weight_scales: WeightScales | None = None,
 ) -> Conversion:
     """Convert linear layers and norms of ``model`` in place.
 
@@ -68,12 +70,13 @@ def convert_layers(
         backend: runs the FP8 GEMMs.
         half_backend: runs the GEMMs of the linear layers left in half precision; None leaves that to torch.
         layers: which layers.
-        histories: gets a column for every operand, for delayed scaling.
+        histories: gets a column for every operand but the weight, for delayed scaling.
         fp32_wgrad: whether those layers' weight gradients are FP32; torch rounds them to half before.
+        weight_scales: gets an entry for every weight, for delayed scaling; None scales a weight at each use.
     """
     result = Conversion()
     if recipe is not None:
-        _convert_low(model, half, recipe, backend, layers, histories, result)
+        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         if _ORIGINAL in module.__dict__:
             continue
@@ -97,6 +100,7 @@ def _convert_low(
     backend: Backend,
     layers: LayerFilter,
     histories: DelayedScaling | None,
+    weight_scales: WeightScales | None,
     result: Conversion,
 ) -> None:
     linears: dict[str, nn.Module] = {}
@@ -118,9 +122,14 @@ def _convert_low(
             chosen[name] = module
     slots: dict[str, Any] = {}
     if histories is not None:
-        keys = {f"{n}.{k}": recipe.operand(k).fmt for n in chosen for k in OPERANDS}
+        kinds = [kind for kind in OPERANDS if kind != "weight"]
+        keys = {f"{n}.{k}": recipe.operand(k).fmt for n in chosen for k in kinds}
         histories.add_all(keys)
         slots = {key: histories.slots[key] for key in keys}
+        if weight_scales is not None:
+            for name, module in chosen.items():
+                others = [slots[f"{name}.{kind}"] for kind in kinds]
+                slots[f"{name}.weight"] = weight_scales.add(f"{name}.weight", module, "weight", others)
     inputs = SharedInput(histories)
     for name, module in chosen.items():
         operands = {kind: recipe.operand(kind, slots.get(f"{name}.{kind}")) for kind in OPERANDS}

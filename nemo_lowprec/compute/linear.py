@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
+from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
 __all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "wgrad_dtype"]
@@ -180,6 +181,8 @@ class _LinearFunction(torch.autograd.Function):
         pad = -rows % backend.row_multiple if any(plan.fp8) else 0
         xp = F.pad(x, (0, 0, 0, pad)) if pad else x
 
+        if (fprop8 or dgrad8) and isinstance(scale := plan.operand("weight").slot, WeightScale):
+            scale.follow(weight, record)  # before the input is quantized, whose history may end here
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
         if fprop8 or x_columnwise:
@@ -190,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
         # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
         w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, ScaledTensor)
         if fprop8 or w_kept:
-            w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept, record=record)
+            w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
 
         if fprop8:
             out = backend.fprop(x8, w8, bias, out_dtype)[:rows]
@@ -256,9 +259,7 @@ class _LinearFunction(torch.autograd.Function):
                 if w_meta is not None:
                     w8 = backend.restore(w_saved, w_meta)
                 else:
-                    # Its amax was recorded in forward.
-                    record = ctx.record and not fprop8
-                    w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True, record=record)
+                    w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True)
                 dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
             else:
                 dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)
@@ -288,12 +289,11 @@ def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
     return weight.dequantize(plan.half) if isinstance(weight, StoredTensor) else weight.to(plan.half)
 
 
-def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
     if isinstance(weight, ScaledTensor):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
-    if isinstance(weight, CastTensor):
-        weight = weight.data_fp16
-    return plan.backend.quantize(weight, plan.operand("weight"), rowwise=rowwise, columnwise=columnwise, record=record)
+    operand, values = plan.operand("weight"), weight_data(weight)
+    return plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=False)
 
 
 def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:

@@ -61,7 +61,7 @@ class Operand:
         fmt: the 8-bit format (NVFP4 elements are E2M1 whatever this says).
         margin: per-tensor scales are divided by 2**margin.
         layout: the blocks, where scales are per block.
-        slot: amax history and scale, for delayed scaling.
+        slot: amax history and scale, for delayed scaling; a weight's is a ``WeightScale``.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Operand:
     fmt: FloatFormat
     margin: int = 0
     layout: BlockLayout | None = None
-    slot: Slot | None = None
+    slot: Any = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Recipe:
         return Operand(kind, self.scaling, fmt, self.fp8_margin, layout, slot)
 
     def histories(self) -> DelayedScaling | None:
-        """A new table of amax histories, for delayed scaling."""
+        """A new table of amax histories, for delayed scaling. Weights have none."""
         if self.scaling != "delayed":
             return None
         return DelayedScaling(

@@ -11,6 +11,7 @@ Differences to Transformer Engine's recipe, each on purpose:
 * An operand without a history is scaled from the tensor at hand (TE starts at scale 1, which rounds gradients of
   1e-6 to zero; TE issue 982).
 * A non-finite amax enters the history as 0, so that one overflow does not freeze the scale for a whole window.
+* Weights have no history: see ``compute.weight_scales``.
 """
 
 from __future__ import annotations
@@ -36,17 +37,23 @@ class Slot:
         amax: shape [1], FP32, view into the table: the running maximum since the last update.
         cold: True while no usable amax has entered the history; the operand is then scaled by its own amax.
         recorded: whether a cold operand was seen since its amaxes were last looked at.
+        restarted: whether the next update empties the history.
     """
 
-    __slots__ = ("amax", "cold", "fmt", "margin", "recorded", "scale")
+    __slots__ = ("amax", "cold", "fmt", "margin", "recorded", "restarted", "scale")
 
     def __init__(self, fmt: FloatFormat, margin: int) -> None:
         self.fmt = fmt
         self.margin = margin
         self.cold = True
         self.recorded = False
+        self.restarted = False
         self.scale: Tensor
         self.amax: Tensor
+
+    def restart(self) -> None:
+        """Scale by the tensor at hand until a new history has begun: the old one is another model's."""
+        self.cold = self.restarted = True
 
     def record(self, amax: Tensor) -> None:
         """Fold the amax of one tensor into this step's maximum."""
@@ -147,6 +154,7 @@ class DelayedScaling:
         if self.reduce_amax is not None:
             self.reduce_amax(self.amax)
         amax = torch.where(torch.isfinite(self.amax), self.amax, torch.zeros_like(self.amax))
+        self._empty_restarted()
         self.history[self.updates % self.history_len] = amax
         self.updates += 1
         self.amax.zero_()
@@ -159,6 +167,13 @@ class DelayedScaling:
             # no gradients, and a weight that is stored in FP8 has a scale of its own.
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
                 slot.cold, slot.recorded = slot.cold and not seen, False
+
+    def _empty_restarted(self) -> None:
+        restarted = [i for i, slot in enumerate(self.slots.values()) if slot.restarted]
+        if restarted:
+            self.history[:, restarted] = 0
+            for slot in self.slots.values():
+                slot.restarted = False
 
     @torch.no_grad()
     def rescale(self, kind: str, factor: float) -> None:
@@ -180,6 +195,7 @@ class DelayedScaling:
 
     def state_dict(self) -> dict[str, Any]:
         """By operand: history oldest first, scale, the value it scales the amax to, and whether it is in use yet."""
+        self._empty_restarted()
         oldest = self.updates % self.history_len
         history = torch.roll(self.history, -oldest, 0).cpu()
         scale, amax = self.scale.cpu(), self.amax.cpu()
@@ -212,6 +228,7 @@ class DelayedScaling:
             if saved is None:
                 slot.cold = True
                 continue
+            slot.restarted = False
             recent = saved["amax_history"][-self.history_len :].cpu()
             column = torch.zeros(self.history_len)
             column[self.history_len - len(recent) :] = recent

@@ -252,8 +252,7 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
-        if engine.shards is not None:
-            engine.shards.renew_scales()
+        engine.weights_were_written()  # what a resumed run knows of them is loaded next
         return checkpoint
 
     @classmethod

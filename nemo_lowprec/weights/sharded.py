@@ -50,6 +50,7 @@ class ShardedWeights:
         self._model: nn.Module | None = None
         self._handles: list[Any] = []
         self._whole: dict[tuple[int, str], Tensor] = {}
+        self._versions: list[int] = []
 
     @torch.no_grad()
     def settle(self, model: nn.Module) -> None:
@@ -129,6 +130,14 @@ class ShardedWeights:
             amax = torch.stack([shard.local_amax() for shard in shards])
             self._reduce_amax(amax)
             Fp8Gathered.set_scales(shards, amax)
+        self._versions = self._current_versions()
+
+    def were_written(self) -> bool:
+        """Whether a shard was written since ``renew_scales``. All processes write theirs together, as DTensors ask."""
+        return self._versions != self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [param._version for param in self._sharded.values()]
 
     @torch.no_grad()
     def remove(self) -> None:

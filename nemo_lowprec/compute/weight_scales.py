@@ -1,0 +1,215 @@
+"""Scales of weights under delayed scaling: each comes from the weight at hand, not from a history.
+
+The amax of a weight is known as soon as the optimizer has stepped, so that nothing has to be predicted: one pass over
+all weights after a step gives all scales. A weight that anything else has written (``load_state_dict``, ``copy_``, a
+callback) is measured when its layer runs next, and the layer's input and output gradient start new histories: theirs
+belong to the weight that was there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.formats import Fp8Gathered, ScaledTensor, Slot, StoredTensor, compute_amax, compute_scale
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.formats.local import local_of
+
+__all__ = ["WeightScale", "WeightScales", "weight_data"]
+
+
+def weight_data(weight: Tensor) -> Tensor:
+    """The plain tensor that holds a weight's elements: what it is quantized from, or its FP8 data."""
+    return weight.parts()[0] if isinstance(weight, StoredTensor) else weight
+
+
+class WeightScale:
+    """Scale of one weight, as its layer's operand sees it (compare ``Slot``).
+
+    Attributes:
+        layer: the module that holds the weight.
+        name: the weight's name in ``layer``.
+        fmt: format of the quantized weight.
+        margin: the scale is divided by 2**margin.
+        scale: shape [1], FP32, view into the table.
+        amax: shape [1], FP32, view into the table: the weight's amax when it was measured.
+        histories: the columns of the layer's other operands.
+        gathered: whether the weight is gathered from shards for each computation, so that its address and version tell
+            nothing: ``WeightScales.forget`` does then.
+    """
+
+    __slots__ = ("_left", "_measured", "amax", "fmt", "gathered", "histories", "layer", "margin", "name", "scale")
+
+    cold = False
+
+    def __init__(self, layer: nn.Module, name: str, fmt: FloatFormat, margin: int, histories: list[Slot]) -> None:
+        self.layer, self.name, self.fmt, self.margin, self.histories = layer, name, fmt, margin, histories
+        self.gathered = False
+        self._measured: Any = None
+        self._left: Any = None
+        self.scale: Tensor
+        self.amax: Tensor
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The layer's weight; None where it is computed anew for each forward (pruned, parametrized)."""
+        return self.layer._parameters.get(self.name)
+
+    def current_scale(self, _: Tensor) -> Tensor:
+        """The scale, shape [1]."""
+        return self.scale
+
+    @torch.no_grad()
+    def follow(self, weight: Tensor, training: bool) -> None:
+        """Measure ``weight`` [out_features, in_features] unless the scale was computed from just its values.
+
+        Evaluation measures what training has measured once more: a weight can be written without a trace (``.data``).
+        A weight that is stored in FP8 has its scale already.
+        """
+        values = weight_data(weight)
+        state = (training,) if self.gathered else (training, *_state_of(weight))
+        if state == self._measured:
+            return
+        if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
+            self.restart()
+        self._measured = state
+        if not isinstance(weight, ScaledTensor):
+            amax = compute_amax(values).reshape(1)
+            self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
+            self.amax.copy_(amax)
+
+    def note(self) -> None:
+        """The scale was renewed from the weight at hand."""
+        weight = self.weight
+        if weight is not None:
+            self._measured = (True,) if self.gathered else (True, *_state_of(weight))
+
+    def restart(self) -> None:
+        """Let the layer's other operands start new histories."""
+        for slot in self.histories:
+            slot.restart()
+
+    def forget(self) -> None:
+        """Measure the weight when its layer runs next; what the histories hold belongs to that weight."""
+        self._measured = None
+
+    def leave(self) -> None:
+        """The layer is converted no more: remember the weight's state."""
+        self._measured, self._left = None, self._state()
+
+    def come_back(self, layer: nn.Module, histories: list[Slot]) -> None:
+        """The layer is converted again: the histories stand if nobody has written the weight in between."""
+        self.layer, self.histories = layer, histories
+        if self._left is None or self._left != self._state():
+            self.restart()
+        self._measured = self._left = None
+
+    def _state(self) -> tuple[int, int] | None:
+        weight = self.weight
+        return None if weight is None or weight.is_meta else _state_of(weight)
+
+
+def _state_of(weight: Tensor) -> tuple[int, int]:
+    """Changes when somebody writes ``weight`` or gives it other data."""
+    version = -1 if weight.is_inference() else weight._version
+    return version, weight_data(local_of(weight)).data_ptr()
+
+
+class WeightScales:
+    """The scales of all weights of one model, in one table.
+
+    Args:
+        fmt: format of quantized weights.
+        margin: scales are divided by 2**margin.
+
+    Attributes:
+        reduce_amax: makes amaxes the maxima over the processes that hold shards of a model, in place; None where each
+            holds whole weights.
+    """
+
+    def __init__(self, fmt: FloatFormat, margin: int) -> None:
+        self.fmt, self.margin = fmt, margin
+        self.reduce_amax: Callable[[Tensor], None] | None = None
+        self.scales: dict[str, WeightScale] = {}
+        self._gathered_as: torch.dtype | None = None
+        self._allocate(torch.device("cpu"))
+
+    def add(self, key: str, layer: nn.Module, name: str, histories: list[Slot]) -> WeightScale:
+        """The scale of the weight ``name`` of ``layer``: its own earlier one if it has it already."""
+        if key in self.scales:
+            self.scales[key].come_back(layer, histories)
+        else:
+            self.scales[key] = WeightScale(layer, name, self.fmt, self.margin, histories)
+        return self.scales[key]
+
+    def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
+        """Move the table to ``device``, where the model is by now; every weight is measured anew.
+
+        Args:
+            gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
+        """
+        self._allocate(device)
+        self._gathered_as = gathered_as
+        for scale in self.scales.values():
+            scale.gathered = gathered_as is not None
+        self.forget()
+
+    def _allocate(self, device: torch.device) -> None:
+        n = len(self.scales)
+        self.scale, self.amax = torch.ones(n, device=device), torch.zeros(n, device=device)
+        for i, one in enumerate(self.scales.values()):
+            one.scale, one.amax = self.scale[i : i + 1], self.amax[i : i + 1]
+
+    def forget(self) -> None:
+        """Measure every weight when its layer runs next."""
+        for scale in self.scales.values():
+            scale.forget()
+
+    def restart(self) -> None:
+        """Measure every weight when its layer runs next, and start all histories anew."""
+        for scale in self.scales.values():
+            scale.forget()
+            scale.restart()
+
+    def leave(self) -> None:
+        """The model is converted no more."""
+        for scale in self.scales.values():
+            scale.leave()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """After a step: the scales of all weights from what they are now. The host waits for nothing."""
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for i, scale in enumerate(self.scales.values()):
+            weight = scale.weight
+            if weight is None:  # computed anew for each forward
+                scale.forget()
+                continue
+            scale.note()
+            local = local_of(weight)
+            data = weight_data(local)
+            if data.numel() and not isinstance(local, ScaledTensor | Fp8Gathered):
+                by_dtype.setdefault(data.dtype, []).append((i, data))
+        if not self.scales:
+            return
+        amax = torch.zeros_like(self.amax)
+        for found in by_dtype.values():
+            norms = torch.stack(torch._foreach_norm([data for _, data in found], math.inf)).float()
+            if len(found) == len(amax):
+                amax = norms
+            else:
+                amax[[i for i, _ in found]] = norms
+        if self.reduce_amax is not None:
+            self.reduce_amax(amax)
+        if self._gathered_as is not None:
+            amax = amax.to(self._gathered_as).float()
+        self.amax.copy_(amax)
+        self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
+
+    def nonfinite(self) -> Tensor:
+        """Whether any weight was not finite when it was measured, as a tensor on the device."""
+        return (~torch.isfinite(self.amax)).any()
