@@ -482,6 +482,8 @@ class Engine:
         """Autocast to the level's half dtype, and FP8 for Transformer Engine layers of the user's own."""
         if self.shards is not None and self.shards.were_written():
             self.weights_were_written()
+        if self.masters is not None:
+            self.masters.before_forward()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
             if self._has_te_layers:
@@ -565,6 +567,8 @@ class Engine:
 
     def _step(self, optimizer: Optimizer, found: FoundInf | None, **kwargs: Any) -> Any:
         result = None
+        differ = self.masters.samples_differ(optimizer) if self.masters is not None else None
+        written = None if differ is None else FoundInf(differ.float())
         skips_by_itself = found is not None and self._skips_by_itself(optimizer)
         if found is None or skips_by_itself or not found:
             with ExitStack() as stack:
@@ -574,6 +578,9 @@ class Engine:
                     stack.enter_context(found.handed_to(optimizer))
                 result = optimizer.step(**kwargs)
         overflow = bool(found)
+        if written:
+            assert self.masters is not None
+            self.masters.refuse_written(optimizer)
         if self.loss_scale is not None and found is not None:
             self.loss_scale.learn(overflow)
         if overflow:

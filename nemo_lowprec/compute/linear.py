@@ -235,7 +235,7 @@ class _LinearFunction(torch.autograd.Function):
     def _backward(ctx: Any, grad_output):
         plan: GemmPlan = ctx.plan
         backend = plan.backend
-        fprop8, dgrad8, wgrad8 = plan.fp8
+        _, dgrad8, wgrad8 = plan.fp8
         need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
         x_saved, w_saved = list(saved[: ctx.saved_split]), list(saved[ctx.saved_split :])

@@ -54,6 +54,11 @@ class WeightScale:
         self.scale: Tensor
         self.amax: Tensor
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # A copy's weight is elsewhere, and has the same values.
+        state = {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
+        return None, {**state, "_measured": None, "_left": None}
+
     @property
     def weight(self) -> Tensor | None:
         """The layer's weight; None where it is computed anew for each forward (pruned, parametrized)."""

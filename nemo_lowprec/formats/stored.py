@@ -2,6 +2,10 @@
 
 Any torch operation reads the values; an in-place one, and assigning to elements (``g[0] = 0``), writes them back,
 rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values, and writing into it an error.
+
+A weight that has a master (the attribute ``master_weight``) is written through it: an in-place operation starts from
+the master's values, changes the master, and rounds the weight from it. ``detach()``, ``data`` and ``clone()`` take the
+master (or a copy of it) along, so that ``weight.data += delta`` is as exact.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ from torch.utils._pytree import tree_map
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.formats.part import as_part, is_view
 
-__all__ = ["StoredTensor"]
+__all__ = ["MASTER", "StoredTensor"]
+
+MASTER = "master_weight"
 
 aten = torch.ops.aten
 
@@ -76,6 +82,28 @@ class StoredTensor(Tensor):
     def _each(self, change: Callable[[Tensor], Tensor]) -> Any:
         return self._with(*(change(part) for part in self.parts()))
 
+    def _take_along(self, other: Any, change: Callable[[Tensor], Tensor] = lambda master: master) -> Any:
+        """``other``, an alias or a copy of this tensor, with this tensor's master, or with a copy of that."""
+        if MASTER in self.__dict__:
+            other.__dict__[MASTER] = change(self.__dict__[MASTER])
+        return other
+
+    def exact(self) -> Tensor:
+        """The values that a write starts from, FP32: the master's where there is one."""
+        master = self.__dict__.get(MASTER, self)
+        if isinstance(master, StoredTensor):
+            return master.dequantize(torch.float32)
+        return master.detach().to(self.device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def write_(self, values: Tensor) -> Any:
+        """Store ``values`` (same shape) in the master, if there is one, and here; returns the tensor itself."""
+        master = self.__dict__.get(MASTER)
+        if master is None:
+            return self.quantize_(values)
+        master.copy_(values)
+        return self.quantize_(self.exact())
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, reads as {self.dtype})"
 
@@ -88,9 +116,18 @@ class StoredTensor(Tensor):
         if not (isinstance(other, StoredTensor) and other.PARTS == self.PARTS):
             # Into storage of its own: what ``.data`` gave out before keeps the old values.
             values = other.dequantize(torch.float32) if isinstance(other, StoredTensor) else other
-            fresh: StoredTensor = self._each(torch.clone).quantize_(values)
+            fresh: StoredTensor = self._each(torch.clone)
+            # ``module.float()`` sets values that were read here: they are rounded, and no news for a master.
+            if MASTER in self.__dict__ and not torch.equal(values, self.dequantize(values.dtype).to(values.device)):
+                self._take_along(fresh).write_(values)
+            elif MASTER not in self.__dict__:
+                fresh.quantize_(values)
         else:
             fresh = other
+            master, theirs = self.__dict__.get(MASTER), other.__dict__.get(MASTER)
+            if master is not None and theirs is not None and theirs is not master:
+                with torch.no_grad():
+                    master.copy_(theirs)
         if fresh.device != self.device or fresh.shape != self.shape or fresh.dtype != self.dtype:
             outer = torch.Tensor._make_wrapper_subclass(
                 type(fresh), fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
@@ -104,9 +141,9 @@ class StoredTensor(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         if self.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("A leaf that requires grad is changed in place: do it under torch.no_grad().")
-        values = self.dequantize(torch.float32)
+        values = self.exact()
         values[index] = value
-        self.quantize_(values)
+        self.write_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array."""
@@ -122,9 +159,7 @@ class StoredTensor(Tensor):
         return self.dequantize().tolist()
 
     def _exact(self) -> torch.nn.Parameter:
-        master = self.__dict__.get("master_weight", self)
-        values = master.dequantize(torch.float32) if isinstance(master, StoredTensor) else master.detach().clone()
-        return torch.nn.Parameter(values, self.requires_grad)
+        return torch.nn.Parameter(self.exact(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.copied_in_fp32:
@@ -156,9 +191,9 @@ class StoredTensor(Tensor):
         this = args[0] if args and isinstance(args[0], StoredTensor) else None
         if this is not None:
             if func in (aten.detach.default, aten.alias.default):
-                return this._each(lambda part: part)
+                return this._take_along(this._each(lambda part: part))
             if func is aten.clone.default:
-                return this._each(torch.clone)
+                return this._take_along(this._each(torch.clone), torch.clone)
             if func is aten.empty_like.default and not kwargs.keys() - {"pin_memory", "memory_format"}:
                 return this._each(torch.clone)  # what is kept in it comes back to the last bit
             if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
@@ -169,7 +204,7 @@ class StoredTensor(Tensor):
             if func is aten.copy_.default:
                 source = args[1]
                 exact = source.dequantize(torch.float32) if isinstance(source, StoredTensor) else source
-                return this.quantize_(exact.expand(this.shape))
+                return this.write_(exact.expand(this.shape))
 
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
@@ -185,7 +220,9 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on plain tensors of the values, and store what it wrote."""
 
     def read(x: Any) -> Any:
-        return x.dequantize() if isinstance(x, StoredTensor) else x
+        if isinstance(x, StoredTensor):
+            return x.exact() if func._schema.is_mutable and MASTER in x.__dict__ else x.dequantize()
+        return x
 
     plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
     result = func(*plain_args, **plain_kwargs)
@@ -225,7 +262,7 @@ def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs
         ]  # fmt: skip
         for tensor, values in pairs:
             if isinstance(tensor, StoredTensor):
-                stored[id(values)] = tensor.quantize_(values)
+                stored[id(values)] = tensor.write_(values)
     return stored
 
 

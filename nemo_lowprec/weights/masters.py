@@ -3,13 +3,18 @@
 The model's parameters keep their identity; their data become half copies, and each carries its master in the
 attribute ``master_weight``. Everyone sees the model's own parameters and their gradients: the optimizer's groups,
 clipping, callbacks, ``zero_grad``. Only inside ``optimizer.step()`` do the masters take their places in the groups,
-so any torch optimizer computes in FP32; afterwards the copies are refreshed.
+so any torch optimizer computes in FP32; afterwards the copies are refreshed. A copy that somebody else has written is
+taken over into its master first.
+
+A frozen parameter has no master: one that came in the half dtype stays as it is, and the values of another wait on the
+CPU, to be saved and given back. It gets its master when it is unfrozen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +24,16 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import E4M3, ScaledTensor
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
+from nemo_lowprec.weights.written import (
+    Samples,
+    copy_exactly,
+    forget,
+    moved,
+    note,
+    take_over,
+    take_over_written,
+    was_written,
+)
 
 __all__ = ["MasterWeights"]
 
@@ -40,6 +55,8 @@ class MasterWeights:
         self._model: nn.Module | None = None
         self._fp8: set[str] = set()
         self._margin = 0
+        self._frozen: dict[int, nn.Parameter] = {}
+        self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
 
     @torch.no_grad()
     def install(self, model: nn.Module) -> None:
@@ -57,12 +74,23 @@ class MasterWeights:
     def _split(self, param: nn.Parameter) -> None:
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
             return
+        if not param.requires_grad:
+            if id(param) not in self._frozen:
+                self._frozen[id(param)] = param
+                if param.dtype != self.half:
+                    self._give_master(param, param.detach().to("cpu", copy=True))
+            return
         if master_of(param) is None:
-            master = nn.Parameter(param.detach().to(torch.float32, copy=True), requires_grad=param.requires_grad)
-            setattr(param, MASTER, master)
-            param.grad = None
-            param.data = param.data.to(self.half)
+            self._give_master(param, param.detach().to(torch.float32, copy=True))
         self._set_grad_dtype(param)
+
+    def _give_master(self, param: nn.Parameter, values: Tensor) -> None:
+        master = nn.Parameter(values, requires_grad=param.requires_grad)
+        setattr(param, MASTER, master)
+        param.grad = None
+        param.data = param.data.to(self.half)
+        note(param, master)
+        copy_exactly(param, master)
 
     def _set_grad_dtype(self, param: nn.Parameter) -> None:
         wanted = torch.float32 if self.grad_fp32 else self.half
@@ -80,14 +108,38 @@ class MasterWeights:
         assert self._model is not None
         for name in self._fp8:
             param = self._model.get_parameter(f"{name}.weight")
-            if not isinstance(param, ScaledTensor):
+            if not isinstance(param, ScaledTensor) and master_of(param) is not None:
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():
             master = master_of(param)
             assert master is not None
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)
+            if not isinstance(param, ScaledTensor):
+                moved(param, master)
             self._set_grad_dtype(param)
+
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Give parameters that were unfrozen their masters.
+
+        A frozen one that came in another dtype and that somebody writes by hand, as averages of other weights are, is
+        given back what it came in: the next update would be too small for a half copy.
+        """
+        for param in list(self._frozen.values()):
+            master = master_of(param)
+            if param.requires_grad:
+                del self._frozen[id(param)]
+                values = (param if master is None else master).detach().to(param.device, torch.float32, copy=True)
+                if master is None:
+                    self._give_master(param, values)
+                else:
+                    master.data = values
+                self._set_grad_dtype(param)
+            elif master is not None and not isinstance(param, ScaledTensor) and was_written(param, master):
+                del self._frozen[id(param)]
+                take_over(param, master)
+                _give_back(param, master)
 
     def before_backward(self) -> None:
         """Let new gradients be stored in their dtype again: unscaling the last ones allowed for FP32."""
@@ -114,6 +166,7 @@ class MasterWeights:
         for param, master in plain:
             if param.device != master.device:
                 param.copy_(master)
+            note(param, master)
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
         """Give the parameters their FP32 values back and forget the masters.
@@ -128,16 +181,16 @@ class MasterWeights:
             for param in list(self.copies()):
                 master = master_of(param)
                 assert master is not None
-                device = param.device
                 param.grad = None
                 param.grad_dtype = param.dtype
-                delattr(param, MASTER)
                 if isinstance(param, ScaledTensor):
-                    plain = nn.Parameter(master.data.to(device), requires_grad=param.requires_grad)
+                    delattr(param, MASTER)
+                    plain = nn.Parameter(master.data.to(param.device), requires_grad=param.requires_grad)
                     swap_or_replace(self._model, param, plain, replaced)
                 else:
-                    param.data = master.data.to(device)
-                    param.grad_dtype = param.dtype
+                    take_over_written(param, master)
+                    _give_back(param, master)
+        self._frozen.clear()
         self._model = None
         return replaced
 
@@ -160,6 +213,33 @@ class MasterWeights:
             optimizer.register_load_state_dict_post_hook(lambda opt: self.swap_out(opt)),
         ]
 
+    def samples_differ(self, optimizer: Optimizer) -> Tensor | None:
+        """Whether a copy was written through ``.data`` since the last step, as far as samples show: a bool scalar."""
+        found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
+        pairs = [
+            (p, m) for p, m in found
+            if m is not None and id(p) not in self._frozen and not isinstance(p, ScaledTensor) and not was_written(p, m)
+        ]  # fmt: skip
+        samples = self._samples.get(optimizer)
+        if samples is None or not samples.are_of(pairs):
+            samples = self._samples[optimizer] = Samples(pairs)
+        return samples.differ()
+
+    def refuse_written(self, optimizer: Optimizer) -> None:
+        """Say which copy was written through ``.data``.
+
+        Raises:
+            RuntimeError: always.
+        """
+        assert self._model is not None
+        written = {id(param) for param in self._samples[optimizer].which()}
+        names = [name for name, param in self._model.named_parameters() if id(param) in written]
+        raise RuntimeError(
+            f"{names[0] if names else 'A weight'} was written in place through .data, which nothing tells of, and this "
+            "step has overwritten it from its master. Write to the parameter itself, under torch.no_grad(): "
+            "param.clamp_(-1, 1) instead of param.data.clamp_(-1, 1)."
+        )
+
     def _after_step(self, optimizer: Optimizer) -> None:
         masters = (m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of"))
         stepped = [m._copy_of for m in masters if m.grad is not None]
@@ -172,10 +252,10 @@ class MasterWeights:
             params = group["params"]
             for i, param in enumerate(params):
                 master = master_of(param)
-                if master is None:
+                if master is None or id(param) in self._frozen:
                     continue
-                if master.device != param.device:  # unfrozen in mid-training
-                    master.data = master.data.to(param.device)
+                if not isinstance(param, ScaledTensor) and was_written(param, master):
+                    take_over(param, master)
                 master.requires_grad_(param.requires_grad)
                 grad = param.grad
                 master.grad = grad if grad is None or grad.dtype == torch.float32 else grad.float()
@@ -206,6 +286,14 @@ def _needs_fp32(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
 
 
+def _give_back(param: nn.Parameter, master: Tensor) -> None:
+    """Give a half copy its master's values and dtype."""
+    delattr(param, MASTER)
+    forget(param)
+    param.data = master.data.to(param.device)
+    param.grad_dtype = param.dtype
+
+
 def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
     master = master_of(param)
     assert master is not None
@@ -213,4 +301,5 @@ def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
         ScaledTensor.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
     )
     param.grad = None
+    forget(param)
     swap(param, stored)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
+from nemo_lowprec.formats.stored import MASTER
+from nemo_lowprec.weights.written import note, take_over_written
 
 __all__ = ["MASTER", "install_hooks", "master_of"]
-
-MASTER = "master_weight"
 
 
 def master_of(param: Tensor) -> Tensor | None:
@@ -40,6 +40,8 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
                 # Its values take FP32: on the CPU, so that a checkpoint takes no GPU memory.
                 state_dict[prefix + name] = master.to("cpu").dequantize()
             elif master is not None:
+                if not isinstance(param, StoredTensor):
+                    take_over_written(param, master)
                 state_dict[prefix + name] = master.detach()
             elif isinstance(param, CastTensor):
                 state_dict[prefix + name] = param.data_fp16
@@ -92,3 +94,5 @@ def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
             master = master_of(param) if param is not None else None
             if param is not None and master is not None:
                 param.copy_(master)
+                if not isinstance(param, StoredTensor):
+                    note(param, master)

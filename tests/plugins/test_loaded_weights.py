@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from support import CASES, Net, Samples, clone, level_of, loader, plugin, save_at, stateful_loader, train, trainer, values_of
+from support import (
+    CASES,
+    Net,
+    Samples,
+    clone,
+    level_of,
+    loader,
+    plugin,
+    save_at,
+    stateful_loader,
+    train,
+    trainer,
+    values_of,
+)
 from torch import nn
 
 import nemo_lowprec

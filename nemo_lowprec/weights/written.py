@@ -1,0 +1,136 @@
+"""Half copies that somebody else than their masters has written: found, and taken over into the masters.
+
+A write in place (``copy_``, ``clamp_``, ``nn.init``) moves the copy's version counter, other data
+(``param.data = values``, ``vector_to_parameters``) its address; both are looked at before every step. A write in place
+through ``.data`` moves neither. It is found by comparing values: all of them where weights are saved or given back,
+``SAMPLE`` of each weight at every step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Samples", "copy_exactly", "forget", "moved", "note", "take_over", "take_over_written", "was_written"]
+
+SAMPLE = 512  # elements
+_STATE = "_agrees_with"  # on a master: the state, and the dtype, of the copy that was rounded from it
+
+
+def note(param: Tensor, master: Tensor) -> None:
+    """``param`` is now the rounded ``master``."""
+    setattr(master, _STATE, (param._version, param.data_ptr(), param.dtype))
+
+
+def was_written(param: Tensor, master: Tensor) -> bool:
+    """Whether ``param`` was written, or given other data, since ``note``."""
+    version, address, _ = getattr(master, _STATE)
+    return version != param._version or address != param.data_ptr()
+
+
+def moved(param: Tensor, master: Tensor) -> None:
+    """``param`` has gone to another device, with the values that it had: those that were written before are found."""
+    version, _, dtype = getattr(master, _STATE)
+    setattr(master, _STATE, (version, param.data_ptr(), dtype))
+
+
+@torch.no_grad()
+def take_over(param: nn.Parameter, master: Tensor) -> None:
+    """Give ``master`` the values of ``param`` where they are not the master's own, rounded.
+
+    What an operation in place has left alone keeps the master's bits.
+    """
+    values, half = param.detach(), getattr(master, _STATE)[2]
+    if values.dtype == half and values.shape == master.shape:
+        mine = master.detach().to(values.device)
+        changed = values != mine.to(half)
+        master.copy_(torch.where(changed, values.to(mine.dtype), mine))
+    else:  # other data, of another dtype perhaps
+        if values.shape == master.shape:
+            master.copy_(values)
+        else:
+            master.data = values.to(master.device, master.dtype)
+        param.data = values.to(half)
+    note(param, master)
+
+
+@torch.no_grad()
+def take_over_written(param: nn.Parameter, master: Tensor) -> None:
+    """``take_over`` where the values differ, whoever wrote them and however."""
+    if was_written(param, master) or not torch.equal(param.detach(), master.detach().to(param.device, param.dtype)):
+        take_over(param, master)
+
+
+def copy_exactly(param: nn.Parameter, master: Tensor) -> None:
+    """Let copies of ``param`` (``copy.deepcopy``, pickle) be plain parameters of the master's values.
+
+    Nobody keeps a copy in step with a master, and an average of weights needs more bits than a half copy has.
+    """
+    param.__dict__["__deepcopy__"] = partial(_deepcopy, master)
+    param.__dict__["__reduce_ex__"] = partial(_reduce, master)
+
+
+def forget(param: nn.Parameter) -> None:
+    """Undo ``copy_exactly``."""
+    param.__dict__.pop("__deepcopy__", None)
+    param.__dict__.pop("__reduce_ex__", None)
+
+
+def _plain(master: Tensor) -> nn.Parameter:
+    return nn.Parameter(master.detach().clone(), requires_grad=master.requires_grad)
+
+
+def _deepcopy(master: Tensor, memo: dict[int, Any]) -> nn.Parameter:
+    return _plain(master)
+
+
+def _reduce(master: Tensor, protocol: Any) -> Any:
+    return _plain(master).__reduce_ex__(protocol)
+
+
+class Samples:
+    """A few neighbouring elements of each copy and of its master, compared at every step without waiting for them.
+
+    Args:
+        pairs: copies and their masters, each of one dtype and on one device.
+    """
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._made_for = [id(param) for param, _ in pairs]
+        self._params = [p for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
+        masters = [m for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
+        self._copies = [_middle(param) for param in self._params]
+        self._masters = [_middle(master) for master in masters]
+        sizes = [len(sample) for sample in self._copies]
+        self._found = [torch.empty(sum(sizes), dtype=c.dtype, device=c.device) for c in self._copies[:1] * 2]
+        self._places = [found.split(sizes) for found in self._found]
+
+    def are_of(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Whether these are samples of ``pairs``."""
+        return self._made_for == [id(param) for param, _ in pairs]
+
+    @torch.no_grad()
+    def differ(self) -> Tensor | None:
+        """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies."""
+        if not self._params:
+            return None
+        copies, masters = self._places
+        torch._foreach_copy_(list(copies), self._copies)
+        torch._foreach_copy_(list(masters), self._masters)
+        found, wanted = self._found
+        return ((found != wanted) & (found == found)).any()
+
+    def which(self) -> list[Tensor]:
+        """The copies that differed when ``differ`` was called last."""
+        copies, masters = self._places
+        found = zip(self._params, copies, masters, strict=True)
+        return [param for param, a, b in found if bool(((a != b) & (a == a)).any())]
+
+
+def _middle(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().view(-1)
+    start = max(0, (flat.numel() - SAMPLE) // 2)
+    return flat[start : start + SAMPLE]
