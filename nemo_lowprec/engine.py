@@ -480,15 +480,20 @@ class Engine:
     @contextmanager
     def forward_context(self):
         """Autocast to the level's half dtype, and FP8 for Transformer Engine layers of the user's own."""
-        if self.shards is not None and self.shards.were_written():
-            self.weights_were_written()
-        if self.masters is not None:
-            self.masters.before_forward()
+        self.before_forward()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
             if self._has_te_layers:
                 stack.enter_context(te_layers.te_context(self.recipe, self.half))
             yield
+
+    def before_forward(self) -> None:
+        """Follow what happened to the parameters since the last step: some may be frozen no more, or written."""
+        if self.shards is not None and self.shards.were_written():
+            self.weights_were_written()
+        for weights in (self.masters, self.stored):
+            if weights is not None:
+                weights.before_forward()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""

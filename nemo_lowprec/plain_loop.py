@@ -41,6 +41,7 @@ class PlainLoop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._engine.before_forward()
         self._engine.cover_gradients()
         if self._looked_at and self._engine.histories is not None:
             self._looked_at = False

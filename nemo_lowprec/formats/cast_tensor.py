@@ -21,7 +21,7 @@ class CastTensor(StoredTensor):
     """FP16 storage that reads as ``dtype``.
 
     Attributes:
-        data_fp16: float16 tensor of the same shape.
+        data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that came so.
     """
 
     PARTS = ("data_fp16",)
@@ -32,9 +32,9 @@ class CastTensor(StoredTensor):
         return cls._wrap((data_fp16,), {}, dtype)
 
     @classmethod
-    def from_float(cls, values: Tensor, dtype: torch.dtype) -> CastTensor:
-        """Round ``values`` to FP16."""
-        return cls(values.detach().to(torch.float16, copy=True), dtype)
+    def from_float(cls, values: Tensor, dtype: torch.dtype, storage: torch.dtype = torch.float16) -> CastTensor:
+        """Round ``values`` to ``storage``."""
+        return cls(values.detach().to(storage, copy=True), dtype)
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> CastTensor:

@@ -10,7 +10,7 @@ master (or a copy of it) along, so that ``weight.data += delta`` is as exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -220,11 +220,14 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on plain tensors of the values, and store what it wrote."""
 
     def read(x: Any) -> Any:
-        if isinstance(x, StoredTensor):
-            return x.exact() if func._schema.is_mutable and MASTER in x.__dict__ else x.dequantize()
-        return x
+        return x.dequantize() if isinstance(x, StoredTensor) else x
 
-    plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
+    if func._schema.is_mutable and any(
+        isinstance(x, StoredTensor) and MASTER in x.__dict__ for x in _written(func, args, kwargs)
+    ):
+        plain_args, plain_kwargs = _exact_arguments(func, args, kwargs)
+    else:
+        plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
     result = func(*plain_args, **plain_kwargs)
     if not func._schema.is_mutable:
         # In a forward pass nobody writes into a view; and autograd would not let them.
@@ -247,22 +250,48 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return None if results and results[0] is None else [r for result in results for r in result]
 
 
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """(position or name, value, whether the operation writes it) of each argument."""
+    for i, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if i < len(args):
+            yield i, args[i], writes
+        elif argument.name in kwargs:
+            yield argument.name, kwargs[argument.name], writes
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operation writes."""
+    found = (value for _, value, writes in _arguments(func, args, kwargs) if writes)
+    return [x for value in found for x in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments for an operation that writes masters: FP32 for all that read as the weight does, and are read only."""
+    dtype = next(x for x in _written(func, args, kwargs) if isinstance(x, StoredTensor)).dtype
+
+    def exact(x: Any) -> Any:
+        if isinstance(x, StoredTensor):
+            return x.exact()
+        return x.float() if isinstance(x, Tensor) and x.dtype == dtype else x
+
+    def keep(x: Any) -> Any:
+        return x.exact() if isinstance(x, StoredTensor) else x
+
+    plain_args, plain_kwargs = list(args), dict(kwargs)
+    for place, value, writes in _arguments(func, args, kwargs):
+        chosen: Any = plain_args if isinstance(place, int) else plain_kwargs
+        chosen[place] = tree_map(keep if writes else exact, value)
+    return plain_args, plain_kwargs
+
+
 def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> dict[int, StoredTensor]:
     """Store what an operation wrote into plain stand-ins; return the tensors they stood for, by the stand-in's id."""
     stored = {}
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given, plain = (args, plain_args) if i < len(args) else (kwargs, plain_kwargs)
-        key = i if i < len(args) else argument.name
-        if i >= len(args) and key not in kwargs:
-            continue
-        pairs = zip(given[key], plain[key], strict=True) if isinstance(given[key], (list, tuple)) else [
-            (given[key], plain[key])
-        ]  # fmt: skip
-        for tensor, values in pairs:
-            if isinstance(tensor, StoredTensor):
-                stored[id(values)] = tensor.write_(values)
+    stand_ins = _written(func, plain_args, plain_kwargs)
+    for tensor, values in zip(_written(func, args, kwargs), stand_ins, strict=True):
+        if isinstance(tensor, StoredTensor):
+            stored[id(values)] = tensor.write_(values)
     return stored
 
 

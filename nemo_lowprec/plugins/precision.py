@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
@@ -26,15 +25,13 @@ from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
+from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
 
 __all__ = ["SKIPPED", "LowPrecision"]
-
-# By name, as NeMo's Lightning 2.4 has the first only.
-_AVERAGING = tuple(vars(callbacks)[n] for n in ("StochasticWeightAveraging", "WeightAveraging") if n in vars(callbacks))
 
 SKIPPED = (
     "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
@@ -116,7 +113,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
             if self.level.has_half_weights:
-                _check_callbacks(trainer, self.level.name)
+                _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
+                average_exactly(trainer, module)
         if trainer is not None and self.engine.low_bit.gradient_release:
             _check_release(trainer)
         self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
@@ -155,6 +153,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self.engine.sharding = None  # another Trainer may have another strategy
         if self._module is not None:
             release_schedulers(self._module)
+            if self._module._trainer is not None:
+                average_as_before(self._module.trainer)
 
     # A step
 
@@ -234,12 +234,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._resume.load_state_dict(state_dict, self._module)
 
 
-def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
+def _check_callbacks(trainer: pl.Trainer, level: str, sharded: bool) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, _AVERAGING):
+        if sharded and isinstance(callback, AVERAGING):
             raise ValueError(
-                f"{type(callback).__name__} averages the model's parameters, which at {level} are half copies of the "
-                "weights. Use te_fp8 or fp16_amp, or leave the callback out."
+                f"{type(callback).__name__} averages whole parameters, and with lowprec_sharded each process has a "
+                f"part of those of {level}. Use strategy='lowprec_ddp', or leave the callback out."
             )
 
 

@@ -22,6 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import (
@@ -62,8 +63,10 @@ class MasterWeights:
     def install(self, model: nn.Module) -> None:
         """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
         self._model = model
+        average_masters()
+        averages = averages_in(model)
         for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None]
+            own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
             if not own:
                 continue
             if not _needs_fp32(module):

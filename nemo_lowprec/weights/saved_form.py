@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
 from nemo_lowprec.formats.stored import MASTER
-from nemo_lowprec.weights.written import note, take_over_written
+from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
 __all__ = ["MASTER", "install_hooks", "master_of"]
 
@@ -84,7 +84,7 @@ def _is_fp16(param: Tensor, master: Tensor | None) -> bool:
     """Whether the exact values of ``param`` are FP16: its own, or its master's."""
     if master is not None:
         return isinstance(master, BlockTensor)
-    return isinstance(param, CastTensor) or param.dtype == torch.float16
+    return (param.data_fp16 if isinstance(param, CastTensor) else param).dtype == torch.float16
 
 
 def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
@@ -96,3 +96,5 @@ def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
                 param.copy_(master)
                 if not isinstance(param, StoredTensor):
                     note(param, master)
+            elif param is not None and not param.requires_grad:
+                note_frozen(param)

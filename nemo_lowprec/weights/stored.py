@@ -5,6 +5,9 @@ dtype. At O3 the weights of converted layers are E4M3 with one scale, a power of
 blocks of 128 elements. Vectors (norms, biases) stay FP32: they are a thousandth of a model, and FP16 would swallow
 updates below 0.0005 of a norm's weight of 1.
 
+A frozen matrix is stored in 16 bits at every level, and without a master: in BF16 or FP16 if it came so, else in FP16.
+It is stored as the others when it is unfrozen.
+
 Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
 
@@ -19,8 +22,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
+from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
+from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
 __all__ = ["StoredWeights"]
 
@@ -44,6 +49,8 @@ class StoredWeights:
         self._margin = margin
         self._keep = keep
         self._originals: dict[int, Tensor] = {}
+        self._frozen: dict[int, nn.Parameter] = {}
+        self._came_as: dict[int, torch.dtype] = {}
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
 
@@ -91,13 +98,15 @@ class StoredWeights:
     def install(self, model: nn.Module) -> None:
         """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""
         self._model = model
+        average_masters()
         for module in model.modules():
             if any(p is not None for p in module._parameters.values()):
                 self._handles += install_hooks(module)
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self._model is not None
-        return [self._model.get_parameter(f"{name}.weight") for name in self._fp8]
+        params = (self._model.get_parameter(f"{name}.weight") for name in self._fp8)
+        return [param for param in params if param.requires_grad]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
@@ -107,23 +116,29 @@ class StoredWeights:
                 param.grad = None
                 param.data = param.data.float()
             return
+        storage = torch.float16
+        if not param.requires_grad:
+            self._frozen[id(param)], self._came_as[id(param)] = param, param.dtype
+            storage = param.dtype if param.dtype == torch.bfloat16 else storage
         self._before_storing(param)
-        if self.reads_as == torch.float16 or _is_transformer_engine(module):
-            param.data = param.data.to(torch.float16)
+        if _is_transformer_engine(module) or self.reads_as == storage == torch.float16:
+            param.data = param.data.to(storage)
         else:
-            stored = CastTensor.from_float(param.data, self.reads_as)
+            stored = CastTensor.from_float(param.data, self.reads_as, storage)
             swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
+        note_frozen(param)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Once the model is on its device, before the first step: store parameters, free their gradients' dtype."""
         assert self._model is not None
-        to_fp8 = {id(p) for p in self._fp8_params()}
+        averages = averages_in(self._model)
+        fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
         for module in self._model.modules():
             for stored in module._parameters.values():
-                if stored is not None and id(stored) not in to_fp8:
+                if stored is not None and id(stored) not in fp8 and id(stored) not in averages:
                     self._store(stored, module)
-        for param in self._fp8_params():
+        for param in fp8.values():
             if not isinstance(param, ScaledTensor):
                 self._to_fp8(param)
         for param in self.matrices():
@@ -133,6 +148,28 @@ class StoredWeights:
             if param.is_leaf and param.grad is None and param.grad_dtype is not None:
                 param.grad_dtype = None
 
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """Store parameters that were unfrozen as the others are.
+
+        A frozen one that somebody writes by hand, as averages of other weights are, becomes plain FP32: the next update
+        would be too small for 16 bits.
+        """
+        for param in list(self._frozen.values()):
+            if param.requires_grad:
+                del self._frozen[id(param)]
+                if any(param is p for p in self._fp8_params()):
+                    self._to_fp8(param)
+                elif isinstance(param, CastTensor):
+                    param.data_fp16 = param.data_fp16.to(torch.float16)
+                param.grad_dtype = None
+            elif frozen_was_written(param):
+                del self._frozen[id(param)]
+                if isinstance(param, StoredTensor):
+                    swap(param, nn.Parameter(_values(param), requires_grad=False))
+                else:
+                    param.data = param.data.float()
+
     def _before_storing(self, param: nn.Parameter) -> None:
         param.grad = None
         if self._keep and id(param) not in self._originals:
@@ -140,7 +177,7 @@ class StoredWeights:
 
     def _to_fp8(self, param: nn.Parameter) -> None:
         self._before_storing(param)
-        master = BlockTensor.from_float(param.data, FP16)
+        master = BlockTensor.from_float(_values(param), FP16)
         reads_as = self.reads_as
         stored = ScaledTensor.from_float(master.dequantize(), E4M3, reads_as, self._margin, power_of_two=True)
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
@@ -169,6 +206,8 @@ class StoredWeights:
                 original = self._originals.pop(id(param), None)
                 if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
                     values = original.to(values)
+                if id(param) in self._frozen:
+                    values = values.to(self._came_as[id(param)])
                 param.grad = None
                 if isinstance(param, StoredTensor):
                     if master is not None:
@@ -177,7 +216,9 @@ class StoredWeights:
                     swap_or_replace(self._model, param, plain, replaced)
                 else:
                     param.data = values
-                    param.grad_dtype = torch.float32
+                    param.grad_dtype = param.dtype
+        self._frozen.clear()
+        self._came_as.clear()
         self._model = None
         return replaced
 

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Samples", "copy_exactly", "forget", "moved", "note", "take_over", "take_over_written", "was_written"]
+__all__ = [
+    "Samples",
+    "copy_exactly",
+    "forget",
+    "frozen_was_written",
+    "moved",
+    "note",
+    "note_frozen",
+    "take_over",
+    "take_over_written",
+    "was_written",
+]
 
 SAMPLE = 512  # elements
 _STATE = "_agrees_with"  # on a master: the state, and the dtype, of the copy that was rounded from it
@@ -62,6 +73,16 @@ def take_over_written(param: nn.Parameter, master: Tensor) -> None:
     """``take_over`` where the values differ, whoever wrote them and however."""
     if was_written(param, master) or not torch.equal(param.detach(), master.detach().to(param.device, param.dtype)):
         take_over(param, master)
+
+
+def note_frozen(param: nn.Parameter) -> None:
+    """``param``, which has no master, is as it was stored or loaded."""
+    param.__dict__[_STATE] = param._version
+
+
+def frozen_was_written(param: nn.Parameter) -> bool:
+    """Whether ``param`` was written since ``note_frozen``."""
+    return param.__dict__.get(_STATE) != param._version
 
 
 def copy_exactly(param: nn.Parameter, master: Tensor) -> None:

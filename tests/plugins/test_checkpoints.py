@@ -5,15 +5,17 @@ import pickle
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support import (
     CASES,
     HALF_LEVELS,
     MSAMP_LEVELS,
     Net,
     assert_same,
+    is_low_bit,
     kept,
     kept_state,
+    level_of,
     linear_optimizer,
     loader,
     plugin,
@@ -219,20 +221,6 @@ def test_a_deep_copy_is_a_model_of_its_own(case):
     train(copied, case, max_steps=1)
     assert len(copied.losses) == 2 and all(p.dtype == torch.float32 for p in copied.parameters())
     assert torch.isfinite(copied.mid.weight).all()
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("average", [StochasticWeightAveraging(1e-3, swa_epoch_start=0.5), WeightAveraging()])
-def test_weight_averaging_works_or_is_refused(case, average):
-    average = copy.deepcopy(average)
-    model = Net()
-    if case in ("fp16_amp", "te_fp8"):
-        train(model, case, average, max_epochs=2)
-        assert len(model.losses) == 8
-        return
-    with pytest.raises(ValueError, match=f"{type(average).__name__} .*Use te_fp8 or fp16_amp"):
-        train(model, case, average, max_epochs=2)
-    assert not model.losses
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
