@@ -46,6 +46,7 @@ from nemo_lowprec.grads import (
     find_nonfinite,
     unscale_,
 )
+from nemo_lowprec.late_optimizers import watch_for_optimizers
 from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
 from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
 
@@ -139,6 +140,7 @@ class Engine:
         self.model: nn.Module | None = None
         self.device = torch.device("cpu")
         self.skipped: WeakSet[Optimizer] = WeakSet()
+        self.when_adopted: Callable[[Optimizer], None] | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._released: set[int] = set()
         self._handles: list[Any] = []
@@ -226,6 +228,7 @@ class Engine:
         # For as long as the model is converted, and not around each forward: activation checkpointing runs the
         # forward again during backward, and must find the same kernels.
         self._attention_kernels.enter_context(prefer_attention(self.attention))
+        watch_for_optimizers(self)
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -388,6 +391,25 @@ class Engine:
         self._optimizers.add(optimizer)
         if self.masters is not None:
             self.masters.attach(optimizer)
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` was attached."""
+        return optimizer in self._optimizers
+
+    def adopt_late(self, optimizer: Optimizer) -> None:
+        """Attach an optimizer that is about to take its first step, and was made without this engine's knowledge.
+
+        Raises:
+            ValueError: see ``attach``.
+        """
+        self.attach(optimizer)
+        if self.when_adopted is not None:
+            self.when_adopted(optimizer)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the model is converted by this engine now."""
+        return self.model is not None and self.of(self.model) is self
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise what ``attach`` would, and change nothing."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -84,7 +83,6 @@ def initialize(
     model.zero_grad()  # gradients that were there belong to the weights before they were rounded
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
-    optimizer.all_reduce_grads = _all_reduce_grads  # type: ignore[attr-defined]
     return model, optimizer
 
 
@@ -115,18 +113,3 @@ def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: 
 def _device_of(model: nn.Module) -> torch.device:
     param = next(model.parameters(), None)
     return torch.device("cpu") if param is None else param.device
-
-
-def _all_reduce_grads(model: nn.Module, group: Any = None) -> None:
-    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8.
-
-    Raises:
-        ValueError: with ``gradient_release``, whose steps were taken already.
-    """
-    engine = Engine.of(model)
-    if engine is None:
-        raise ValueError("This model is none that initialize has converted.")
-    if dist.is_initialized():
-        engine.average_over(group).reduce()
-    else:
-        engine.check_averaging()

@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
 
-__all__ = ["PlainLoop", "UnderDDP"]
+__all__ = ["PlainLoop", "UnderDDP", "all_reduce_grads"]
 
 _HISTORIES = "fp8_histories"
 
@@ -30,13 +31,20 @@ class PlainLoop:
         self._looked_at = False
         model.register_forward_pre_hook(self._before_forward)
         histories = engine.histories
-        if histories is None:
-            return
-        assert engine.gradients is not None
-        engine.gradients.overflowed = self._overflowed
-        optimizer.register_step_post_hook(self._after_step)
-        optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
-        optimizer.register_load_state_dict_pre_hook(self._before_loading)
+        engine.when_adopted = self.follow
+        if histories is not None:
+            assert engine.gradients is not None
+            engine.gradients.overflowed = self._overflowed
+        self.follow(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
+        optimizer.all_reduce_grads = all_reduce_grads  # type: ignore[attr-defined]
+        histories = self._engine.histories
+        if histories is not None:
+            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
+            optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
@@ -116,3 +124,18 @@ class UnderDDP:
         self._waiting = self._wanted = False
         assert self._engine.reducer is not None
         self._engine.reducer.finish()
+
+
+def all_reduce_grads(model: nn.Module, group: Any = None) -> None:
+    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8.
+
+    Raises:
+        ValueError: with ``gradient_release``, whose steps were taken already.
+    """
+    engine = Engine.of(model)
+    if engine is None:
+        raise ValueError("This model is none that initialize has converted.")
+    if dist.is_initialized():
+        engine.average_over(group).reduce()
+    else:
+        engine.check_averaging()

@@ -14,7 +14,7 @@ COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
     {"chart", "formats"},
     COLUMNS,
-    {"engine", "checkpoint", "options"},
+    {"engine", "checkpoint", "late_optimizers", "options"},
     {"megatron"},
     {"plugins", "msamp", "plain_loop"},
     {"strategies"},

@@ -227,19 +227,9 @@ def test_frozen_weights_have_no_masters_and_come_back_as_they_came(case, dtype):
     train(model, case, max_steps=3)
     assert model.bytes <= 2 * want.numel() + 4
     assert model.saved.dtype == (torch.float16 if is_low_bit(case) and dtype == torch.float32 else dtype)
-    torch.testing.assert_close(
-        model.saved.float(),
-        want.float(),
-        rtol=2**-11 if is_low_bit(case) else 0,
-        atol=2**-25 if is_low_bit(case) else 0,
-    )
+    torch.testing.assert_close(model.saved.float(), want.float(), **rounding)
     assert model.mid.weight.dtype == (torch.float32 if dtype == torch.float32 else dtype)
-    torch.testing.assert_close(
-        model.mid.weight.float(),
-        want.float(),
-        rtol=2**-11 if is_low_bit(case) else 0,
-        atol=2**-25 if is_low_bit(case) else 0,
-    )
+    torch.testing.assert_close(model.mid.weight.float(), want.float(), **rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
