@@ -127,6 +127,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         )  # fmt: skip
         self._fit_masters()
         self._main_of = dict(self._pairs())
+        self._versions = {param: param._version for param in self._main_of}
         self._fp8_parts: dict[Tensor, GradientTensor] = {}
         self._counted = [main for param, main in self._main_of.items() if _counts(param)]
         self._counted_elsewhere = [main for param, main in self._main_of.items() if not _counts(param)]
@@ -195,6 +196,23 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             if master is not None:
                 master.copy_(main)
 
+    @torch.no_grad()
+    def take_written(self, by_value: bool = False) -> None:
+        """Take weights that somebody else than a step has written over into their masters.
+
+        Args:
+            by_value: whether all values are compared, which shows writes through ``.data``, too.
+        """
+        for param, main in self._main_of.items():
+            written = self._versions[param] != param._version
+            self._versions[param] = param._version
+            if is_float8tensor(param):
+                if written:
+                    part = self._part(param)
+                    _set(main, param.dequantize().view(-1)[part.start : part.end])
+            elif (master := master_of(main)) is not None and (written or by_value):
+                master.copy_(torch.where(main != master.to(main.dtype), main.float(), master))
+
     def is_weight(self, main: Tensor) -> bool:
         """Whether ``main`` is a part of a weight, which takes its updates itself."""
         storage = main.untyped_storage().data_ptr()
@@ -218,6 +236,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def refresh(self) -> None:
         """Bring the weights that the model computes with up to date, but for what other processes have stepped."""
         self._copy_main_params_to_model_params()
+        self._versions = {param: param._version for param in self._main_of}
 
     @torch.no_grad()
     def squares(self) -> Tensor:

@@ -112,6 +112,7 @@ class Stepper:
             divisor = scale * ((norm + 1e-6) / self._clip).clamp(min=1.0)
         for part in self.parts:
             self._follow(part.optimizer)
+            part.take_written()
             part.apply(divisor, found)
         self.refresh()
         skipped = bool(found)
@@ -144,6 +145,8 @@ class Stepper:
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
         """What holds the exact values of these parameters on this process: masters, or parts of the weights."""
         params = list(params)
+        for part in self.parts:
+            part.take_written(by_value=True)
         return [main for part in self.parts for main in part.masters(params)]
 
     def is_weight(self, main: Tensor) -> bool:
@@ -174,6 +177,8 @@ class Stepper:
         Returns:
             the masters, by their parameters.
         """
+        for part in self.parts:
+            part.take_written(by_value=True)
         masters = {param: main for part in self.parts for param, main in part.kept_masters().items()}
         for chunk in self.chunks:
             if chunk.use_forward_hook:
@@ -196,6 +201,9 @@ class Stepper:
             is_loading: whether it is to be filled.
             metadata: ``distrib_optim_sharding_type`` and the like.
         """
+        if not is_loading:
+            for part in self.parts:
+                part.take_written(by_value=True)
         state: dict[str, Any] = {
             name: part.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
             for name, part in zip(_NAMES, self.parts, strict=False)

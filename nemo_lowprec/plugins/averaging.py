@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
+from torch import nn
 
 from nemo_lowprec.weights.averaging import ExactWeights
 
@@ -20,7 +21,7 @@ _METHODS = {
 AVERAGING = tuple(vars(callbacks)[name] for name in _METHODS if name in vars(callbacks))
 
 
-def average_exactly(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def average_exactly(trainer: pl.Trainer, module: nn.Module) -> None:
     """Give the averaging callbacks of ``trainer`` the exact weights of ``module``."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, names in _METHODS.items():
@@ -38,7 +39,7 @@ def average_as_before(trainer: pl.Trainer) -> None:
                     callback.__dict__.pop(name, None)
 
 
-def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: pl.LightningModule) -> Any:
+def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: nn.Module) -> Any:
     static = isinstance(_find(type(callback), name), staticmethod)
     averages: list[Any] = []
 
@@ -49,7 +50,7 @@ def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: 
         exact.refresh()
         return result
 
-    def swap(pl_module: pl.LightningModule) -> None:
+    def swap(pl_module: nn.Module) -> None:
         # The model holds averages in the level's formats while it is validated; they come back as they went.
         params = list(callback._average_model.module.parameters())
         come_back, averages[:] = averages[:], [] if averages else [param.detach().clone() for param in params]

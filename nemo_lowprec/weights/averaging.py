@@ -61,7 +61,7 @@ def average_masters() -> None:
 
     @wraps(original)
     def update_parameters(self: AveragedModel, model: Any) -> None:
-        original(self, model if isinstance(model, ExactWeights) else ExactWeights(model))
+        original(self, model if isinstance(model, ExactWeights) else ExactWeights(model))  # type: ignore[arg-type]
 
     setattr(update_parameters, _DONE, True)
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]

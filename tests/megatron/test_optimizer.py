@@ -155,6 +155,15 @@ def job(rank, folder):
             saturated = stepper.step(torch.tensor(rank == 1)), all(map(torch.equal, chunk.module.parameters(), before))
             accumulate(chunk, stepper, rank, 0)
             found[f"{case} saturated"] = (*saturated, stepper.step(torch.tensor(False)))
+            with torch.no_grad():
+                for param in chunk.module.parameters():
+                    param.fill_(0.25)
+            for group in stepper.inner.param_groups:
+                group["lr"] = 0.0
+            accumulate(chunk, stepper, rank, 0)
+            stepper.step()
+            masters = [master.detach().clone() for master in stepper.masters(chunk.module.parameters())]
+            found[f"{case} written"] = [*masters, *(param.detach().clone() for param in chunk.module.parameters())]
             chunk, stepper = build(case)
             for param in chunk.module.parameters():
                 param.data.fill_(0.3)
@@ -265,6 +274,12 @@ def test_resumes_bit_for_bit(case, form, ranks):
 def test_masters_start_from_weights_that_others_wrote(case, ranks):
     for found in ranks:
         assert all((master.float() - 0.3).abs().max() < 1e-3 for master in found[f"{case} reloaded"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_that_others_wrote_between_two_steps_stay(case, ranks):
+    for found in ranks:
+        assert all((values.float() - 0.25).abs().max() < 1e-3 for values in found[f"{case} written"])
 
 
 @pytest.mark.parametrize("case", CASES)
