@@ -29,11 +29,11 @@ class PlainLoop:
         self._engine = engine
         self._looked_at = False
         model.register_forward_pre_hook(self._before_forward)
+        assert engine.gradients is not None
+        engine.gradients.overflowed = self._overflowed
         histories = engine.histories
         if histories is None:
             return
-        assert engine.gradients is not None
-        engine.gradients.overflowed = self._overflowed
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
         optimizer.register_load_state_dict_pre_hook(self._before_loading)
@@ -46,10 +46,9 @@ class PlainLoop:
             self._looked_at = False
             self._engine.histories.discard()
 
-    def _overflowed(self) -> Tensor:
-        assert self._engine.histories is not None
+    def _overflowed(self, found: Tensor) -> Tensor:
         self._looked_at = True
-        return self._engine.histories.nonfinite()
+        return self._engine.found_anywhere(found)
 
     def _after_step(self, *_: Any) -> None:
         assert self._engine.histories is not None

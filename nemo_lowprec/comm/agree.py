@@ -64,6 +64,8 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
 def anywhere_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
+    if dist.get_world_size(group) == 1:
+        return
     with bookkeeping():
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
 

@@ -117,6 +117,31 @@ def trained(rank, level):
     return {"start": start, "end": weights(model), "losses": losses, "scale": scaler.get_scale(), "steps": steps}
 
 
+def spoiled(rank, level):
+    """Weights and scales after steps whose gradients a hook spoils on one process once they are averaged."""
+    found = {}
+    for name, ddp in ((n, ddp) for n in ("mid.weight", "head.bias") for ddp in (True, False)):
+        model, optimizer, wrapped = make(rank, level, ddp, same=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for part in range(4):
+            optimizer.zero_grad()
+            x, y = batch(rank, part % 2)
+            scaler.scale(nn.functional.cross_entropy(wrapped(x), y)).backward()
+            if not ddp:
+                optimizer.all_reduce_grads(model)
+            if (part, rank) == (2, 1):
+                model.get_parameter(name).grad.mul_(torch.inf)
+            if part % 2:
+                scaler.unscale_(optimizer)
+                nemo_lowprec.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        steps = sorted({float(s["step"]) for s in optimizer.state.values()})
+        histories = optimizer.state_dict()["fp8_histories"]["updates"]
+        found[f"{name} {ddp}"] = {"end": weights(model), "rest": (scaler.get_scale(), steps, histories)}
+    return found
+
+
 def released(rank, level):
     try:
         _, _, wrapped = make(rank, level, gradient_release=True)
@@ -222,7 +247,7 @@ def unusual(rank, level):
     return found, weights(model)
 
 
-CASES = {f.__name__: f for f in (accumulated, trained, released, wrapped_before, unusual)}
+CASES = {f.__name__: f for f in (accumulated, trained, spoiled, released, wrapped_before, unusual)}
 
 
 def every_case(rank):
@@ -294,6 +319,15 @@ def test_ddp_starts_and_ends_with_the_same_weights_and_learns(ranks, level):
     for rank in (first, second):
         assert rank["losses"][-1] < 0.9 * rank["losses"][1]
         assert rank["scale"] == 128 and rank["steps"]["mid.weight"] == rank["steps"]["norm.bias"] == 5
+
+
+@AT_LEVELS
+def test_a_gradient_spoiled_on_one_process_skips_the_step_on_both(ranks, level):
+    first, second = (rank["spoiled"][level] for rank in ranks)
+    for name, found in first.items():
+        assert found["rest"] == second[name]["rest"] == (128.0, [3.0], 4), name
+        assert_equal(found["end"], second[name]["end"])
+        assert all(value.isfinite().all() for value in found["end"].values())
 
 
 @AT_LEVELS
