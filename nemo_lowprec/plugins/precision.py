@@ -112,7 +112,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
         if trainer is not None and trainer.state.fn == "fit":
-            processes.prepare(module, trainer.strategy, self.engine, repr(self))
+            assert isinstance(module, pl.LightningModule)
+            processes.prepare(module, trainer.strategy, self.engine)
             if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
                 trainer.strategy.checkpoint_io = AtomicCheckpointIO()
             if self.level.has_half_weights:
@@ -132,6 +133,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         trainer = module._trainer if isinstance(module, pl.LightningModule) else None
         strategy = trainer.strategy if trainer is not None and trainer.state.fn == "fit" else None
         if strategy is not None:
+            processes.check_optimizers(optimizers, lr_schedulers, strategy)
             processes.release_ddp(model, strategy, self.engine)
         self.engine.settle()
         for optimizer in optimizers:
