@@ -29,6 +29,7 @@ from nemo_lowprec.compute import (
     Recipe,
     ReferenceBackend,
     check_attention,
+    check_unwrapped,
     choose_backend,
     convert_layers,
     prefer_attention,
@@ -177,6 +178,7 @@ class Engine:
             other = None
         if other is self and device == self.device:
             return
+        check_unwrapped(model)
         self._check_device(device)
         check_attention(self.attention, device)
         backend = choose_backend(self.backend_name, self.recipe, device)
@@ -414,10 +416,15 @@ class Engine:
             self.share_amaxes(group)
         return self.reducer
 
-    def broadcast(self) -> None:
-        """Give every process of the group the weights of its first one."""
+    def broadcast(self, buffers: bool = False) -> bool:
+        """Give every process of the group the weights of its first one; whether this one's were others.
+
+        Args:
+            buffers: whether it gives them its buffers, too.
+        """
         assert self.reducer is not None and self.model is not None
-        broadcast_weights(self.model.parameters(), self.reducer.group)
+        tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
+        return broadcast_weights(tensors, self.reducer.group)
 
     def wire_dtype(self, param: Tensor) -> torch.dtype:
         """Dtype of a parameter's gradient on the wire."""

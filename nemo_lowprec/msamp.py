@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import parse_options
-from nemo_lowprec.plain_loop import PlainLoop, UnderDDP
+from nemo_lowprec.plain_loop import AveragesGradients, PlainLoop, UnderDDP
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
 
@@ -43,7 +42,9 @@ def initialize(
     FP32 (O1) or FP8 and FP16 (O2, O3).
 
     Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in
-    FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``.
+    FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first call gives
+    every process the weights and buffers of the group's first one, as DDP does when it wraps a model. Processes that
+    never call it, such as those that train different models, stay apart.
 
     Args:
         model: any module.
@@ -74,6 +75,11 @@ def initialize(
     engine = _engine(opt_level, use_te, _device_of(model), options)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        raise ValueError(
+            f"This optimizer is an {type(optimizer).__name__}, and may step with methods that it took from torch's "
+            "before. Call initialize first, and accelerator.prepare on what it returns."
+        )
     engine.check_optimizer(optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in model.parameters()):
@@ -84,7 +90,7 @@ def initialize(
     model.zero_grad()  # gradients that were there belong to the weights before they were rounded
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
-    optimizer.all_reduce_grads = _all_reduce_grads  # type: ignore[attr-defined]
+    optimizer.all_reduce_grads = AveragesGradients(engine)  # type: ignore[attr-defined]
     return model, optimizer
 
 
@@ -115,18 +121,3 @@ def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: 
 def _device_of(model: nn.Module) -> torch.device:
     param = next(model.parameters(), None)
     return torch.device("cpu") if param is None else param.device
-
-
-def _all_reduce_grads(model: nn.Module, group: Any = None) -> None:
-    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8.
-
-    Raises:
-        ValueError: with ``gradient_release``, whose steps were taken already.
-    """
-    engine = Engine.of(model)
-    if engine is None:
-        raise ValueError("This model is none that initialize has converted.")
-    if dist.is_initialized():
-        engine.average_over(group).reduce()
-    else:
-        engine.check_averaging()

@@ -45,14 +45,23 @@ def is_bookkeeping() -> bool:
 
 
 @torch.no_grad()
-def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give every process the weights (and masters) that the first one of ``group`` has."""
+def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> bool:
+    """Give every process the weights (and masters) that the first one of ``group`` has.
+
+    Returns:
+        Whether this process had others, which it waits for the device to tell.
+    """
     source = dist.get_global_rank(group, 0) if group is not None else 0
+    changed: list[Tensor] = []
     for param in params:
         for tensor in (param, getattr(param, "master_weight", None)):
             for part in tensor.parts() if isinstance(tensor, StoredTensor) else () if tensor is None else (tensor,):
                 plain = part.detach()
-                dist.broadcast(plain.view(torch.uint8) if plain.element_size() == 1 else plain, source, group)
+                plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
+                before = plain.clone()
+                dist.broadcast(plain, source, group)
+                changed.append((plain != before).any())
+    return bool(torch.stack(changed).any()) if changed else False
 
 
 @torch.no_grad()

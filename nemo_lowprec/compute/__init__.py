@@ -9,6 +9,7 @@ from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.recipe import OPERANDS, Operand, Recipe
+from nemo_lowprec.compute.wrappers import check_unwrapped, is_managed_by_fsdp
 
 __all__ = [
     "ATTENTION",
@@ -26,9 +27,11 @@ __all__ = [
     "Recipe",
     "ReferenceBackend",
     "check_attention",
+    "check_unwrapped",
     "choose_backend",
     "convert_layers",
     "is_converted",
+    "is_managed_by_fsdp",
     "prefer_attention",
     "revert_layers",
     "te_layers",
