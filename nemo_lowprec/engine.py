@@ -30,6 +30,7 @@ from nemo_lowprec.compute import (
     ReferenceBackend,
     WeightScales,
     check_attention,
+    check_unwrapped,
     choose_backend,
     convert_layers,
     prefer_attention,
@@ -181,6 +182,7 @@ class Engine:
             other = None
         if other is self and device == self.device:
             return
+        check_unwrapped(model)
         self._check_device(device)
         check_attention(self.attention, device)
         backend = choose_backend(self.backend_name, self.recipe, device)
@@ -424,7 +426,10 @@ class Engine:
             raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
 
     def share_amaxes(self, group: dist.ProcessGroup | None) -> None:
-        """Scale by the amaxes of all processes of ``group``; TE's own layers share only whether theirs are finite."""
+        """Scale by the amaxes of all processes of ``group``, and skip a step on all where one is to be skipped on any.
+
+        TE's own layers share only whether their amaxes are finite.
+        """
         self._share_flag = partial(anywhere_, group=group)
         if self.histories is not None:
             self.histories.reduce_amax = partial(reduce_amax, group=group)
@@ -447,11 +452,16 @@ class Engine:
             self.share_amaxes(group)
         return self.reducer
 
-    def broadcast(self) -> None:
-        """Give every process of the group the weights of its first one."""
+    def broadcast(self, buffers: bool = False) -> bool:
+        """Give every process of the group the weights of its first one; whether this one's were others.
+
+        Args:
+            buffers: whether it gives them its buffers, too.
+        """
         assert self.reducer is not None and self.model is not None
-        broadcast_weights(self.model.parameters(), self.reducer.group)
         self.forget_weight_scales()
+        tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
+        return broadcast_weights(tensors, self.reducer.group)
 
     def wire_dtype(self, param: Tensor) -> torch.dtype:
         """Dtype of a parameter's gradient on the wire."""
@@ -542,44 +552,66 @@ class Engine:
         """Make the optimizer's gradients true gradients, once a backward pass."""
         if self.loss_scale is None or optimizer in self._found_inf:
             return
-        if not self._found_inf:
-            self._saturated = self.find_saturated()
-        self._note(optimizer, unscale_(_params(optimizer), self.loss_scale.used, self.device), self._saturated)
+        self._note(optimizer, unscale_(_params(optimizer), self.loss_scale.used, self.device))
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scale the optimizer's true gradients down to ``max_norm``. The norm tells, too, whether they are finite."""
         self.unscale(optimizer)
         norm = clip_grad_norm_(_params(optimizer), max_norm)
         if self.loss_scale is None:
-            self._note(optimizer, (~norm.isfinite()).float().to(self.device), self.find_saturated())
+            self._note(optimizer, (~norm.isfinite()).float().to(self.device))
 
     def look(self, optimizer: Optimizer) -> None:
         """Find out whether the optimizer's gradients are finite, where neither ``unscale`` nor ``clip`` has."""
         self.unscale(optimizer)
         # With gradient release it is too late.
         if optimizer not in self._found_inf and not self.low_bit.gradient_release:
-            self._note(optimizer, find_nonfinite(_params(optimizer), self.device), self.find_saturated())
+            self._note(optimizer, find_nonfinite(_params(optimizer), self.device))
 
-    def find_saturated(self) -> Tensor | None:
-        """Whether an operand was not finite since the last step, as a tensor on the device; None without FP8."""
-        # FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
-        found = [self.histories.nonfinite()] if self.histories is not None else []
-        if self.weight_scales is not None:
-            found.append(self.weight_scales.nonfinite())
+    def _note(self, optimizer: Optimizer, found: Tensor) -> None:
+        """Keep whether the optimizer's gradients are finite, for ``step``.
+
+        Args:
+            found: 1 where one is not finite on this process, else 0: an FP32 scalar.
+        """
+        # The loss scale announces backward passes. Their amaxes are looked at once: a step makes room for the next.
+        looked = self.loss_scale is not None and len(self._found_inf) > 0
+        self._found_inf[optimizer] = FoundInf(self.found_anywhere(found, looked))
+
+    def found_anywhere(self, found: Tensor, looked: bool = False) -> Tensor:
+        """Whether a gradient or an operand of an FP8 GEMM is not finite on any process that trains this model.
+
+        FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only. One
+        all-reduce carries the amaxes and all flags; a callback may have written gradients after they were averaged.
+
+        Args:
+            found: 1 where a gradient is not finite on this process, else 0: an FP32 scalar on the device.
+            looked: whether the amaxes of this backward pass were looked at for another optimizer.
+
+        Returns:
+            1 or 0, the same on every process: an FP32 scalar on the device.
+        """
+        flags = found.float().reshape(1)
+        if looked:
+            if self._share_flag is not None:
+                self._share_flag(flags)
+            return flags[0] if self._saturated is None else torch.maximum(flags[0], self._saturated)
+        others = []
         if self._has_te_layers and self.model is not None:
             here = te_layers.nonfinite_amaxes(self.model)
-            flag = torch.zeros(1, device=self.device) if here is None else here.float().reshape(1)
-            if self._share_flag is not None:
-                self._share_flag(flag)
-            found.append(flag.bool().any())
-        return torch.stack(found).any() if found else None
-
-    def _note(self, optimizer: Optimizer, found: Tensor, saturated: Tensor | None) -> None:
-        if saturated is not None:
-            found = torch.maximum(found, saturated.to(found))
-        if self.sharding is not None:  # each process has seen its shards only
-            anywhere_(found, self.sharding.world)
-        self._found_inf[optimizer] = FoundInf(found)
+            others.append(flags.new_zeros(1) if here is None else here.to(flags).reshape(1))
+        if self.weight_scales is not None:
+            others.append(self.weight_scales.nonfinite().to(flags).reshape(1))
+        flags = torch.cat([flags, *others])
+        saturated = []
+        if self.histories is not None:
+            saturated.append(self.histories.nonfinite(flags).to(flags).reshape(1))
+        elif self._share_flag is not None:
+            self._share_flag(flags)
+        saturated.append(flags[1:])
+        known = torch.cat(saturated)
+        self._saturated = known.max() if known.numel() else None
+        return flags[0] if self._saturated is None else torch.maximum(flags[0], self._saturated)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Step on the masters, refresh the copies and roll the amax histories.

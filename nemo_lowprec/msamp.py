@@ -42,7 +42,9 @@ def initialize(
     FP32 (O1) or FP8 and FP16 (O2, O3).
 
     Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in
-    FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``.
+    FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first call gives
+    every process the weights and buffers of the group's first one, as DDP does when it wraps a model. Processes that
+    never call it, such as those that train different models, stay apart.
 
     Args:
         model: any module.
@@ -73,6 +75,11 @@ def initialize(
     engine = _engine(opt_level, use_te, _device_of(model), options)
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        raise ValueError(
+            f"This optimizer is an {type(optimizer).__name__}, and may step with methods that it took from torch's "
+            "before. Call initialize first, and accelerator.prepare on what it returns."
+        )
     engine.check_optimizer(optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in model.parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import ref
 
@@ -12,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
+from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
+from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
 
-__all__ = ["PlainLoop", "UnderDDP", "all_reduce_grads"]
+__all__ = ["PlainLoop", "UnderDDP"]
 
 _HISTORIES = "fp8_histories"
 
@@ -29,17 +31,17 @@ class PlainLoop:
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
         self._engine = engine
         self._looked_at = False
+        self._looked_into = False
         model.register_forward_pre_hook(self._before_forward)
-        histories = engine.histories
+        assert engine.gradients is not None
+        engine.gradients.overflowed = self._overflowed
         engine.when_adopted = self.follow
-        if histories is not None:
-            assert engine.gradients is not None
-            engine.gradients.overflowed = self._overflowed
+        self._averages = AveragesGradients(engine)
         self.follow(optimizer)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
-        optimizer.all_reduce_grads = all_reduce_grads  # type: ignore[attr-defined]
+        optimizer.all_reduce_grads = self._averages  # type: ignore[attr-defined]
         histories = self._engine.histories
         if histories is not None:
             optimizer.register_step_post_hook(self._after_step)
@@ -49,17 +51,33 @@ class PlainLoop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._check_own_parameters(model)
         self._engine.before_forward()
         self._engine.cover_gradients()
         if self._looked_at and self._engine.histories is not None:
             self._looked_at = False
             self._engine.histories.discard()
 
-    def _overflowed(self) -> Tensor:
+    def _check_own_parameters(self, model: nn.Module) -> None:
+        """Raise ValueError where the model was wrapped since: the optimizer would step what nobody computes with.
+
+        Parts of the model are looked at once.
+        """
+        if getattr(model, "_is_replica", False):
+            raise ValueError(
+                "DataParallel computes with copies of the parameters, which get no gradients in FP8. Use "
+                "DistributedDataParallel, one process a GPU."
+            )
+        if any(map(is_managed_by_fsdp, [model] if self._looked_into else model.modules())):
+            raise ValueError(
+                "FSDP has taken the parameters of a model that initialize had converted: the optimizer would step "
+                "others. Use DistributedDataParallel, or a Trainer with strategy='lowprec_sharded'."
+            )
+        self._looked_into = True
+
+    def _overflowed(self, found: Tensor) -> Tensor:
         self._looked_at = True
-        found = self._engine.find_saturated()
-        assert found is not None
-        return found
+        return self._engine.found_anywhere(found)
 
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False
@@ -70,6 +88,58 @@ class PlainLoop:
             assert self._engine.histories is not None
             self._engine.histories.load_state_dict(state[_HISTORIES])
             self._engine.forget_weight_scales()
+
+
+class AveragesGradients:
+    """``optimizer.all_reduce_grads(module)``: averages gradients without DDP."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._of_parts: dict[tuple[int, ...], GradientReducer] = {}
+        self._met: list[Any] = []  # groups whose processes have the same weights
+
+    def __call__(self, module: nn.Module, group: Any = None) -> None:
+        """Average the gradients of ALL parameters of ``module`` over the processes, once, those in FP8 in FP8.
+
+        The first call gives every process of ``group`` the weights and buffers of the group's first one.
+
+        Args:
+            module: what ``initialize`` has converted, a part of it, or a wrapper around it.
+            group: of ``torch.distributed``; None for all processes.
+
+        Raises:
+            ValueError: parameters that ``initialize`` has not converted; with ``gradient_release``, whose steps were
+                taken already.
+        """
+        engine, model = self._engine, self._engine.model
+        assert model is not None
+        params, known = list(module.parameters()), {id(p) for p in model.parameters()}
+        if not {id(p) for p in params} <= known:
+            raise ValueError("This module has parameters that are none of the model's that initialize has converted.")
+        engine.check_averaging()
+        if not dist.is_initialized():
+            return
+        before = engine.reducer
+        whole = engine.average_over(group)
+        if whole is not before:
+            self._of_parts.clear()
+        if group not in self._met:
+            self._met.append(group)
+            if engine.broadcast(buffers=True):
+                warnings.warn(
+                    "The weights of this process were others than those of the first one, which it has now; the "
+                    "gradients of this step are of its own. Seed processes alike, or load the same weights.",
+                    stacklevel=2,
+                )
+        self._reducer_of(params, len(known), whole).reduce()
+
+    def _reducer_of(self, params: list[nn.Parameter], count: int, whole: GradientReducer) -> GradientReducer:
+        key = tuple(map(id, params))
+        if len(key) == count:
+            return whole
+        if key not in self._of_parts:
+            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.wire_dtype)
+        return self._of_parts[key]
 
 
 class UnderDDP:
@@ -124,18 +194,3 @@ class UnderDDP:
         self._waiting = self._wanted = False
         assert self._engine.reducer is not None
         self._engine.reducer.finish()
-
-
-def all_reduce_grads(model: nn.Module, group: Any = None) -> None:
-    """Average the gradients of ALL parameters of ``model`` over the processes, once, those in FP8 in FP8.
-
-    Raises:
-        ValueError: with ``gradient_release``, whose steps were taken already.
-    """
-    engine = Engine.of(model)
-    if engine is None:
-        raise ValueError("This model is none that initialize has converted.")
-    if dist.is_initialized():
-        engine.average_over(group).reduce()
-    else:
-        engine.check_averaging()

@@ -1,9 +1,12 @@
-"""What processes must agree on beside gradients: the weights that they start from, and amaxes."""
+"""What processes must agree on beside gradients: settings, the weights that they start from, and amaxes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ __all__ = [
     "broadcast_weights",
     "check_same",
     "is_bookkeeping",
+    "meet",
     "raise_together",
     "reduce_amax",
 ]
@@ -41,14 +45,23 @@ def is_bookkeeping() -> bool:
 
 
 @torch.no_grad()
-def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Give every process the weights (and masters) that the first one of ``group`` has."""
+def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> bool:
+    """Give every process the weights (and masters) that the first one of ``group`` has.
+
+    Returns:
+        Whether this process had others, which it waits for the device to tell.
+    """
     source = dist.get_global_rank(group, 0) if group is not None else 0
+    changed: list[Tensor] = []
     for param in params:
         for tensor in (param, getattr(param, "master_weight", None)):
             for part in tensor.parts() if isinstance(tensor, StoredTensor) else () if tensor is None else (tensor,):
                 plain = part.detach()
-                dist.broadcast(plain.view(torch.uint8) if plain.element_size() == 1 else plain, source, group)
+                plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
+                before = plain.clone()
+                dist.broadcast(plain, source, group)
+                changed.append((plain != before).any())
+    return bool(torch.stack(changed).any()) if changed else False
 
 
 @torch.no_grad()
@@ -64,6 +77,8 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
 
 def anywhere_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
+    if dist.get_world_size(group) == 1:
+        return
     with bookkeeping():
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
 
@@ -76,13 +91,89 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None)
     """
     gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(gathered, dict(facts), group=group)
-    for name in facts:
-        processes: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(gathered):
-            processes.setdefault(theirs.get(name, "missing"), []).append(rank)
-        if len(processes) > 1:
-            found = "; ".join(f"{value} on rank {_some(ranks)}" for value, ranks in processes.items())
-            raise ValueError(f"Processes that train one model must agree on {name}. There is {found}.")
+    differences = _differences(gathered)
+    if differences:
+        raise ValueError(differences)
+
+
+def _differences(gathered: Sequence[Mapping[str, str]]) -> str:
+    """A sentence for each of the first facts that differ; empty where none does."""
+    names = list(dict.fromkeys(name for facts in gathered for name in facts))
+    # What some processes have no value for, such as an option of another strategy, follows from what differs.
+    for known in ([n for n in names if all(n in facts for facts in gathered)], names):
+        found = []
+        for name in known:
+            processes: dict[str, list[int]] = {}
+            for rank, facts in enumerate(gathered):
+                processes.setdefault(facts.get(name, "missing"), []).append(rank)
+            if len(processes) > 1:
+                values = "; ".join(f"{value} on rank {_some(ranks)}" for value, ranks in processes.items())
+                found.append(f"Processes that train one model must agree on {name}. There is {values}.")
+        if found:
+            return " ".join(found[:_NAMED])
+    return ""
+
+
+_NAMED = 5  # differences of which a message tells
+_PATIENCE = timedelta(seconds=10)  # for an answer of the first process, which may wait for others as long as it may
+_meetings = 0
+
+
+def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
+    """``check_same`` through the store of the default process group, without a collective.
+
+    For where processes that disagree would run into different collectives next, and wait for each other.
+
+    Args:
+        facts: what is compared.
+        place: where every process is to come to, for the message.
+        timeout: how long to wait for them.
+
+    Raises:
+        ValueError: on every process, where two differ; naming what differs, and on which processes.
+        RuntimeError: a process does not come.
+    """
+    global _meetings
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    _meetings += 1
+    key = f"nemo_lowprec/meeting/{_meetings}"
+    store.set(f"{key}/{rank}", json.dumps(dict(facts)))
+    if rank == 0:
+        here = _wait(store, [f"{key}/{other}" for other in range(world)], timeout)
+        missing = [other for other, is_here in enumerate(here) if not is_here]
+        differences = ""
+        if not missing:
+            differences = _differences([json.loads(store.get(f"{key}/{other}")) for other in range(world)])
+        store.set(f"{key}/answer", json.dumps([differences, missing]))
+        if missing or differences:  # they read it from this process, perhaps, which is about to end
+            present = [other for other in range(1, world) if here[other]]
+            _wait(store, [f"{key}/read/{other}" for other in present], _PATIENCE)
+    elif _wait(store, [f"{key}/answer"], timeout + _PATIENCE) == [True]:
+        differences, missing = json.loads(store.get(f"{key}/answer"))
+        store.set(f"{key}/read/{rank}", "")
+    else:
+        differences, missing = "", [0]
+    if differences:
+        raise ValueError(differences)
+    if missing:
+        raise RuntimeError(
+            f"Rank {_some(missing)} has not come to {place} within {timeout.total_seconds():.0f} s. Every process must "
+            "call the Trainer alike, with the same strategy and a level of nemo_lowprec."
+        )
+
+
+def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> list[bool]:
+    """Which of ``keys`` are set before ``timeout`` is over."""
+    end = time.monotonic() + timeout.total_seconds()
+    found = []
+    for key in keys:
+        with suppress(dist.DistStoreError):
+            store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
+        found.append(store.check([key]))
+    return found
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:

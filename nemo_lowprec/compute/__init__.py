@@ -10,6 +10,7 @@ from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisi
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.recipe import OPERANDS, Operand, Recipe
 from nemo_lowprec.compute.weight_scales import WeightScales
+from nemo_lowprec.compute.wrappers import check_unwrapped, is_managed_by_fsdp
 
 __all__ = [
     "ATTENTION",
@@ -28,9 +29,11 @@ __all__ = [
     "ReferenceBackend",
     "WeightScales",
     "check_attention",
+    "check_unwrapped",
     "choose_backend",
     "convert_layers",
     "is_converted",
+    "is_managed_by_fsdp",
     "prefer_attention",
     "revert_layers",
     "te_layers",

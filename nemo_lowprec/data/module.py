@@ -163,6 +163,18 @@ class TextDataModule(LightningDataModule):
             self._validation = Subset(validation, range(self.validation_samples))
         self._train = train
 
+    def agreement(self) -> dict[str, Any]:
+        """What every process must have the same of: settings, and once it is set up the corpus."""
+        names = ("vocab_size", "seq_length", "micro_batch_size", "seed", "validation_samples")
+        settings = {name: getattr(self, name) for name in names if name != "vocab_size" or self._train is not None}
+        for name in ("train", "validation"):
+            dataset = getattr(self, f"_{name}")
+            while isinstance(dataset, Subset):
+                dataset = dataset.dataset
+            if dataset is not None:
+                settings[f"{name} corpus"] = dataset.fingerprint
+        return settings
+
     def train_dataloader(self) -> ResumableLoader | DataLoader[Batch]:
         """Training batches from the restored position on.
 

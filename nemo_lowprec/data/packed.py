@@ -12,6 +12,7 @@ written by global rank 0 only. Here the arrays are built in memory, in 12 bytes 
 sample, from the index alone.
 """
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,19 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self._ends = np.cumsum(lengths[self._order], dtype=np.int64)
         self._samples = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 1 else np.int64)
         random.shuffle(self._samples)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data, whatever folder they lie in: from the sizes, and the first and last MiB, of both files."""
+        digest = hashlib.sha256()
+        for ending in (".idx", ".bin"):
+            with open(self.prefix + ending, "rb") as stream:
+                size = stream.seek(0, 2)
+                digest.update(size.to_bytes(8, "little"))
+                for start in (0, max(0, size - 2**20)):
+                    stream.seek(start)
+                    digest.update(stream.read(2**20))
+        return digest.hexdigest()[:12]
 
     def __len__(self) -> int:
         """Number of samples: (tokens - 1) // seq_length."""

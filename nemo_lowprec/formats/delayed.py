@@ -183,10 +183,19 @@ class DelayedScaling:
         self.history *= factors
         self.scale /= factors
 
-    def nonfinite(self) -> Tensor:
-        """Whether any amax since the last update is not finite, on any process, as a tensor on the device."""
+    def nonfinite(self, flags: Tensor | None = None) -> Tensor:
+        """Whether any amax since the last update is not finite, on any process, as a bool scalar on the device.
+
+        Args:
+            flags: FP32 [n], of 0 and 1: made those of any process, in place, by the same all-reduce.
+        """
         if self.reduce_amax is not None:
-            self.reduce_amax(self.amax)
+            if flags is None:
+                flags = self.amax.new_empty(0)
+            together = torch.cat([self.amax, flags])
+            self.reduce_amax(together)
+            self.amax.copy_(together[: len(self.amax)])
+            flags.copy_(together[len(self.amax) :])
         return (~torch.isfinite(self.amax)).any()
 
     def discard(self) -> None:

@@ -114,6 +114,11 @@ class StoredTensor(Tensor):
 
     def _set_data(self, other: Tensor) -> None:
         if not (isinstance(other, StoredTensor) and other.PARTS == self.PARTS):
+            if other.shape != self.shape:
+                raise ValueError(
+                    f"A parameter {tuple(self.shape)} that is stored in blocks or in FP16 takes no data of shape "
+                    f"{tuple(other.shape)}. FSDP gives it such: shard with strategy='lowprec_sharded' instead."
+                )
             # Into storage of its own: what ``.data`` gave out before keeps the old values.
             values = other.dequantize(torch.float32) if isinstance(other, StoredTensor) else other
             fresh: StoredTensor = self._each(torch.clone)

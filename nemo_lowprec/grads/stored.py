@@ -39,7 +39,7 @@ class StoredGradients:
         self.release = release
         self.apart: dict[int, GradientTensor] | None = {} if apart else None
         self.watch: Callable[[Tensor], None] | None = None
-        self.overflowed: Callable[[], Tensor] | None = None
+        self.overflowed: Callable[[Tensor], Tensor] | None = None
         self._handles: dict[int, Any] = {}
         self._marked: list[Tensor] = []
 

@@ -131,6 +131,10 @@ class CausalLM(LightningModule):
             with once():
                 self.model = self._build(AutoModelForCausalLM, config)
 
+    def agreement(self) -> dict[str, Any]:
+        """What every process must have the same of: the arguments, but for the path of weights."""
+        return {name: value for name, value in self.hparams.items() if name != "weights"}
+
     def transformers_config(self) -> Any:
         """The architecture as transformers has it, with the vocabulary that the model gets.
 

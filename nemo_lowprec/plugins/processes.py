@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.plugins.agreement import facts_at_start, facts_of_data, facts_of_optimizers, facts_of_resume
 
-__all__ = ["average_gradients", "prepare", "release_ddp", "synchronizes", "versions"]
+__all__ = ["average_gradients", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -> None:
+def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> None:
     """Before the strategy wraps ``module`` for training.
-
-    Args:
-        title: the level and its options.
 
     Raises:
         ValueError: a strategy that the level does not train with, an option that has no effect at it, or processes
@@ -31,7 +30,7 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
     """
     if not isinstance(strategy, ParallelStrategy):
         return
-    level = engine.level
+    level, trainer = engine.level, module.trainer
     if not isinstance(strategy, DDPStrategy) and engine.sharding is None:
         raise ValueError(
             f"{level.name} does not train with {type(strategy).__name__}. "
@@ -39,7 +38,9 @@ def prepare(module: nn.Module, strategy: Strategy, engine: Engine, title: str) -
         )
     check_same(
         {
-            "the level": re.sub(r" at 0x[0-9a-f]+", "", title),
+            **(facts_at_start(trainer, strategy.precision_plugin) if isinstance(strategy, DDPStrategy) else {}),
+            **facts_of_data(trainer),
+            **({} if strategy.restore_checkpoint_after_setup else facts_of_resume(trainer)),
             **versions(),
             "the model's parameters": _parameters(module),
         }
@@ -84,6 +85,12 @@ def _parameters(module: nn.Module) -> str:
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
     return () if isinstance(param, nn.parameter.UninitializedParameter) else tuple(param.shape)
+
+
+def check_optimizers(optimizers: list[Optimizer], schedulers: list[Any], strategy: Strategy) -> None:
+    """Raise ValueError where processes are about to step with something else."""
+    if isinstance(strategy, ParallelStrategy):
+        check_same(facts_of_optimizers(optimizers, schedulers))
 
 
 def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:

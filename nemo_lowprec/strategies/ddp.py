@@ -12,6 +12,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["LowPrecisionDDPStrategy"]
@@ -47,6 +48,16 @@ class LowPrecisionDDPStrategy(DDPStrategy):
         self._ddp_kwargs = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         self._broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
+
+    def agreement(self) -> dict[str, Any]:
+        """Settings that all processes must have the same of."""
+        return {**self._ddp_kwargs, "broadcast_buffers": self._broadcast_buffers}
+
+    @override
+    def setup_environment(self) -> None:
+        made_group = not is_grouped()
+        super().setup_environment()
+        meet_at_start(self, made_group, self._timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -24,8 +24,10 @@ from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import settings_tables
 from nemo_lowprec.plugins import processes
+from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
+from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.replace import recover, remove
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MegatronStrategy"]
 
 
-class MegatronStrategy(DDPStrategy):
+class MegatronStrategy(AgreesOnResume, DDPStrategy):
     """Megatron-core's parallelism, gradient buffers, distributed optimizer, schedules and loss scaling.
 
     A module that is a ``PipelinedModule`` (such as ``MegatronGPT``) is built by Megatron-core in parts, at any of the
@@ -119,8 +121,16 @@ class MegatronStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self.layout.check_world(self.num_nodes * self.num_processes)
+        made_group = not is_grouped()
         super().setup_environment()
+        meet_at_start(self, made_group, self._timeout)
+        self.expect_resume()
         self.layout.initialize()
+
+    def agreement(self) -> dict[str, Any]:
+        """Settings that all processes must have the same of."""
+        return {**self.layout.sizes(), **self._overlaps, "sequence_parallel": self.layout.sequence_parallel,
+                "checkpoint_form": self.checkpoint_form}  # fmt: skip
 
     @property
     @override
@@ -148,11 +158,12 @@ class MegatronStrategy(DDPStrategy):
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
         pipelined, fits = isinstance(module, PipelinedModule), trainer.state.fn == TrainerFn.FITTING
+        plugin.stop_together(trainer, evaluates_in_step=True)
         settings = plugin.megatron(own_layers=not pipelined)
         check_device(settings.level)
         if fits:
             self._check(trainer, module, pipelined)
-        check_same({"the level": repr(plugin), **processes.versions()})
+        check_same({**facts_of_data(trainer), **processes.versions()})
         overlaps = dict(self._overlaps)
         if overlaps["overlap_param_gather"] is None:
             overlaps["overlap_param_gather"] = pipelined
@@ -166,6 +177,7 @@ class MegatronStrategy(DDPStrategy):
             return
         engine.wrap()
         self.setup_optimizers(trainer)
+        check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         plugin.follow(module)
         hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
@@ -240,6 +252,8 @@ class MegatronStrategy(DDPStrategy):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.precision_plugin, LowPrecision)
+        self.precision_plugin.before_evaluation_step()
         with self.engine.evaluation():
             return getattr(self.lightning_module, hook)(*args, **kwargs)
 
@@ -293,6 +307,7 @@ class MegatronStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         from nemo_lowprec.strategies.megatron_checkpoint import load
 
+        self.agree_on_resume(checkpoint_path)
         path = Path(self.broadcast(checkpoint_path))
         if self.is_global_zero:
             recover(path)

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.comm import check_same, raise_together
+from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
+from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.background import BackgroundWriter
 from nemo_lowprec.strategies.materialize import obstacle
 from nemo_lowprec.strategies.replace import recover, remove
@@ -40,7 +42,7 @@ __all__ = ["LowPrecisionShardedStrategy"]
 _CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after the first
 
 
-class LowPrecisionShardedStrategy(ModelParallelStrategy):
+class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
     """Each process holds a part of the model: masters and optimizer states of its rows of every parameter.
 
     Weights are gathered for each block's forward and backward in the level's format, gradients reduced onto their
@@ -104,6 +106,22 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
+
+    def agreement(self) -> dict[str, Any]:
+        """Settings that all processes must have the same of."""
+        return {
+            "reshard_after_forward": self._reshard,
+            "shard_size": self._shard_size,
+            "async_checkpoints": self._async,
+            "save_distributed_checkpoint": self._save_distributed_checkpoint,
+        }
+
+    @override
+    def _setup_distributed(self) -> None:
+        made_group = not is_grouped()
+        super()._setup_distributed()
+        meet_at_start(self, made_group, self._timeout)  # before the groups of a mesh are made
+        self.expect_resume()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -237,6 +255,7 @@ class LowPrecisionShardedStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.agree_on_resume(checkpoint_path)
         path = Path(self.broadcast(checkpoint_path))
         if self._writer is not None:
             self._writer.wait()

@@ -1,11 +1,15 @@
 """Plain loops on two processes of gloo: torch's DDP, and ``all_reduce_grads`` without it."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -117,6 +121,105 @@ def trained(rank, level):
     return {"start": start, "end": weights(model), "losses": losses, "scale": scaler.get_scale(), "steps": steps}
 
 
+def spoiled(rank, level):
+    """Weights and scales after steps whose gradients a hook spoils on one process once they are averaged."""
+    found = {}
+    for name, ddp in ((n, ddp) for n in ("mid.weight", "head.bias") for ddp in (True, False)):
+        model, optimizer, wrapped = make(rank, level, ddp, same=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for part in range(4):
+            optimizer.zero_grad()
+            x, y = batch(rank, part % 2)
+            scaler.scale(nn.functional.cross_entropy(wrapped(x), y)).backward()
+            if not ddp:
+                optimizer.all_reduce_grads(model)
+            if (part, rank) == (2, 1):
+                model.get_parameter(name).grad.mul_(torch.inf)
+            if part % 2:
+                scaler.unscale_(optimizer)
+                nemo_lowprec.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        steps = sorted({float(s["step"]) for s in optimizer.state.values()})
+        histories = optimizer.state_dict()["fp8_histories"]["updates"]
+        found[f"{name} {ddp}"] = {"end": weights(model), "rest": (scaler.get_scale(), steps, histories)}
+    return found
+
+
+def apart(rank, level):
+    """Weights and buffers of processes with other seeds, after steps without DDP: averaged, whole or by parts; not."""
+    found = {}
+    for name, parts in {"whole": [""], "parts": ["conv", "norm", "mid", "unused", "head"], "never": []}.items():
+        model, optimizer, _ = make(rank, level, ddp=False)
+        model.count.fill_(rank)
+        caught = []
+        for part in range(3):
+            optimizer.zero_grad()
+            backward(model, rank, part)
+            own = grads(model)
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for each in parts:
+                    optimizer.all_reduce_grads(model.get_submodule(each))
+            caught.append(sum("others than those of the first" in str(w.message) for w in said))
+            averaged = grads(model)
+            optimizer.step()
+        found[name] = {"end": weights(model), "count": model.count, "warned": caught, "grads": (own, averaged)}
+    return found
+
+
+def others(rank, level):
+    """Processes with models of other sizes, on purpose: nothing is exchanged."""
+    torch.manual_seed(rank)
+    model, optimizer = nemo_lowprec.initialize(nn.Linear(64, 64 * (1 + rank)), opt_level=level)
+    for _ in range(1 + rank):
+        model(torch.ones(2, 64)).square().mean().backward()
+        optimizer.step()
+    return weights(model)
+
+
+def fully_sharded(model, **options):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+
+def refused(rank, level):
+    """What each wrapper is told, before and after initialize."""
+    found, parallelize = {}, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plain = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))  # noqa: E731
+    before = {
+        "FSDP1": lambda: fully_sharded(plain()),
+        "FSDP1's own parameters": lambda: fully_sharded(plain(), use_orig_params=True),
+        "FSDP1 within": lambda: nn.Sequential(plain(), fully_sharded(plain())),
+        "DataParallel": lambda: nn.DataParallel(plain()),
+        "DeepSpeed": lambda: type("Engine", (nn.Sequential,), {"__module__": "deepspeed.runtime.engine"})(plain()),
+        "tensor-parallel": lambda: parallelize_module(plain(), init_device_mesh("cpu", (2,)), parallelize),
+    }
+    for name, wrap in before.items():
+        model = wrap()
+        found[name] = told(lambda: nemo_lowprec.initialize(model, opt_level=level))  # noqa: B023
+    after = {
+        "FSDP1 after": fully_sharded,
+        "FSDP1's own parameters after": lambda model: fully_sharded(model, use_orig_params=True),
+        "FSDP1 within after": lambda model: (setattr(model, "2", fully_sharded(model[2])), model)[1],
+        "FSDP2 after": fully_shard,
+        "DataParallel after": lambda model: model._replicate_for_data_parallel(),
+    }
+    for name, wrap in after.items():
+        model, _ = nemo_lowprec.initialize(plain(), opt_level=level)
+        found[name] = told(lambda: wrap(model)(torch.ones(2, 64)))  # noqa: B023
+    model, optimizer = nemo_lowprec.initialize(plain(), opt_level=level)
+    found["none of its"] = told(lambda: optimizer.all_reduce_grads(plain()))
+    return found
+
+
+def told(act):
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def released(rank, level):
     try:
         _, _, wrapped = make(rank, level, gradient_release=True)
@@ -222,7 +325,9 @@ def unusual(rank, level):
     return found, weights(model)
 
 
-CASES = {f.__name__: f for f in (accumulated, trained, released, wrapped_before, unusual)}
+CASES = {
+    f.__name__: f for f in (accumulated, trained, spoiled, apart, others, refused, released, wrapped_before, unusual)
+}
 
 
 def every_case(rank):
@@ -294,6 +399,52 @@ def test_ddp_starts_and_ends_with_the_same_weights_and_learns(ranks, level):
     for rank in (first, second):
         assert rank["losses"][-1] < 0.9 * rank["losses"][1]
         assert rank["scale"] == 128 and rank["steps"]["mid.weight"] == rank["steps"]["norm.bias"] == 5
+
+
+@AT_LEVELS
+def test_a_gradient_spoiled_on_one_process_skips_the_step_on_both(ranks, level):
+    first, second = (rank["spoiled"][level] for rank in ranks)
+    for name, found in first.items():
+        assert found["rest"] == second[name]["rest"] == (128.0, [3.0], 4), name
+        assert_equal(found["end"], second[name]["end"])
+        assert all(value.isfinite().all() for value in found["end"].values())
+
+
+@AT_LEVELS
+@pytest.mark.parametrize("name", ["whole", "parts"])
+def test_processes_that_average_without_ddp_get_the_weights_of_the_first(ranks, level, name):
+    first, second = (rank["apart"][level][name] for rank in ranks)
+    assert_equal(first["end"], second["end"])
+    assert first["count"] == second["count"] == 0
+    assert (first["warned"], second["warned"]) == ([0, 0, 0], [1, 0, 0])
+    for key, got in first["grads"][1].items():
+        mean = sum(each["grads"][0].get(key, torch.zeros_like(got)) for each in (first, second)) / 2
+        assert ((got - mean).abs() <= mean.abs() * 2**-4 + mean.abs().max() * 2**-17).all(), key
+        assert torch.equal(got, second["grads"][1][key]), key
+
+
+@AT_LEVELS
+def test_processes_that_average_nothing_stay_apart(ranks, level):
+    first, second = (rank["apart"][level]["never"] for rank in ranks)
+    assert (first["count"], second["count"]) == (0, 1)
+    assert not torch.equal(first["end"]["mid.weight"], second["end"]["mid.weight"])
+    assert [rank["others"][level]["weight"].shape for rank in ranks] == [(64, 64), (128, 64)]
+
+
+@AT_LEVELS
+def test_wrappers_that_take_parameters_away_are_refused_with_the_way_out(ranks, level):
+    for rank in ranks:
+        found = rank["refused"][level]
+        for name in ("FSDP1", "FSDP1's own parameters", "FSDP1 within"):
+            assert "FullyShardedDataParallel (FSDP1)" in found[name] and "strategy='lowprec_sharded'" in found[name]
+        assert "wrapped in DataParallel" in found["DataParallel"] and "DistributedDataParallel" in found["DataParallel"]
+        assert "Leave DeepSpeed out" in found["DeepSpeed"]
+        assert found["tensor-parallel"].startswith("0.weight is a DTensor")
+        assert "FSDP gives it such" in found["FSDP1's own parameters after"]
+        for name in ("FSDP1 after", "FSDP1 within after", "FSDP2 after"):
+            assert found[name].startswith("FSDP has taken the parameters"), name
+        assert found["DataParallel after"].startswith("DataParallel computes with copies")
+        assert found["none of its"].startswith("This module has parameters that are none of the model's")
 
 
 @AT_LEVELS

@@ -423,6 +423,29 @@ def test_te_is_asked_for_where_there_is_none():
     assert type(optimizer) is optim.AdamW and not hasattr(optimizer, "all_reduce_grads")
 
 
+@AT_LEVELS
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_prepares_what_initialize_returns_and_not_the_other_way_round(level, precision):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+    try:
+        model = Net()
+        model, optimizer = accelerator.prepare(model, optim.AdamW(model.parameters()))
+        with pytest.raises(ValueError, match=r"AcceleratedOptimizer.*Call initialize first, and accelerator\.prepare"):
+            nemo_lowprec.initialize(model, optimizer, opt_level=level)
+        assert type(model.mid) is nn.Linear and type(optimizer.optimizer) is optim.AdamW
+
+        model = Net()
+        model, optimizer = nemo_lowprec.initialize(model, optim.AdamW(model.parameters(), lr=1e-2), opt_level=level)
+        before = values(model.mid.weight).clone()
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.ones(2, 1, 8, 8)).float().square().mean())
+        optimizer.step()
+        assert type(optimizer.optimizer) is AdamW and not torch.equal(values(model.mid.weight), before)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_complex_parameter_of_the_model():
     model = Net()
     model.register_parameter("wave", nn.Parameter(torch.ones(2, 2) * 1j))

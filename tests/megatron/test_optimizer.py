@@ -134,6 +134,21 @@ def parts_in_fp32():
                for x in gc.get_objects())  # fmt: skip
 
 
+def spoiled(chunk, stepper, rank):
+    """By process and parameter, where its gradient is not finite there once it is reduced: (whether the process steps
+    the parameter, whether all step, whether weights stay)."""
+    found = []
+    for victim in range(WORLD):
+        for param in chunk.module.parameters():
+            before = [param.detach().clone() for param in chunk.module.parameters()]
+            accumulate(chunk, stepper, rank, 0)
+            if rank == victim:
+                param.main_grad.add_(torch.full_like(param.main_grad.detach().float(), math.inf))
+            is_here = rank == victim and bool(stepper.masters([param]))
+            found.append((is_here, stepper.step(), all(map(torch.equal, chunk.module.parameters(), before))))
+    return found
+
+
 def job(rank, folder):
     from nemo_lowprec.megatron.parallel import ParallelLayout
 
@@ -155,6 +170,7 @@ def job(rank, folder):
             saturated = stepper.step(torch.tensor(rank == 1)), all(map(torch.equal, chunk.module.parameters(), before))
             accumulate(chunk, stepper, rank, 0)
             found[f"{case} saturated"] = (*saturated, stepper.step(torch.tensor(False)))
+            found[f"{case} spoiled"] = spoiled(chunk, stepper, rank)
             with torch.no_grad():
                 for param in chunk.module.parameters():
                     param.fill_(0.25)
@@ -256,6 +272,14 @@ def test_a_step_that_overflows_on_one_process_is_skipped_on_all(case, ranks):
 def test_what_saturated_on_one_process_skips_the_step_on_all(case, ranks):
     for found in ranks:
         assert found[f"{case} saturated"] == (False, True, True)  # stepped, the weights as before; stepped
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_reduced_gradient_that_is_not_finite_where_it_is_stepped_skips_the_step_on_all(case, ranks):
+    steps = [found[f"{case} spoiled"] for found in ranks]
+    for (first, *ends), (second, *others) in zip(*steps, strict=True):
+        assert ends == others == [not (first or second), first or second]
+    assert any(is_here for found in steps for is_here, *_ in found)
 
 
 @pytest.mark.parametrize("form", FORMS)
