@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats.hooks import weakly
 
 __all__ = ["PlainLoop", "UnderDDP"]
 
@@ -33,7 +34,7 @@ class PlainLoop:
         if histories is None:
             return
         assert engine.gradients is not None
-        engine.gradients.overflowed = self._overflowed
+        engine.gradients.overflowed = weakly(self._overflowed)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
         optimizer.register_load_state_dict_pre_hook(self._before_loading)

@@ -49,7 +49,8 @@ class GradientTensor(BlockTensor):
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
         multiplied: whether the factor is this tensor's own, and may be another than 1.
         additions: how often something was added since values were stored, for stochastic rounding.
-        overflowed: tells GradScaler, on the device, of overflows that this gradient does not show; None for nobody.
+        overflowed: tells GradScaler, on the device, of overflows that this gradient does not show; None, as what it
+            returns, for nobody.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -58,7 +59,7 @@ class GradientTensor(BlockTensor):
     nonfinite: Tensor
     multiplied: bool
     additions: int = 0
-    overflowed: Callable[[], Tensor] | None = None
+    overflowed: Callable[[], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -214,7 +215,8 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     torch._foreach_mul_(factors, inv_scale.reshape(()))
     bad = GradientTensor.any_nonfinite(ours)
     for overflowed in {g.overflowed for g in ours if g.overflowed is not None}:
-        bad = bad + overflowed()
+        found = overflowed()
+        bad = bad if found is None else bad + found
     found_inf.copy_(torch.maximum(found_inf, (bad > 0).to(found_inf.dtype)))
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)

@@ -268,7 +268,10 @@ class MegatronStrategy(DDPStrategy):
         engine.reduce_gradients()
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        if not engine.step() and not engine.settings.level.has_loss_scale:
+        settings = engine.settings
+        # A scale that is static, or that the level does not have, cannot fall until gradients are finite.
+        stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
+        if not engine.step() and stays:
             rank_zero_warn(SKIPPED.format("strategy.engine.optimizer"))
         return result
 
