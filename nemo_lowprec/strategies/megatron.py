@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
@@ -67,6 +69,7 @@ class MegatronStrategy(DDPStrategy):
 
     strategy_name = "lowprec_megatron"
 
+    @partial(checked, also=DDPStrategy.__init__)
     def __init__(
         self,
         tensor_model_parallel_size: int = 1,
@@ -91,8 +94,6 @@ class MegatronStrategy(DDPStrategy):
         )
         if checkpoint_form not in ("fully_reshardable", "dp_reshardable"):
             raise ValueError(f"checkpoint_form={checkpoint_form!r} must be 'fully_reshardable' or 'dp_reshardable'.")
-        if bucket_size is not None and (isinstance(bucket_size, bool) or bucket_size < 1):
-            raise ValueError(f"bucket_size={bucket_size!r} must be a positive number of parameters.")
         check_megatron()
         super().__init__(**options)
         if self._ddp_kwargs:

@@ -12,7 +12,7 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "formats"},
+    {"chart", "arguments", "formats"},
     COLUMNS,
     {"engine", "checkpoint", "options"},
     {"megatron"},
