@@ -9,14 +9,25 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-__all__ = ["MAX_VOCAB_SIZE", "RANGES", "check_arguments", "check_value", "checked", "kinds_of"]
+__all__ = [
+    "MAX_VOCAB_SIZE",
+    "RANGES",
+    "AtLeast0",
+    "Seed",
+    "Text",
+    "check_arguments",
+    "check_value",
+    "checked",
+    "kinds_of",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,12 +35,33 @@ R = TypeVar("R")
 MAX_VOCAB_SIZE = 2**24  # ids; the largest tokenizers in use have 2**18
 _RULES = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
+
+def _not_blank(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _names_a_file(path: str) -> str:
+    if any(len(part.encode("utf-8", "surrogateescape")) > 255 for part in path.split("/")):
+        raise ValueError
+    return _not_blank(path)
+
+
+def _loggers(value: Any) -> Any:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        raise ValueError
+    for entry in value if isinstance(value, list | tuple) else ():
+        _loggers(None if isinstance(entry, bool) else entry)
+    return value
+
+
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # what NumPy's and Lightning's take
 AtLeast0 = Annotated[int, Ge(0)]
 AtLeast1 = Annotated[int, Ge(1)]
 NotNegative = Annotated[float, Ge(0)]
-Text = Annotated[str, MinLen(1)]
-AnyPath = Text | Path
+Text = Annotated[str, AfterValidator(_not_blank), "text that is not empty"]
+AnyPath = Annotated[str, AfterValidator(_names_a_file), "a path"] | Path
 _Beta = Annotated[float, Ge(0), Lt(1)]
 
 RANGES: dict[str, Any] = {
@@ -50,11 +82,11 @@ RANGES: dict[str, Any] = {
     "tokenizer_bytes": AtLeast1,
     # model
     "weights": Text,
-    "lr": Annotated[float, Gt(0)],
+    "lr": Annotated[float, Gt(0), Le(1e4)],
     "min_lr": NotNegative,
-    "weight_decay": NotNegative,
+    "weight_decay": Annotated[float, Ge(0), Le(1e4)],
     "betas": Annotated[tuple[_Beta, _Beta], "two numbers from 0 to below 1"],
-    "eps": NotNegative,
+    "eps": Annotated[float, Ge(0), Le(1)],  # in FP32 a large one makes every step zero
     "warmup_steps": AtLeast0,
     "schedule_steps": AtLeast1,
     "attn_implementation": Text,
@@ -72,8 +104,20 @@ RANGES: dict[str, Any] = {
     # of Lightning's Trainer, checkpoints and loggers, where Lightning itself takes anything
     "accumulate_grad_batches": AtLeast1,
     "gradient_clip_val": NotNegative,
-    "num_nodes": AtLeast1,
+    "devices": Annotated[int, Ge(-1), Le(1024)] | str | list[AtLeast0],
+    "num_nodes": Annotated[int, Ge(1), Le(2**16)],
     "log_every_n_steps": AtLeast0,
+    "min_steps": AtLeast0,
+    "min_epochs": AtLeast0,
+    "max_time": str | timedelta | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],
+    "check_val_every_n_epoch": AtLeast1,
+    "val_check_interval": AtLeast1
+    | Annotated[float, Gt(0), Le(1)]
+    | str
+    | timedelta
+    | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],
+    "logger": Annotated[Any, AfterValidator(_loggers), "a logger, a list of loggers, True or False"],
+    "num_sanity_val_steps": Annotated[int, Ge(-1)],
     "default_root_dir": AnyPath,
     "dirpath": AnyPath,
     "filename": Text,
@@ -136,8 +180,6 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         adapter.validate_python(read)
     except ValidationError:
         raise ValueError(f"{name}={_short(value)} must be {_words(kind)}.") from None
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"{name}={_short(value)} must hold no null character.")
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -195,18 +237,23 @@ def _short(value: Any) -> str:
 
 
 _NAMES: dict[Any, str] = {
-    int: "an integer", float: "a finite number", bool: "True or False", str: "text", Path: "a path",
-    type(None): "None", dict: "a mapping", Mapping: "a mapping", list: "a list", Sequence: "a list", tuple: "a list",
-    Iterable: "a list", Callable: "a function",
-}  # fmt: skip
+    type(None): "None",
+    int: "an integer",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+    Path: "a path",
+    timedelta: "a timedelta",
+    Callable: "a function",
+    **dict.fromkeys((dict, Mapping), "a mapping"),
+    **dict.fromkeys((list, tuple, Sequence, Iterable), "a list"),
+}
 
 
 def _words(kind: Any) -> str:
     """What a value of ``kind`` is, for people."""
     members = _members(kind)
     if len(members) > 1:
-        if {Text, Path} <= set(members):
-            return "a path" + " or None" * (type(None) in members)
         words = dict.fromkeys(_words(m) for m in members)
         if "an integer" in words and "a finite number" in words:
             del words["an integer"]
@@ -226,8 +273,6 @@ def _annotated(plain: Any, *limits: Any) -> str:
     for limit in limits:
         if isinstance(limit, str):
             return limit
-    if plain is str:
-        return "text that is not empty"
     noun = "an integer" if plain is int else "a number"
     bounds = {type(limit).__name__: getattr(limit, type(limit).__name__.lower()) for limit in limits}
     if "Gt" in bounds and "Lt" in bounds:
@@ -235,6 +280,8 @@ def _annotated(plain: Any, *limits: Any) -> str:
     if "Ge" in bounds and "Le" in bounds:
         high = bounds["Le"]
         return f"{noun} from {bounds['Ge']} to {'2**32 - 1' if high == 2**32 - 1 else high}"
+    if "Gt" in bounds and "Le" in bounds:
+        return f"{noun} greater than {bounds['Gt']} and at most {bounds['Le']:g}"
     finite = "" if plain is int else ", finite"
     return (
         f"{noun} greater than {bounds['Gt']}{finite}"

@@ -11,6 +11,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.models.architecture import check_architecture, one_line
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
 from nemo_lowprec.models.param_groups import decay_groups
 from nemo_lowprec.models.presets import get_preset
@@ -144,15 +145,18 @@ class CausalLM(LightningModule):
 
         vocab_size = self._resolve_vocab_size()
         fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        try:
-            config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
-        except ValueError as error:
-            raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
+        check_architecture(self._model_type, {**self._fields, "vocab_size": vocab_size})
+        config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
         self._check_positions(config)
         return config
 
     def _build(self, auto: Any, config: Any) -> nn.Module:
-        model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)
+        try:
+            model = auto.from_config(
+                config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32
+            )
+        except Exception as error:  # in classes and words of several libraries
+            raise ValueError(f"transformers builds no {type(config).__name__} like this: {one_line(error)}") from error
         if self.hparams["activation_checkpointing"]:
             # transformers renamed it, and warns of the old name.
             new = getattr(model, "activation_checkpointing_enable", None)

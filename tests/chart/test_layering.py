@@ -19,7 +19,7 @@ FLOORS = [
     {"plugins", "msamp", "plain_loop"},
     {"strategies"},
     {"models", "data", "report"},
-    {"recipes", "cli", "conf", "train"},
+    {"recipes", "cli", "conf", "train", "checks"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 
