@@ -38,6 +38,7 @@ from nemo_lowprec.compute import (
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.formats.hooks import weakly
 from nemo_lowprec.grads import (
     FoundInf,
     LossScale,
@@ -215,7 +216,7 @@ class Engine:
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
             self.stored = StoredWeights(self.reads_as, fp8, margin, keep=not training)
             self.stored.install(model)
-            self.gradients = StoredGradients(self._step_at_once if self.low_bit.gradient_release else None)
+            self.gradients = StoredGradients(weakly(self._step_at_once) if self.low_bit.gradient_release else None)
         elif self.level.has_half_weights:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)

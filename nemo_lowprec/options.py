@@ -54,6 +54,9 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise TypeError(_unknown(level, name, defaults))
     values = defaults | given
 
+    scaling = None
+    if level.has_loss_scale or level.half:
+        scaling = LossScaleConfig(**{name: values[name] for name in LossScaleConfig.arguments()})
     if level.half:
         level = level.with_half(values["half"])
         if not level.has_loss_scale:
@@ -85,7 +88,7 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
     return Options(
         level,
         recipe,
-        LossScaleConfig(**pick(LossScaleConfig.arguments())) if level.has_loss_scale else None,
+        scaling if level.has_loss_scale else None,
         LayerFilter(**pick(LayerFilter.arguments())) if level.has_fp8 else LayerFilter(),
         values.get("backend", "auto"),
         low_bit,

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats.hooks import weakly
 
 __all__ = ["PlainLoop", "UnderDDP"]
 
@@ -34,7 +35,7 @@ class PlainLoop:
         self._looked_into = False
         model.register_forward_pre_hook(self._before_forward)
         assert engine.gradients is not None
-        engine.gradients.overflowed = self._overflowed
+        engine.gradients.overflowed = weakly(self._overflowed)
         engine.when_adopted = self.follow
         self._averages = AveragesGradients(engine)
         self.follow(optimizer)

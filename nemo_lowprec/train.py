@@ -10,12 +10,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.checks import check_trainer
+from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.strategies.replace import recover
 
-__all__ = ["PretrainResult", "pretrain"]
+__all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
 
-_LIGHTNING_PATHS = ("last", "best", "hpc", "registry")  # words that Lightning takes in place of a path
+_LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path, and that need no earlier fit
+_IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # of checkpoints that are folders
 
 
 @dataclass(frozen=True)
@@ -77,17 +80,18 @@ def pretrain(
         model: logs ``val/loss``, such as ``CausalLM``.
         data: its batches.
         trainer: a Trainer of ``lightning.pytorch`` with the precision level among its plugins.
-        ckpt_path: a checkpoint to resume from, or Lightning's ``last`` or ``best``.
+        ckpt_path: a checkpoint to resume from; or ``last``, the last one of the Trainer's checkpoint folder, where
+            there is one, or ``hpc``, that of a requeued SLURM job.
 
     Raises:
         TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
-        ValueError: ``ckpt_path`` does not exist, or is not complete.
+        ValueError: ``ckpt_path`` does not exist, or is not complete; or the Trainer has a value that means nothing.
     """
     _check("model", model, LightningModule)
     _check("data", data, LightningDataModule)
     _check("trainer", trainer, Trainer)
-    if ckpt_path is not None and ckpt_path not in _LIGHTNING_PATHS and "://" not in ckpt_path:
-        _check_checkpoint(Path(ckpt_path))
+    check_trainer(trainer)
+    check_ckpt_path(ckpt_path)
     record = _Validations()
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks.append(record)
@@ -109,6 +113,54 @@ def pretrain(
     if trainer.is_global_zero:
         result.print_table()
     return result
+
+
+def check_ckpt_path(ckpt_path: Any) -> None:
+    """Check that there is a checkpoint to resume from; None is none.
+
+    Raises:
+        ValueError: it does not exist, is not complete, or cannot be read from here.
+    """
+    if ckpt_path is None or ckpt_path in _LIGHTNING_PATHS:
+        return
+    if not isinstance(ckpt_path, str | Path) or not str(ckpt_path) or "\0" in str(ckpt_path):
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} must be the path of a checkpoint, or {' or '.join(_LIGHTNING_PATHS)}."
+        )
+    if ckpt_path in ("best", "registry"):
+        raise ValueError(
+            f"ckpt_path={ckpt_path!r} is known only after a run: pass the path of a checkpoint, or 'last' for the last "
+            "one of the Trainer's checkpoint folder."
+        )
+    if "://" in str(ckpt_path):
+        _check_remote(str(ckpt_path))
+        return
+    path = Path(ckpt_path)
+    try:
+        is_folder = path.is_dir()
+        path.stat()
+    except FileNotFoundError:
+        is_folder = False  # the next check says so, unless a killed run can be recovered
+    except OSError as error:
+        raise ValueError(f"ckpt_path={str(path)!r} cannot be read: {error.strerror}.") from error
+    if is_folder and not any((path / name).is_file() for name in _IN_FOLDERS):
+        raise ValueError(
+            f"ckpt_path={str(path)!r} is a folder, and no checkpoint of lowprec_sharded or lowprec_megatron: pass the "
+            "checkpoint that is in it."
+        )
+    _check_checkpoint(path)
+
+
+def _check_remote(url: str) -> None:
+    import fsspec
+
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        found = system.exists(path)
+    except Exception as error:  # of the protocol's own library
+        raise ValueError(f"ckpt_path={url!r} cannot be read: {one_line(error)}") from error
+    if not found:
+        raise ValueError(f"ckpt_path={url!r} does not exist.")
 
 
 def _check_checkpoint(path: Path) -> None:

@@ -18,6 +18,7 @@ from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.cut import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
+from nemo_lowprec.formats.hooks import weakly
 
 __all__ = ["GradientReducer", "Wire"]
 
@@ -143,7 +144,7 @@ class GradientReducer:
             self._close(wire, params)
         self._give_slots()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trained]
+        self._handles = [p.register_post_accumulate_grad_hook(weakly(self._arrived)) for p in trained]
         if trained and trained[0].is_cuda:
             # Ahead of backward, whose kernels it would otherwise wait behind while the links have nothing to do.
             self._stream = torch.cuda.Stream(trained[0].device, priority=-1)

@@ -28,6 +28,11 @@ FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 16, "mxfp8": 32, 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 
+# E4M3 has 2**17 between its largest and its smallest number. A margin of 8 leaves half of these powers, one of -1
+# clamps what is above half of the amax; beyond, results are zeros or clamped throughout.
+_MARGINS = (-1, 8)
+_LONGEST_HISTORY = 2**16  # entries of each operand, 4 bytes each
+
 # What each way of scaling takes beside override_linear_precision, with its default. A recipe takes an argument only
 # if it has an effect there.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -79,8 +84,8 @@ class Recipe:
     Args:
         scaling: ``delayed``, ``current``, ``blockwise``, ``mxfp8`` or ``nvfp4``.
         fp8: ``hybrid`` (E4M3, output gradients E5M2) or ``e4m3``.
-        fp8_margin: per-tensor scales are divided by 2**fp8_margin.
-        fp8_amax_history_len: steps in the amax history.
+        fp8_margin: per-tensor scales are divided by 2**fp8_margin, from -1 to 8.
+        fp8_amax_history_len: steps in the amax history, at most 65536.
         fp8_amax_compute_algo: ``max`` over the history or its ``most_recent`` entry.
         fp8_params: weights of converted layers stored in FP8, scaled by their own amax at every refresh.
         interval: steps between two computations of the scales.
@@ -105,10 +110,15 @@ class Recipe:
             raise ValueError(
                 f"fp8_amax_compute_algo={self.fp8_amax_compute_algo!r} is unknown. Choose one of: {', '.join(_ALGOS)}."
             )
-        for name, low in (("fp8_margin", None), ("fp8_amax_history_len", 1), ("interval", 1)):
+        for name, low, high in (
+            ("fp8_margin", *_MARGINS),
+            ("fp8_amax_history_len", 1, _LONGEST_HISTORY),
+            ("interval", 1, None),
+        ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or (low is not None and value < low):
-                wanted = "an integer" if low is None else f"an integer of at least {low}"
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < low or (high is not None and value > high):
+                wanted = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
                 raise ValueError(f"{name}={value!r} must be {wanted}.")
         if not isinstance(self.fp8_params, bool):
             raise ValueError(f"fp8_params={self.fp8_params!r} must be True or False.")

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.levels import register_levels
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def own_words() -> Iterator[None]:
             raise type(cause)(str(cause)) from error
         if isinstance(cause, RuntimeError):  # ours or torch's: where it was raised tells
             raise cause from cause.__cause__
-        raise
+        # Nothing has begun yet: what another library says here is about its arguments.
+        raise ValueError(one_sentence(error if cause is None else cause)) from error
 
 
 def _processes(cfg: DictConfig) -> dict[str, Any]:
@@ -90,6 +92,7 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
 
     from nemo_lowprec.train import pretrain
 
+    check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
     return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
 
@@ -106,6 +109,7 @@ def audit_job(cfg: DictConfig) -> AuditReport:
 
     from nemo_lowprec.report import Audit
 
+    check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
     audit = Audit()
     with open_dict(cfg.trainer):

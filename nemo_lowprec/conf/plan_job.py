@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.job import one_sentence, own_words
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def plan_job(cfg: DictConfig) -> Plan:
 
     from nemo_lowprec.report import plan_training
 
+    check_config(cfg, complete=False)
     if cfg.model["_target_"] == "nemo_lowprec.models.MegatronGPT":
         raise ValueError(
             "No plan for a model on Megatron-core. The same one without it has a plan: add "

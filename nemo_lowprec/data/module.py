@@ -9,9 +9,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Subset
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.loader import Batch, ResumableLoader, SizedDataset, validation_loader
 from nemo_lowprec.data.packed import PackedDataset
-from nemo_lowprec.data.prepare import PreparedData, check_arguments, open_prepared, prepare_data
+from nemo_lowprec.data.prepare import PreparedData, open_prepared, prepare_data
+from nemo_lowprec.data.tokenizer import check_vocab_size
 
 _DEFAULT_VOCAB_SIZE = 8192
 
@@ -50,6 +52,7 @@ class TextDataModule(LightningDataModule):
             preparing or setting up, as for `prepare_data`, `open_indexed` and `PackedDataset`.
     """
 
+    @checked
     def __init__(
         self,
         data_dir: str | Path = "data/stdlib",
@@ -68,25 +71,14 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
-        for name, value, least in (
-            ("seq_length", seq_length, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("num_workers", num_workers, 0),
-            ("seed", seed, 0),
-            ("validation_samples", validation_samples, 1),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
         if self._prefixes is None:
             vocab_size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
-            check_arguments(vocab_size, validation_fraction, seed, max_bytes)
+            check_vocab_size(vocab_size)
         elif vocab_size is None and not _tokenizer_beside(self._prefixes[0]).is_file():
             raise ValueError(
                 f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, "
                 "the number of ids of the tokenizer that made the data."
             )
-        elif vocab_size is not None and vocab_size < 1:
-            raise ValueError(f"vocab_size={vocab_size} must be at least 1.")
         self.data_dir = Path(data_dir)
         self.source = source
         self.seq_length = seq_length

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.indexed import open_indexed
 
 
@@ -41,9 +42,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             access: an id that is not below `vocab_size`.
     """
 
+    @checked
     def __init__(self, prefix: str | Path, seq_length: int, seed: int = 0, vocab_size: int | None = None) -> None:
-        if seq_length < 1:
-            raise ValueError(f"seq_length={seq_length} must be at least 1.")
         self.prefix = str(prefix)
         self.seq_length = seq_length
         self.vocab_size = vocab_size

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.corpus import (
     Document,
     in_hash_order,
@@ -34,7 +35,7 @@ from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.data.progress import progress_bar
 from nemo_lowprec.data.tokenizer import (
     END_OF_DOCUMENT,
-    MIN_VOCAB_SIZE,
+    check_vocab_size,
     encode_documents,
     train_tokenizer,
 )
@@ -92,6 +93,7 @@ class PreparedData:
         return Tokenizer.from_file(str(self.tokenizer_path))
 
 
+@checked
 def prepare_data(
     out_dir: str | Path,
     source: str | Path | None = None,
@@ -138,7 +140,7 @@ def prepare_data(
         "text_field": text_field,
         "tokenizer_bytes": tokenizer_bytes,
     }
-    check_arguments(vocab_size, validation_fraction, seed, max_bytes, tokenizer_bytes)
+    check_vocab_size(vocab_size)
     target = Path(os.path.abspath(out_dir))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         return _reuse(target, arguments)
@@ -222,28 +224,6 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
     for prefix in (prepared.train_prefix, prepared.validation_prefix):
         open_indexed(prefix)
     return prepared
-
-
-def check_arguments(
-    vocab_size: int,
-    validation_fraction: float = 0.02,
-    seed: int = 0,
-    max_bytes: int | None = None,
-    tokenizer_bytes: int = 8_000_000,
-) -> None:
-    """Raises ValueError for a value that `prepare_data` cannot work with."""
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
-            f"{END_OF_DOCUMENT}: pass at least that."
-        )
-    if not 0 < validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1.")
-    if seed < 0:
-        raise ValueError(f"seed={seed} must not be negative.")
-    for name, value in (("max_bytes", max_bytes), ("tokenizer_bytes", tokenizer_bytes)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
 
 
 def _reuse(target: Path, arguments: dict[str, Any]) -> PreparedData:

@@ -8,8 +8,20 @@ from collections.abc import Iterable, Iterator
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from nemo_lowprec.arguments import RANGES, check_value
+
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and the end of a document
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    """Raises ValueError for a number of ids that the tokenizer cannot have."""
+    check_value("vocab_size", vocab_size, RANGES["vocab_size"])
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(
+            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
+            f"{END_OF_DOCUMENT}: pass at least that."
+        )
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
@@ -23,11 +35,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
     Raises:
         ValueError: `vocab_size` is less than 257.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
-            f"{END_OF_DOCUMENT}: pass at least that."
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -50,7 +50,7 @@ class GradientTensor(BlockTensor):
         multiplied: whether the factor is this tensor's own, and may be another than 1.
         additions: how often something was added since values were stored, for stochastic rounding.
         overflowed: whether GradScaler is to skip the step, from whether this process's gradients are not finite: FP32
-            scalars on the device. Knows of overflows that no gradient shows; None where nobody does.
+            scalars on the device. Knows of overflows that no gradient shows; None, as what it returns, for nobody.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -59,7 +59,7 @@ class GradientTensor(BlockTensor):
     nonfinite: Tensor
     multiplied: bool
     additions: int = 0
-    overflowed: Callable[[Tensor], Tensor] | None = None
+    overflowed: Callable[[Tensor], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -218,5 +218,6 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))
     # In their order, which is that of every process: they may ask the others.
     for overflowed in dict.fromkeys(g.overflowed for g in ours if g.overflowed is not None):
-        bad = overflowed(bad)
+        found = overflowed(bad)
+        bad = bad if found is None else found
     found_inf.copy_((bad > 0).to(found_inf.dtype).view_as(found_inf))

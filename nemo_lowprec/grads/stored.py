@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -39,9 +40,9 @@ class StoredGradients:
         self.release = release
         self.apart: dict[int, GradientTensor] | None = {} if apart else None
         self.watch: Callable[[Tensor], None] | None = None
-        self.overflowed: Callable[[Tensor], Tensor] | None = None
+        self.overflowed: Callable[[Tensor], Tensor | None] | None = None
         self._handles: dict[int, Any] = {}
-        self._marked: list[Tensor] = []
+        self._marked: list[ref[Tensor]] = []  # weak: their hooks hold this object (see ``formats/hooks.py``)
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""
@@ -50,7 +51,7 @@ class StoredGradients:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
-                    self._marked.append(param)
+                    self._marked.append(ref(param))
 
     def _store(self, param: Tensor) -> None:
         grad = param.grad
@@ -75,6 +76,8 @@ class StoredGradients:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        for param in self._marked:
-            delattr(param, _RELEASED)
+        for marked in self._marked:
+            param = marked()
+            if param is not None:
+                delattr(param, _RELEASED)
         self._marked.clear()

@@ -222,6 +222,7 @@ class Stepper:
         if self.scaler is not None and "loss_scale" in state:
             saved = state["loss_scale"].items()
             self.scaler.load_state_dict({k: v.cuda() if isinstance(v, Tensor) else v for k, v in saved})
+            fit_to_configuration(self.scaler)
 
 
 _NAMES = ("parameters", "experts")  # of the parts in a checkpoint
@@ -258,6 +259,17 @@ def _scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
         growth_interval=int(config.loss_scale_window),
         hysteresis=config.hysteresis,
     )
+
+
+def fit_to_configuration(scaler: MegatronGradScaler) -> None:
+    """Bring loaded counters within the bounds of this run.
+
+    Megatron-core compares them for equality: beyond a smaller ``loss_scale_window`` the scale would never grow again.
+    """
+    if isinstance(scaler, DynamicGradScaler):
+        scaler._growth_tracker = min(scaler._growth_tracker, scaler.growth_interval - 1)
+        scaler._hysteresis_tracker = min(scaler._hysteresis_tracker, scaler.hysteresis)
+        scaler._scale = torch.max(scaler._scale, scaler.min_scale)
 
 
 def _on_cpu(value: Any) -> Any:

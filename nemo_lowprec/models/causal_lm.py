@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from nemo_lowprec.arguments import checked
+from nemo_lowprec.models.architecture import check_architecture, one_line
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
 from nemo_lowprec.models.param_groups import decay_groups
 from nemo_lowprec.models.presets import get_preset
@@ -59,6 +61,7 @@ class CausalLM(LightningModule):
 
     model: nn.Module | None
 
+    @checked
     def __init__(
         self,
         preset: str | None = None,
@@ -80,7 +83,8 @@ class CausalLM(LightningModule):
         super().__init__()
         if (preset is None) == (model_type is None):
             raise ValueError("CausalLM takes one of preset (see nemo_lowprec.models.presets) and model_type.")
-        _check_optimizer(lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps)
+        if min_lr > lr:
+            raise ValueError(f"min_lr={min_lr} must be between 0 and lr={lr}.")
         config, betas = dict(config or {}), (float(betas[0]), float(betas[1]))
         self.save_hyperparameters(
             {
@@ -145,15 +149,18 @@ class CausalLM(LightningModule):
 
         vocab_size = self._resolve_vocab_size()
         fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-        try:
-            config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
-        except ValueError as error:
-            raise ValueError(f"transformers knows no model_type {self._model_type!r}.") from error
+        check_architecture(self._model_type, {**self._fields, "vocab_size": vocab_size})
+        config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
         self._check_positions(config)
         return config
 
     def _build(self, auto: Any, config: Any) -> nn.Module:
-        model = auto.from_config(config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32)
+        try:
+            model = auto.from_config(
+                config, attn_implementation=self.hparams["attn_implementation"], dtype=torch.float32
+            )
+        except Exception as error:  # in classes and words of several libraries
+            raise ValueError(f"transformers builds no {type(config).__name__} like this: {one_line(error)}") from error
         if self.hparams["activation_checkpointing"]:
             # transformers renamed it, and warns of the old name.
             new = getattr(model, "activation_checkpointing_enable", None)
@@ -281,31 +288,3 @@ class CausalLM(LightningModule):
         )
         scheduler = LambdaLR(optimizer, warmup_cosine(warmup, int(total), h["min_lr"] / h["lr"]))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def _check_optimizer(
-    lr: float,
-    min_lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    warmup_steps: int | None,
-    schedule_steps: int | None,
-) -> None:
-    for name, value in (("lr", lr), ("min_lr", min_lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name}={value!r} must be a number.")
-    if not lr > 0:
-        raise ValueError(f"lr={lr} must be greater than 0.")
-    if not 0 <= min_lr <= lr:
-        raise ValueError(f"min_lr={min_lr} must be between 0 and lr={lr}.")
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay={weight_decay} must be at least 0.")
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise ValueError(f"betas={betas} must be two numbers from 0 to below 1.")
-    if eps < 0:
-        raise ValueError(f"eps={eps} must be at least 0.")
-    if warmup_steps is not None and warmup_steps < 0:
-        raise ValueError(f"warmup_steps={warmup_steps} must be at least 0.")
-    if schedule_steps is not None and schedule_steps < 1:
-        raise ValueError(f"schedule_steps={schedule_steps} must be at least 1.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_llama import GptArchitecture, build_gpt, gpt_architecture
@@ -45,6 +46,7 @@ class MegatronGPT(CausalLM):
         RuntimeError: without ``MegatronStrategy``.
     """
 
+    @checked
     def __init__(
         self,
         preset: str | None = None,

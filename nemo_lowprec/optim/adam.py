@@ -42,6 +42,10 @@ class LowBitStates(Optimizer):
             raise ValueError("gradient_release=True has stepped on the scaled gradients: GradScaler comes too late.")
         return True
 
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supported: bool) -> None:
+        """torch's constructor says so with ``fused=True``; it holds here anyway."""
+
     def __init__(
         self,
         params: Iterable[Any],

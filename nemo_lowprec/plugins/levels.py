@@ -32,7 +32,7 @@ _HINTS = _annotations()
 
 _DOCS = {
     "fp8": "'hybrid' (E4M3, output gradients E5M2) or 'e4m3'.",
-    "fp8_margin": "scales are divided by 2**fp8_margin.",
+    "fp8_margin": "scales are divided by 2**fp8_margin, from -1 to 8.",
     "fp8_amax_history_len": "steps in the amax history.",
     "fp8_amax_compute_algo": "'max' over the history, or its 'most_recent' entry.",
     "fp8_params": "store the weights of converted layers in FP8.",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import nemo_run as run
 from nemo_run.cli.cli_parser import CLIException
 
 import nemo_lowprec.recipes  # noqa: F401  registers the factories
 from nemo_lowprec.chart import get_level
+from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.recipes.entrypoint import DEFAULT_RECIPE, RECIPES
 from nemo_lowprec.train import pretrain
 
-__all__ = ["main"]
+__all__ = ["main", "own_words"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,18 +44,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser_log = logging.getLogger("nemo_run.cli.cli_parser")
     was_disabled, parser_log.disabled = parser_log.disabled, True
     try:
-        run.cli.main(pretrain, default_factory=DEFAULT_RECIPE)
+        with own_words():
+            run.cli.main(pretrain, default_factory=DEFAULT_RECIPE)
     except CLIException as error:
         raise ValueError(_one_sentence(error)) from error
-    except Exception as error:
-        if isinstance(error, ValueError) and "No matching factory" in str(error):
+    except ValueError as error:
+        if "No matching factory" in str(error):
             raise ValueError(f"{error}. The recipes are: {', '.join(RECIPES)}.") from error
-        # fiddle adds the arguments to what a class says.
-        own = getattr(error, "proxy_base_exception", error)
-        raise own.with_traceback(error.__traceback__) from own.__cause__
+        raise
     finally:
         sys.argv = saved
         parser_log.disabled = was_disabled
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """fiddle adds the recipe to what a class says while it is made; the class says it better."""
+    try:
+        yield
+    except Exception as error:
+        own = getattr(error, "proxy_base_exception", None)
+        if own is None:
+            raise
+        if isinstance(own, RuntimeError):  # ours or torch's: where it was raised tells
+            raise own.with_traceback(error.__traceback__) from own.__cause__
+        # Nothing has begun yet: what another library says here is about its arguments.
+        kind = TypeError if isinstance(own, TypeError) else ValueError
+        raise kind(one_line(own)) from error
 
 
 def _one_sentence(error: BaseException) -> str:

@@ -11,12 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.train import pretrain
 
-__all__ = ["assemble", "few_texts", "texts", "trainer"]
+__all__ = ["CheckedTrainer", "assemble", "few_texts", "texts", "trainer"]
 
 
 def texts(seq_length: int, micro_batch_size: int, validation_samples: int = 256) -> run.Config[TextDataModule]:
@@ -46,6 +47,12 @@ def few_texts() -> run.Config[TextDataModule]:
     )
 
 
+class CheckedTrainer(Trainer):
+    """Lightning's Trainer; a bad argument is a ValueError before anything is set up."""
+
+    __init__ = checked(Trainer.__init__)  # type: ignore[assignment]
+
+
 def trainer(
     folder: str | Path,
     plugins: run.Config[LowPrecision],
@@ -72,7 +79,7 @@ def trainer(
     if strategy is None and num_nodes * devices > 1:
         strategy = lowprec_sharded()
     return run.Config(
-        Trainer,
+        CheckedTrainer,
         plugins=plugins,
         max_steps=max_steps,
         val_check_interval=val_check_interval,

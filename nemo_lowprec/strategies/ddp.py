@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
 
@@ -36,6 +38,7 @@ class LowPrecisionDDPStrategy(DDPStrategy):
 
     strategy_name = "lowprec_ddp"
 
+    @partial(checked, also=DDPStrategy.__init__)
     def __init__(self, bucket_cap_mb: float | None = None, broadcast_buffers: bool = True, **options: Any) -> None:
         super().__init__(**options)
         if self._ddp_kwargs:
@@ -43,8 +46,6 @@ class LowPrecisionDDPStrategy(DDPStrategy):
                 f"lowprec_ddp has no wrapper of torch's, whose options these are: {', '.join(self._ddp_kwargs)}. "
                 "Leave them out, or use strategy='ddp'."
             )
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a positive number.")
         self._ddp_kwargs = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         self._broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True

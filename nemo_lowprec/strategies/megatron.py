@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
@@ -69,6 +71,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     strategy_name = "lowprec_megatron"
 
+    @partial(checked, also=DDPStrategy.__init__)
     def __init__(
         self,
         tensor_model_parallel_size: int = 1,
@@ -93,8 +96,6 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         )
         if checkpoint_form not in ("fully_reshardable", "dp_reshardable"):
             raise ValueError(f"checkpoint_form={checkpoint_form!r} must be 'fully_reshardable' or 'dp_reshardable'.")
-        if bucket_size is not None and (isinstance(bucket_size, bool) or bucket_size < 1):
-            raise ValueError(f"bucket_size={bucket_size!r} must be a positive number of parameters.")
         check_megatron()
         super().__init__(**options)
         if self._ddp_kwargs:
@@ -282,7 +283,10 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         engine.reduce_gradients()
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        if not engine.step() and not engine.settings.level.has_loss_scale:
+        settings = engine.settings
+        # A scale that is static, or that the level does not have, cannot fall until gradients are finite.
+        stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
+        if not engine.step() and stays:
             rank_zero_warn(SKIPPED.format("strategy.engine.optimizer"))
         return result
 

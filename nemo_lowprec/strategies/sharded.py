@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
@@ -63,6 +65,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     strategy_name = "lowprec_sharded"
 
+    @partial(checked, also=ModelParallelStrategy.__init__)
     def __init__(
         self,
         reshard_after_forward: bool = True,
@@ -74,8 +77,6 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             if name in options:
                 raise TypeError(f"lowprec_sharded shards over all processes, or over shard_size. Leave {name} out.")
         super().__init__(**options)
-        if shard_size is not None and not (isinstance(shard_size, int) and shard_size > 0):
-            raise ValueError(f"shard_size={shard_size!r} must be a positive number of processes.")
         if async_checkpoints and not self._save_distributed_checkpoint:
             raise ValueError(
                 "async_checkpoints=True writes folders. Leave save_distributed_checkpoint=False out, or give the "

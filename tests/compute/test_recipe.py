@@ -1,10 +1,12 @@
 """The FP8 recipe's arguments: bad values are named, good ones reach the operands."""
 
 import pytest
+import torch
 
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.compute import OPERANDS, Recipe
-from nemo_lowprec.formats import E4M3, E5M2
+from nemo_lowprec.formats import E4M3, E5M2, ScaledTensor
+from nemo_lowprec.plugins import LEVELS
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,11 @@ from nemo_lowprec.formats import E4M3, E5M2
         ("fp8_margin", "1"),
         ("fp8_margin", None),
         ("fp8_margin", True),
+        ("fp8_margin", -2),
+        ("fp8_margin", 9),
+        ("fp8_margin", 100),
+        ("fp8_margin", -100),
+        ("fp8_amax_history_len", 2**16 + 1),
         ("fp8_amax_history_len", 0),
         ("fp8_amax_history_len", -4),
         ("fp8_amax_history_len", 16.0),
@@ -41,6 +48,23 @@ from nemo_lowprec.formats import E4M3, E5M2
 def test_a_bad_value_is_a_value_error_that_names_it(name, value):
     with pytest.raises(ValueError, match=f"^{name}="):
         Recipe("delayed", **{name: value})
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+@pytest.mark.parametrize("margin", [-1, 8])
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_the_largest_margins_keep_most_of_a_tensor(scaling, margin, kind):
+    operand = Recipe(scaling, fp8_margin=margin).operand(kind)
+    values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    read = ScaledTensor.from_float(values, operand.fmt, torch.float32, operand.margin).dequantize()
+    assert (read - values).norm() < 0.1 * values.norm()
+
+
+@pytest.mark.parametrize("name", [name for name, level in CHART.items() if "fp8_margin" in Recipe.arguments(level)])
+@pytest.mark.parametrize("margin", [-2, 9, 100, -100])
+def test_every_level_refuses_a_margin_that_leaves_nothing(name, margin):
+    with pytest.raises(ValueError, match=f"^fp8_margin={margin} must be an integer of at least -1 and at most 8"):
+        LEVELS[name](fp8_margin=margin)
 
 
 def test_mxfp8_refuses_hybrid_and_says_what_to_use():

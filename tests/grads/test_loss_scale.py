@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from nemo_lowprec.grads import LossScale, LossScaleConfig
 
@@ -92,3 +93,72 @@ def test_a_bad_count_is_a_value_error_that_names_it(name, value):
 def test_an_initial_scale_below_the_minimum_is_a_value_error():
     with pytest.raises(ValueError, match=r"initial_loss_scale=2\.0 lies below min_loss_scale=4\.0"):
         LossScaleConfig(initial_loss_scale=2.0, min_loss_scale=4.0)
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "initial_loss_scale", "min_loss_scale"])
+@pytest.mark.parametrize("value", [1e39, 1e300, 2.0**127, 10**400, 1e-9, 1e-40, 5e-324])
+def test_a_scale_that_fp32_or_fp16_cannot_use_is_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}=.* from 2\*\*-24 .* to 2\*\*126"):
+        LossScaleConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["loss_scale", "initial_loss_scale"])
+@pytest.mark.parametrize("value", [2.0**-24, 2.0**126])
+def test_the_largest_and_the_smallest_scale_and_their_reciprocals_are_normal_fp32_numbers(name, value):
+    LossScaleConfig(**{name: value, "min_loss_scale": 2.0**-24})
+    for number in (value, 1 / value):
+        assert float(torch.tensor(number, dtype=torch.float32)) == number
+        assert torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+def test_a_scale_that_nothing_overflows_at_stays_one_that_fp32_holds():
+    assert run(config(initial_loss_scale=2.0**125, loss_scale_window=1), "....") == [2.0**126] * 4
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_a_resume_with_a_smaller_window_goes_on_growing(window):
+    first = LossScale(config(loss_scale_window=10))
+    for _ in range(8):
+        first.update(False)
+    second = LossScale(config(loss_scale_window=window))
+    second.load_state_dict(first.state_dict())
+    scales = []
+    for _ in range(1 + window):
+        second.update(False)
+        scales.append(second.scale)
+    assert scales == [32.0] * window + [64.0]
+
+
+def test_a_resume_keeps_to_the_bounds_of_its_own_configuration():
+    first = LossScale(config(hysteresis=5, initial_loss_scale=2.0, min_loss_scale=2.0))
+    second = LossScale(config(hysteresis=1, min_loss_scale=8.0, initial_loss_scale=32.0))
+    second.load_state_dict(first.state_dict())
+    assert (second.scale, second.hysteresis) == (8.0, 1)
+
+
+@pytest.mark.parametrize("options", [{"loss_scale": 2.0**100}, {"hysteresis": 1, "min_loss_scale": 8.0}])
+def test_steps_that_are_all_skipped_are_said_to_be(options):
+    with pytest.warns(UserWarning, match=r"The last 10 steps were skipped: .* Lower (min_)?loss_scale"):
+        run(config(**options), "x" * 12)
+
+
+def test_overflows_from_which_the_scale_recovers_are_not_worth_a_word(recwarn):
+    run(config(initial_loss_scale=2.0**60), "x" * 40 + "." * 3 + "xx")
+    run(LossScaleConfig(loss_scale=8.0), "xxxxxxxxx." * 3)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("saved,window", [(8, 3), (8, 8), (2, 3)])
+def test_megatrons_own_scaler_goes_on_growing_with_a_smaller_window(saved, window):
+    grad_scaler = pytest.importorskip("megatron.core.optimizer.grad_scaler")
+    from nemo_lowprec.megatron.stepper import fit_to_configuration
+
+    scaler = grad_scaler.DynamicGradScaler.__new__(grad_scaler.DynamicGradScaler)  # its constructor needs a GPU
+    scaler.growth_interval, scaler.hysteresis = window, 2
+    scaler._scale, scaler._growth_tracker, scaler._hysteresis_tracker = torch.tensor([4.0]), saved, 5
+    scaler.min_scale, scaler.growth_factor = torch.tensor([1.0]), torch.tensor([2.0])
+    fit_to_configuration(scaler)
+    assert scaler._hysteresis_tracker == 2
+    for _ in range(window):
+        scaler.update(False)
+    assert float(scaler.scale) == 8.0

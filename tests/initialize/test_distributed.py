@@ -1,7 +1,9 @@
 """Plain loops on two processes of gloo: torch's DDP, and ``all_reduce_grads`` without it."""
 
 import copy
+import gc
 import warnings
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -469,3 +471,24 @@ def test_every_matrix_is_averaged_in_one_rounding_whatever_the_loop_does(ranks, 
 @AT_LEVELS
 def test_another_ddp_gives_every_process_the_same_weights_again(ranks, level):
     assert_equal(*(rank["unusual"][level][1] for rank in ranks))
+
+
+def let_go_of(rank, level, ddp):
+    """How many parameters and models are left of one that was trained and let go of."""
+
+    def trained():
+        model, optimizer, wrapped = make(rank, level, ddp)
+        backward(wrapped, rank, 0)
+        if not ddp:
+            optimizer.all_reduce_grads(model)
+        optimizer.step()
+        return [weakref.ref(thing) for thing in (model, *model.parameters())]
+
+    left = trained()
+    gc.collect()
+    return sum(ref() is not None for ref in left)
+
+
+@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "all_reduce_grads"])
+def test_a_model_that_is_let_go_of_is_freed(ddp, tmp_path):
+    assert on_processes(2, tmp_path, let_go_of, "O2", ddp) == [0, 0]

@@ -1,6 +1,7 @@
 """``initialize``: what it makes of model and optimizer, and what it refuses."""
 
 import copy
+import gc
 import io
 import itertools
 import weakref
@@ -12,6 +13,7 @@ from torch import nn, optim
 
 import nemo_lowprec
 from nemo_lowprec.compute.linear import LowPrecisionLinear
+from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import E4M3, BlockTensor, CastTensor, GradientTensor, ScaledTensor
 from nemo_lowprec.optim import Adam, AdamW
 from nemo_lowprec.optim.adam import LowBitStates
@@ -494,3 +496,19 @@ def test_stochastic_rounding_reaches_the_optimizer():
         step(model, optimizer)
         moved.append(not torch.equal(values(model.mid.weight), start["mid.weight"]))
     assert moved == [False, True]
+
+
+@AT_LEVELS
+@pytest.mark.parametrize("options", [{}, {"gradient_release": True}], ids=["plain", "gradient_release"])
+def test_a_model_that_is_let_go_of_is_freed(level, options):
+    def trained():
+        model = Net()
+        model, optimizer = nemo_lowprec.initialize(model, opt_level=level, **options)
+        for seed in range(2):
+            step(model, optimizer, seed)
+        held = [model, optimizer, Engine.of(model), *model.parameters()]
+        return [weakref.ref(thing) for thing in held]
+
+    left = trained()
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left)

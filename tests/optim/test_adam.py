@@ -337,3 +337,15 @@ def test_what_is_not_finite_spoils_its_own_element_only(bad, kind):
         assert got.isnan().nonzero().tolist() == [[1, 7]]
         assert torch.equal(got[0], want[0]) and torch.equal(got[1, 128:], want[1, 128:])
     assert params[0].detach().isnan().nonzero().tolist() == [[1, 7]]
+
+
+@CLASSES
+@pytest.mark.parametrize("choice", ["fused", "foreach", "capturable"])
+def test_torchs_choices_of_an_implementation_change_nothing(name, choice):
+    ours, _ = OURS[name]
+    params, chosen = make_params(), make_params()
+    for mine, options in ((params, {}), (chosen, {choice: True})):
+        optimizer = ours(mine, lr=1e-2, **options)
+        assert optimizer._step_supports_amp_scaling
+        run(optimizer, mine)
+    assert all(torch.equal(values(p), values(q)) for p, q in zip(params, chosen, strict=True))

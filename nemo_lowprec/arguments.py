@@ -1,0 +1,290 @@
+"""Arguments checked against their annotations and ranges: one definition for Python, nemo_run and Hydra.
+
+A function's annotations say which types it takes; ``RANGES`` says, by the argument's name, which values. Numbers are
+finite, and an integer is no boolean, everywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache, wraps
+from pathlib import Path
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+
+__all__ = [
+    "MAX_VOCAB_SIZE",
+    "RANGES",
+    "AtLeast0",
+    "Seed",
+    "Text",
+    "check_arguments",
+    "check_value",
+    "checked",
+    "kinds_of",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MAX_VOCAB_SIZE = 2**24  # ids; the largest tokenizers in use have 2**18
+_RULES = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError
+    return text
+
+
+def _names_a_file(path: str) -> str:
+    if any(len(part.encode("utf-8", "surrogateescape")) > 255 for part in path.split("/")):
+        raise ValueError
+    return _not_blank(path)
+
+
+def _loggers(value: Any) -> Any:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        raise ValueError
+    for entry in value if isinstance(value, list | tuple) else ():
+        _loggers(None if isinstance(entry, bool) else entry)
+    return value
+
+
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # what NumPy's and Lightning's take
+AtLeast0 = Annotated[int, Ge(0)]
+AtLeast1 = Annotated[int, Ge(1)]
+NotNegative = Annotated[float, Ge(0)]
+Text = Annotated[str, AfterValidator(_not_blank), "text that is not empty"]
+AnyPath = Annotated[str, AfterValidator(_names_a_file), "a path"] | Path
+_Beta = Annotated[float, Ge(0), Lt(1)]
+
+RANGES: dict[str, Any] = {
+    # data
+    "data_dir": AnyPath,
+    "source": AnyPath,
+    "train_prefix": AnyPath,
+    "validation_prefix": AnyPath,
+    "text_field": Text,
+    "vocab_size": Annotated[int, Ge(1), Le(MAX_VOCAB_SIZE)],
+    "seq_length": AtLeast1,
+    "micro_batch_size": AtLeast1,
+    "num_workers": Annotated[int, Ge(0), Le(256)],  # each is a process
+    "seed": Seed,
+    "validation_fraction": Annotated[float, Gt(0), Lt(1)],
+    "validation_samples": AtLeast1,
+    "max_bytes": AtLeast1,
+    "tokenizer_bytes": AtLeast1,
+    # model
+    "weights": Text,
+    "lr": Annotated[float, Gt(0), Le(1e4)],
+    "min_lr": NotNegative,
+    "weight_decay": Annotated[float, Ge(0), Le(1e4)],
+    "betas": Annotated[tuple[_Beta, _Beta], "two numbers from 0 to below 1"],
+    "eps": Annotated[float, Ge(0), Le(1)],  # in FP32 a large one makes every step zero
+    "warmup_steps": AtLeast0,
+    "schedule_steps": AtLeast1,
+    "attn_implementation": Text,
+    "init_seed": Seed,
+    # strategies
+    "bucket_cap_mb": Annotated[float, Gt(0), "a positive number"],
+    "bucket_size": Annotated[int, Gt(0), "a positive number of parameters"],
+    "shard_size": Annotated[int, Gt(0), "a positive number of processes"],
+    "process_group_backend": Literal["gloo", "nccl", "ucc", "mpi", "cpu:gloo,cuda:nccl"],
+    "tensor_model_parallel_size": AtLeast1,
+    "pipeline_model_parallel_size": AtLeast1,
+    "virtual_pipeline_model_parallel_size": AtLeast1,
+    "context_parallel_size": AtLeast1,
+    "expert_model_parallel_size": AtLeast1,
+    # of Lightning's Trainer, checkpoints and loggers, where Lightning itself takes anything
+    "accumulate_grad_batches": AtLeast1,
+    "gradient_clip_val": NotNegative,
+    "devices": Annotated[int, Ge(-1), Le(1024)] | str | list[AtLeast0],
+    "num_nodes": Annotated[int, Ge(1), Le(2**16)],
+    "log_every_n_steps": AtLeast0,
+    "min_steps": AtLeast0,
+    "min_epochs": AtLeast0,
+    "max_time": str | timedelta | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],
+    "check_val_every_n_epoch": AtLeast1,
+    "val_check_interval": AtLeast1
+    | Annotated[float, Gt(0), Le(1)]
+    | str
+    | timedelta
+    | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],
+    "logger": Annotated[Any, AfterValidator(_loggers), "a logger, a list of loggers, True or False"],
+    "num_sanity_val_steps": Annotated[int, Ge(-1)],
+    "default_root_dir": AnyPath,
+    "dirpath": AnyPath,
+    "filename": Text,
+    "save_dir": AnyPath,
+    "flush_logs_every_n_steps": AtLeast1,
+}
+
+
+def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) -> Callable[P, R]:
+    """Decorate a function or a constructor: its arguments are checked before it runs.
+
+    Args:
+        function: what it takes beside keywords is annotated.
+        also: the function that its further keywords are for.
+    """
+    signature = inspect.signature(function)
+    gathered = {name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD}
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            return function(*args, **kwargs)  # which says it in Python's own words
+        check_arguments(function, {n: v for n, v in given.items() if n not in gathered})
+        if also is not None:
+            check_arguments(also, {n: v for name in gathered for n, v in given.get(name, {}).items()})
+        return function(*args, **kwargs)
+
+    return call
+
+
+def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], prefix: str = "") -> None:
+    """Check the values of those of a function's arguments that have an annotation.
+
+    Args:
+        function: a function or a class.
+        given: by name; what the function does not take is left to the function.
+        prefix: of the names in messages, such as ``"model."``.
+
+    Raises:
+        ValueError: the first value that an argument does not take, in one sentence.
+    """
+    kinds = kinds_of(function)
+    for name, value in given.items():
+        if name in kinds:
+            check_value(prefix + name, value, kinds[name])
+
+
+def check_value(name: str, value: Any, kind: Any) -> None:
+    """Check one value.
+
+    Raises:
+        ValueError: it is none of ``kind``, an annotation that may hold the constraints of ``annotated_types``.
+    """
+    adapter = _adapter(_Key(kind))
+    # Hydra and JSON know lists only.
+    read = tuple(value) if isinstance(value, list) and _takes_tuple(kind) else value
+    try:
+        adapter.validate_python(read)
+    except ValidationError:
+        raise ValueError(f"{name}={_short(value)} must be {_words(kind)}.") from None
+
+
+def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function's arguments, narrowed by ``RANGES``."""
+    try:
+        hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
+    except (NameError, TypeError):  # of what is imported for type checking only
+        return {}
+    signature = inspect.signature(function)
+    hints |= {n: p.annotation for n, p in signature.parameters.items() if n not in hints and _is_kind(p.annotation)}
+    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {name: _narrowed(name, hints[name]) for name in names if name in hints}
+
+
+def _is_kind(annotation: Any) -> bool:
+    return annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
+
+
+def _narrowed(name: str, hint: Any) -> Any:
+    if name not in RANGES:
+        return hint
+    return RANGES[name] | None if type(None) in get_args(hint) else RANGES[name]
+
+
+class _Key:
+    """An annotation as a key of a cache: some do not hash."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __hash__(self) -> int:
+        return hash(repr(self.kind))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and (self.kind is other.kind or repr(self.kind) == repr(other.kind))
+
+
+@lru_cache(maxsize=512)
+def _adapter(key: _Key) -> TypeAdapter[Any]:
+    return TypeAdapter(key.kind, config=_RULES)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _takes_tuple(kind: Any) -> bool:
+    plain = [get_args(m)[0] if get_origin(m) is Annotated else m for m in _members(kind)]
+    return any((get_origin(m) or m) is tuple for m in plain)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_NAMES: dict[Any, str] = {
+    type(None): "None",
+    int: "an integer",
+    float: "a finite number",
+    bool: "True or False",
+    str: "text",
+    Path: "a path",
+    timedelta: "a timedelta",
+    Callable: "a function",
+    **dict.fromkeys((dict, Mapping), "a mapping"),
+    **dict.fromkeys((list, tuple, Sequence, Iterable), "a list"),
+}
+
+
+def _words(kind: Any) -> str:
+    """What a value of ``kind`` is, for people."""
+    members = _members(kind)
+    if len(members) > 1:
+        words = dict.fromkeys(_words(m) for m in members)
+        if "an integer" in words and "a finite number" in words:
+            del words["an integer"]
+        return " or ".join(words)
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of: " + ", ".join(str(choice) for choice in get_args(kind))
+    if origin is Annotated:
+        return _annotated(*get_args(kind))
+    plain = origin or kind
+    if plain in _NAMES:
+        return _NAMES[plain]
+    return f"a {plain.__name__}" if isinstance(plain, type) else "another value"
+
+
+def _annotated(plain: Any, *limits: Any) -> str:
+    for limit in limits:
+        if isinstance(limit, str):
+            return limit
+    noun = "an integer" if plain is int else "a number"
+    bounds = {type(limit).__name__: getattr(limit, type(limit).__name__.lower()) for limit in limits}
+    if "Gt" in bounds and "Lt" in bounds:
+        return f"{noun} that lies between {bounds['Gt']} and {bounds['Lt']}"
+    if "Ge" in bounds and "Le" in bounds:
+        high = bounds["Le"]
+        return f"{noun} from {bounds['Ge']} to {'2**32 - 1' if high == 2**32 - 1 else high}"
+    if "Gt" in bounds and "Le" in bounds:
+        return f"{noun} greater than {bounds['Gt']} and at most {bounds['Le']:g}"
+    finite = "" if plain is int else ", finite"
+    return (
+        f"{noun} greater than {bounds['Gt']}{finite}"
+        if "Gt" in bounds
+        else f"{noun} of at least {bounds['Ge']}{finite}"
+    )

@@ -1,0 +1,111 @@
+"""Fields of a transformers config, checked before a model is built of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+
+from nemo_lowprec.arguments import AtLeast0, check_value
+
+__all__ = ["check_architecture", "one_line"]
+
+_MAX_LAYERS = 10_000
+_MAX_NUMBER = 1e12  # the bases of RoPE are the largest numbers there are
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_DROPOUTS = ("dropout", "pdrop", "drop")
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+
+
+def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str = "config.") -> None:
+    """Check names and values of a config's fields, and that heads and sizes go together.
+
+    Args:
+        model_type: transformers' name of the architecture.
+        fields: of its config class.
+        prefix: of the names in messages.
+
+    Raises:
+        ValueError: the architecture, or a field of it, does not exist; a value that a field does not take, or sizes
+            that do not go together.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    try:
+        kind = CONFIG_MAPPING[model_type]
+    except KeyError:
+        raise ValueError(f"transformers knows no model_type {model_type!r}.") from None
+    known = _names(kind) - _names(PreTrainedConfig)
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(
+                f"{prefix}{name}: a {kind.__name__} has no such field. It has: {', '.join(sorted(known))}."
+            )
+        _check_range(prefix + name, name, value)
+    try:
+        made = kind(**fields)
+    except Exception as error:  # of transformers' own checks, in classes and words of several libraries
+        raise ValueError(f"{prefix.rstrip('.')} does not make a {kind.__name__}: {one_line(error)}") from error
+    heads, groups = (getattr(made, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ValueError(
+            f"{prefix}num_key_value_heads={groups} must divide the {heads} attention heads (num_attention_heads)."
+        )
+    _check_activation(made, prefix)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception of another library in one line, with its class where the text alone says nothing."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
+    return text if told and text else f"{type(error).__name__}: {text}"
+
+
+def _names(kind: type) -> set[str]:
+    if dataclasses.is_dataclass(kind):
+        names = {field.name for field in dataclasses.fields(kind)}
+    else:
+        names = {*inspect.signature(kind.__init__).parameters} - {"self", "kwargs", "args"}  # type: ignore[misc]
+    return names | set(getattr(kind, "attribute_map", {}))
+
+
+def _check_range(label: str, name: str, value: Any) -> None:
+    """What transformers takes, and no model can be made of."""
+    if isinstance(value, bool) or value is None:
+        return
+    if name in _TOKEN_IDS:
+        check_value(label, value, AtLeast0 | Annotated[list[AtLeast0], MinLen(1), "a list of them"])
+        return
+    if isinstance(value, int) and not name.endswith(("dropout", "pdrop", "_range")):
+        top = _MAX_LAYERS if name in _LAYERS else 2**31 - 1
+        if not 1 <= value <= top:
+            raise ValueError(f"{label}={value!r} must be an integer from 1 to {top}.")
+    if isinstance(value, float):
+        check_value(label, value, float)
+        if not 0 <= value <= _MAX_NUMBER:
+            raise ValueError(f"{label}={value!r} must be a number from 0 to {_MAX_NUMBER:g}.")
+    if isinstance(value, int | float) and name.endswith(_DROPOUTS) and not 0 <= value < 1:
+        raise ValueError(f"{label}={value!r} must be a number from 0 to below 1.")
+
+
+def _check_activation(made: Any, prefix: str) -> None:
+    from transformers.activations import ACT2CLS
+
+    for name in ("hidden_act", "activation_function", "hidden_activation"):
+        value = getattr(made, name, None)
+        if value is not None and value not in ACT2CLS:
+            raise ValueError(f"{prefix}{name}={value!r} must be one of: {', '.join(sorted(ACT2CLS))}.")
+    rope, size = getattr(made, "rope_parameters", None), getattr(made, "head_dim", None)
+    if isinstance(rope, dict) and isinstance(size, int) and size % 2 and rope.get("partial_rotary_factor", 1) == 1:
+        raise ValueError(f"{prefix}head_dim={size} must be even: RoPE rotates pairs.")
+    if isinstance(rope, dict) and "rope_type" in rope:
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        kinds = sorted({"default", *ROPE_INIT_FUNCTIONS})
+        if rope["rope_type"] not in kinds:
+            raise ValueError(
+                f"{prefix}rope_parameters.rope_type={rope['rope_type']!r} must be one of: {', '.join(kinds)}."
+            )
