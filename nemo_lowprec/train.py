@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.strategies.replace import recover
 
@@ -112,11 +113,13 @@ def pretrain(
 
 
 def _check_checkpoint(path: Path) -> None:
+    """Whether there is anything like a checkpoint; what reads it compares its checksums."""
     recover(path)
-    if not path.exists():
-        raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
+    if path.is_dir():
+        return
+    check_regular(path)
     # The directory of a zip file is written last.
-    if path.is_file() and not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):
         raise ValueError(
             f"ckpt_path={str(path)!r} is no complete checkpoint: its writing was cut short, or it is another kind of "
             "file. Resume from an earlier one."

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -26,7 +25,7 @@ from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
-from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
+from nemo_lowprec.plugins.checkpoint_io import use_own_io
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
@@ -53,6 +52,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         ValueError: an unknown level, or a value that an argument does not take.
         TypeError: an argument that the level does not take.
     """
+
+    reads_with_own_io = True  # see checkpoint_io.py
 
     def __init__(self, level: str, **options: Any) -> None:
         self.parsed = parsed = parse_options(get_level(level), options)
@@ -113,8 +114,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
         if trainer is not None and trainer.state.fn == "fit":
             processes.prepare(module, trainer.strategy, self.engine, repr(self))
-            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            use_own_io(trainer.strategy)
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name)
         if trainer is not None and self.engine.low_bit.gradient_release:
