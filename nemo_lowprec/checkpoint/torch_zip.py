@@ -250,7 +250,7 @@ def reading(path: Path) -> Iterator[None]:
                 f"{path} holds {found.split()[0]} beside tensors and plain values, and opening it may run code. If you "
                 "trust it, allow that first with torch.serialization.add_safe_globals."
             ) from error
-        raise ValueError(f"{path} is damaged, or holds objects of Python: {_first_line(error)}") from error
+        raise ValueError(f"{path} is damaged, or holds objects of Python, and opening it may run code.") from error
     except (RuntimeError, EOFError, LookupError, AttributeError, TypeError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is damaged, or another kind of file: {_first_line(error)}") from error
 

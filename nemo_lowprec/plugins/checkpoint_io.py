@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
 from nemo_lowprec.checkpoint.torch_zip import check_file, reading
-from nemo_lowprec.checkpoint.writing import file_in_place
+from nemo_lowprec.checkpoint.writing import NotWrittenError, file_in_place
+from nemo_lowprec.comm import raise_together
 
-__all__ = ["AtomicCheckpointIO", "use_own_io"]
+__all__ = ["AtomicCheckpointIO", "failing_together", "use_own_io"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -55,16 +59,49 @@ def use_own_io(strategy: Strategy) -> None:
         strategy.checkpoint_io = AtomicCheckpointIO()
 
 
-_load_checkpoint = Strategy.load_checkpoint
+# Lightning restores weights before it calls anything of a Precision plugin, and saves without asking one: only in the
+# strategy can a level's own way be put in. Strategies without a level are left as they are.
+
+_load_checkpoint, _save_checkpoint = Strategy.load_checkpoint, Strategy.save_checkpoint
+
+
+def _has_level(strategy: Strategy) -> bool:
+    return getattr(strategy.precision_plugin, "reads_with_own_io", False)
 
 
 @wraps(_load_checkpoint)
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    # Lightning restores weights before it calls anything of a Precision plugin: only here can a level's own way to
-    # read be put in, and only Trainers with a level are touched.
-    if getattr(self.precision_plugin, "reads_with_own_io", False):
+    if _has_level(self):
         use_own_io(self)
     return _load_checkpoint(self, *args, **kwargs)
 
 
+@wraps(_save_checkpoint)
+def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
+    if not _has_level(self):
+        _save_checkpoint(self, *args, **kwargs)
+        return
+    with failing_together():
+        _save_checkpoint(self, *args, **kwargs)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Around what one process writes and all wait for.
+
+    Raises:
+        NotWrittenError: on all processes, where one could not write.
+    """
+    error: NotWrittenError | None = None
+    try:
+        yield
+    except NotWrittenError as found:
+        error = found
+    if dist.is_available() and dist.is_initialized():
+        raise_together(error)
+    elif error is not None:
+        raise error
+
+
 Strategy.load_checkpoint = _load_with_own_io  # type: ignore[method-assign]
+Strategy.save_checkpoint = _save_together  # type: ignore[method-assign]
