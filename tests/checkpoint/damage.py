@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["BIT_FLIPS", "HARMS", "Trap", "copied", "flip", "member_at", "sprung"]
+__all__ = ["BIT_FLIPS", "HARMS", "Trap", "copied", "flip", "flip_in_tensor", "member_at", "sprung"]
 
 
 class Trap:
@@ -39,6 +40,17 @@ def flip(path: Path, at: int, bit: int = 4) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1 << bit
     path.write_bytes(data)
+
+
+def flip_in_tensor(folder: Path, name: str) -> None:
+    """Flip one bit in the last byte of the tensors of a folder whose names hold ``name``."""
+    for item, info in pickle.loads((folder / ".metadata").read_bytes()).storage_data.items():
+        if name in item.fqn:
+            path = folder / info.relative_path
+            data = path.read_bytes()[info.offset : info.offset + info.length]
+            with zipfile.ZipFile(io.BytesIO(data)) as file:
+                found = next(i for i in file.infolist() if i.filename.endswith("/data/0"))
+            flip(path, info.offset + member_at(data, found) + found.file_size - 1)
 
 
 def _members(path: Path) -> dict[str, zipfile.ZipInfo]:
