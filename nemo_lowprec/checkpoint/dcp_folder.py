@@ -26,9 +26,10 @@ from torch.futures import Future
 from typing_extensions import override
 
 from nemo_lowprec.checkpoint.torch_zip import check_regular, check_zip, load, reading
+from nemo_lowprec.checkpoint.writing import system_error
 from nemo_lowprec.comm import raise_together
 
-__all__ = ["INDEX", "CheckedReader", "check_folder", "one_sentence", "read_index", "write_checksums"]
+__all__ = ["INDEX", "CheckedReader", "FolderWriter", "check_folder", "one_sentence", "read_index", "write_checksums"]
 
 INDEX = ".metadata"
 _CHECKSUMS = "checksums.json"
@@ -169,6 +170,20 @@ class CheckedReader(dcp.FileSystemReader):
             _check_item(self.folder, index, self.storage_data[index])
         with reading(self.folder):
             return super().read_data(plan, planner)
+
+
+class FolderWriter(dcp.FileSystemWriter):
+    """torch's writer of a folder, whose errors reach the other processes as the system's."""
+
+    @override
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            found = system_error(error)  # which torch has hidden, and pickling would leave behind
+            if found is None:
+                raise
+            raise OSError(found.errno, found.strerror) from error
 
 
 def check_folder(folder: Path, together: Callable[[Exception | None], None] = raise_together) -> None:

