@@ -25,7 +25,7 @@ from nemo_lowprec.checkpoint.torch_zip import load as load_file
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import unwrapped
 from nemo_lowprec.strategies.replace import part_of, start_part
-from nemo_lowprec.strategies.sharded_checkpoint import META, finish_part, is_folder, on_first, writing_folder
+from nemo_lowprec.strategies.sharded_checkpoint import META, finish_part, is_folder, on_first, probe, writing_folder
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
@@ -47,7 +47,8 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest[_RNG] = _rng_of_all()
     part = part_of(path)
     with writing_folder(path):
-        on_first(lambda: start_part(path))
+        # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
+        on_first(lambda: (start_part(path), probe(part)))  # type: ignore[arg-type, return-value]
         dist_checkpointing.save(sharded, str(part))
 
         def complete() -> None:

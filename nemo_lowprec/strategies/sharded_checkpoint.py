@@ -38,6 +38,7 @@ __all__ = [
     "is_folder",
     "on_first",
     "open_folder",
+    "probe",
     "read_folder",
     "read_weights",
     "restore",
@@ -122,7 +123,7 @@ def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterat
                 yield
             except (RuntimeError, CheckpointException) as error:
                 if system_error(error) is None:
-                    _probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
+                    probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
                 raise
     except NotWrittenError:
         if dist.get_rank(group) == 0:  # all have stopped: the error is everybody's
@@ -130,7 +131,7 @@ def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterat
         raise
 
 
-def _probe(folder: Path) -> None:
+def probe(folder: Path) -> None:
     """Write a megabyte to ``folder``, and remove it again.
 
     Raises:

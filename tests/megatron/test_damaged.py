@@ -2,17 +2,19 @@
 
 import io
 import pickle
+import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from nemo_lowprec.checkpoint.dcp_folder import check_folder, write_checksums
+from nemo_lowprec.checkpoint.writing import NotWrittenError
 from tests.checkpoint.damage import Trap, flip, flip_in_tensor, sprung
 from tests.megatron.cpu import CpuForCuda
-from tests.megatron.test_optimizer import FORMS, build, saved, train
+from tests.megatron.test_optimizer import FORMS, build, train
 from tests.processes import on_processes
 
 
@@ -47,35 +49,58 @@ HARMS = {
 }  # fmt: skip
 
 
+def at_work(chunk, stepper):
+    """What ``megatron_checkpoint`` asks of a ``MegatronEngine``, which needs a GPU."""
+    own = SimpleNamespace(histories=None)
+    return SimpleNamespace(
+        is_pipelined=False, chunks=[chunk], optimizer=stepper, own_layers=own, gradient_unit=None, layout=None
+    )  # fmt: skip
+
+
 def job(rank, place):
     from nemo_lowprec.megatron.parallel import ParallelLayout
+    from nemo_lowprec.strategies.megatron_checkpoint import load, save
 
-    found = {}
+    found, saved = {}, place / "x.ckpt"
     with CpuForCuda():
         ParallelLayout().initialize()
-        chunk, stepper = build("msamp_o2+fp16")
+        chunk, stepper = build("bf16_mixed")
         train(chunk, stepper, rank, range(1))
-        for form in FORMS:
-            saved(chunk, stepper, rank, place / form, form)
-            if rank == 0:
-                write_checksums(place / form)
+        engine, form = at_work(chunk, stepper), FORMS[1]  # the form that has objects beside its tensors
+        rest = {"state_dict": {}, "optimizer_states": [], "global_step": 1}
+        save(rest, saved, engine, form)
+        before = sorted(path.name for path in saved.iterdir())
+        for full in (0, 1):
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if rank == full:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+            with pytest.raises(NotWrittenError, match=r"x\.ckpt could not be written: ") as error:
+                save(rest, saved, engine, form)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             dist.barrier()
-            check_folder(place / form)
+            found[f"full {full}"] = str(error.value)
+            assert sorted(path.name for path in saved.iterdir()) == before
+            assert [path.name for path in place.iterdir()] == ["x.ckpt"]
+        assert load(saved, at_work(*build("bf16_mixed")), form)["global_step"] == 1
         for harm, (spoil, message) in HARMS.items():
-            # The other form has no objects; the one that has them holds its states in one tensor.
-            copy = place / harm.replace(" ", "_") / "x"
+            copy = place.parent / harm.replace(" ", "_") / "x"
             if rank == 0:
-                shutil.copytree(place / FORMS[1], copy)
+                shutil.copytree(saved, copy)
                 spoil(copy)
             dist.barrier()
+            chunk, stepper = build("bf16_mixed")
+            start = [param.detach().clone() for param in chunk.module.parameters()]
             with pytest.raises(ValueError, match=message) as error:
-                check_folder(copy)
+                load(copy, at_work(chunk, stepper), form)
             found[harm] = str(error.value)
             assert not sprung(copy.parent).exists()
+            assert all(map(torch.equal, chunk.module.parameters(), start))
     return found
 
 
 def test_all_processes_refuse_it(tmp_path):
-    one, other = on_processes(2, tmp_path, job, tmp_path / "saved")
-    assert one.keys() == other.keys() == HARMS.keys()  # each may have met another tensor first
+    one, other = on_processes(2, tmp_path, job, tmp_path / "saved" / "run")
+    assert one.keys() == other.keys() == HARMS.keys() | {"full 0", "full 1"}
     assert all("\n" not in message for message in (*one.values(), *other.values()))
+    # Which process meets which tensor first is not said; a full disk is, by the process whose disk it is.
+    assert all("File too large" in ranks[f"full {i}"] for i, ranks in enumerate((one, other)))
