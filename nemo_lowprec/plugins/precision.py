@@ -26,6 +26,7 @@ from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.summary import print_summary
@@ -65,6 +66,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             attention=parsed.attention,
         )  # fmt: skip
         self._resume = ResumeState()
+        self._partial = PartialGradients()
         self._module: pl.LightningModule | None = None
 
     def __repr__(self) -> str:
@@ -100,6 +102,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
         self._resume.before_first_step(self._module)
+        self._partial.before_first_step(self.engine, self._module)
 
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
@@ -150,6 +153,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
         self.engine.revert()
+        self._partial.forget()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
         self.engine.sharding = None  # another Trainer may have another strategy
@@ -173,6 +177,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self._partial.pending = True
         return super().pre_backward(self.engine.scale(tensor), module)
 
     @override
@@ -188,6 +193,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        try:
+            return self._step(optimizer, model, closure, **kwargs)
+        finally:
+            self._partial.pending = False
+
+    def _step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         assert isinstance(optimizer, Optimizer)
         self.engine.attach(optimizer)
         if needs_closure(optimizer):
@@ -226,12 +237,14 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**self.engine.state_dict(), **self._resume.state_dict(self._module)}
+        partial = self._partial.state_dict(self.engine, self._module)  # first: it shares this step's amaxes
+        return {**self.engine.state_dict(), **self._resume.state_dict(self._module), **partial}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self._resume.load_state_dict(state_dict, self._module)
+        self._partial.load_state_dict(state_dict, self._module)
 
 
 def _check_callbacks(trainer: pl.Trainer, level: str) -> None:
