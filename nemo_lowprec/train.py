@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.models.throughput import data_parallel_size
@@ -93,12 +94,13 @@ def pretrain(
     check_trainer(trainer)
     check_ckpt_path(ckpt_path)
     record = _Validations()
+    ours = [record, _KeepsLast()]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks.append(record)
+    callbacks += ours
     try:
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     finally:
-        callbacks.remove(record)
+        callbacks[:] = [callback for callback in callbacks if callback not in ours]
     if trainer.interrupted:
         raise KeyboardInterrupt  # Lightning has shut down in order; a half-trained result is no result
     rate = getattr(getattr(model, "token_rate", None), "mean", None)
@@ -164,11 +166,13 @@ def _check_remote(url: str) -> None:
 
 
 def _check_checkpoint(path: Path) -> None:
+    """Whether there is anything like a checkpoint; what reads it compares its checksums."""
     recover(path)
-    if not path.exists():
-        raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
+    if path.is_dir():
+        return
+    check_regular(path)
     # The directory of a zip file is written last.
-    if path.is_file() and not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(path):
         raise ValueError(
             f"ckpt_path={str(path)!r} is no complete checkpoint: its writing was cut short, or it is another kind of "
             "file. Resume from an earlier one."
@@ -196,6 +200,38 @@ class _Validations(Callback):
             self.last = float(loss)
         elif trainer.num_sanity_val_steps == float("inf"):  # Lightning's form of -1
             self.before = float(loss)
+
+
+class _KeepsLast(Callback):
+    """Has ``last.ckpt`` be the last one: of every validation, and of the end of the training.
+
+    Lightning's ``ModelCheckpoint(save_last=True)`` writes it only where it has just saved one of the best (seen in
+    2.6): once the loss that it monitors rises, what is trained is in no checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, int] = {}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint) or not callback.save_last:
+                continue
+            step, wanted = callback._last_global_step_saved, callback.save_last
+            if callback._should_skip_saving_checkpoint(trainer) or self._saved.get(id(callback)) == trainer.global_step:
+                continue
+            callback.save_last = True  # a link would be to one of the best
+            try:
+                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+            finally:
+                # What it would do at the end of the epoch, for the best, is still to be done.
+                callback.save_last, callback._last_global_step_saved = wanted, step
+            self._saved[id(callback)] = trainer.global_step
 
 
 def _check(name: str, value: Any, wanted: type) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.checkpoint.writing import raise_not_written, writing
 from nemo_lowprec.data.corpus import (
     Document,
     in_hash_order,
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 
 _RECORD = "prepared.json"
 _FORMAT = 1
+_NOTHING_LEFT = "; nothing is left of it."
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def prepare_data(
     Raises:
         ValueError: A bad value; an empty or unreadable source; or `out_dir` holds something else,
             or data prepared from other files or with other arguments.
+        NotWrittenError: A full disk, or a folder that may not be written to.
     """
     arguments = {
         "source": None if source is None else str(source),
@@ -150,8 +153,9 @@ def prepare_data(
     if max_bytes is not None:
         documents = limit_bytes(documents, max_bytes, seed)
     train, validation = split_documents(documents, validation_fraction, seed)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
+    with writing(target, _NOTHING_LEFT):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
     try:
         tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, tokenizer_bytes)
         tokenizer.save(str(partial / "tokenizer.json"))
@@ -178,6 +182,9 @@ def prepare_data(
                 raise
             # Another process was faster, or the folder was filled meanwhile.
             return _reuse(target, arguments)
+    except Exception as error:
+        raise_not_written(target, error, _NOTHING_LEFT)
+        raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     prepared = PreparedData(target, record)

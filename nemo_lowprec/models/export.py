@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.export_tokenizer import load_tokenizer
@@ -114,6 +115,7 @@ def export_checkpoint(
     Raises:
         ValueError: a bad value; a checkpoint that is incomplete or does not fit its own architecture; a weight beyond
             the largest value of ``dtype``; ``out`` exists and is not empty; a tokenizer that does not fit the model.
+        NotWrittenError: a full disk, or a folder that may not be written to.
     """
     cast, target = Cast(dtype), Path(os.path.abspath(out))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -128,8 +130,8 @@ def export_checkpoint(
     metadata = {"level": level.name if level else "unknown", "source": source, "dtype": dtype}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         if tokenizer is not None:
             _write_tokenizer(part, model, tokenizer)
         if model is not None:
@@ -139,8 +141,12 @@ def export_checkpoint(
         for file in part.glob("*.safetensors"):
             _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
         size = sum(file.stat().st_size for file in part.glob("*.safetensors"))
-        _sync(part)
+        for file in filter(Path.is_file, part.rglob("*")):
+            sync_file(file)
         part.rename(target)
+    except Exception as error:
+        raise_not_written(out, error, "; nothing is left of it.")
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return ExportResult(
@@ -287,11 +293,3 @@ def _add_metadata(path: Path, entries: dict[str, str]) -> None:
         sink.write(len(text).to_bytes(8, "little") + text)
         shutil.copyfileobj(source, sink, 1 << 24)
     new.replace(path)
-
-
-def _sync(folder: Path) -> None:
-    """Have the files on the disk before the folder gets its name."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())

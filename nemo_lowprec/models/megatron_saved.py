@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, one_sentence, read_index
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.megatron_llama import GptArchitecture, gpt_architecture
 from nemo_lowprec.models.megatron_weights import to_transformers
@@ -27,7 +28,7 @@ _STACKED = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")
 
 
 def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
-    found = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = read_index(path).state_dict_metadata
     return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
 
 
@@ -48,7 +49,7 @@ def open_of_megatron(path: Path, hparams: Mapping[str, Any]) -> tuple[dict[str, 
         masters' where there are any.
 
     Raises:
-        ValueError: the folder does not hold the whole model.
+        ValueError: the folder does not hold the whole model, or is damaged.
     """
     arguments = {k: v for k, v in hparams.items() if k in inspect.signature(CausalLM).parameters}
     architecture = gpt_architecture(CausalLM(**arguments).transformers_config())
@@ -79,9 +80,9 @@ def _read(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, 
     tensors: dict[str, Any] = {
         key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys.values()
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), one_sentence(path):
         warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load(tensors, storage_reader=CheckedReader(path), no_dist=True)
     return {name: tensors[key] for name, key in keys.items()}
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from nemo_lowprec.checkpoint.torch_zip import load
 from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
 from nemo_lowprec.models.words import first_of
 from nemo_lowprec.strategies.replace import recover
@@ -44,16 +42,15 @@ def open_checkpoint(path: Path) -> SavedWeights:
     """Open a Lightning file, or a folder of ``lowprec_sharded`` or ``MegatronStrategy``; needs no GPU or process group.
 
     Raises:
-        ValueError: ``path`` does not exist, is incomplete, or is no checkpoint of a LightningModule.
+        ValueError: ``path`` does not exist, is incomplete or damaged, is no checkpoint of a LightningModule, or holds
+            what may run code.
     """
     recover(path)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist.")
     if path.is_dir() and is_folder(path) and is_of_megatron(path):
-        rest = _guarded(path, lambda folder: torch.load(folder / META, map_location="cpu", weights_only=True))
+        rest = load(path / META)
         named, read = open_of_megatron(path, rest.get("hyper_parameters", {}))
         return SavedWeights(named, rest, path, read)
-    rest, tensors = _guarded(path, _open_folder if path.is_dir() else _open_file)
+    rest, tensors = _open_folder(path) if path.is_dir() else _open_file(path)
     foreign = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if foreign:
         raise ValueError(f"{path} holds {first_of(foreign)} among its weights, which is no tensor.")
@@ -63,11 +60,8 @@ def open_checkpoint(path: Path) -> SavedWeights:
 
 
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    # The directory of a zip file is written last.
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no complete checkpoint: its writing was cut short, or it is another kind of file.")
     # Mapped: what is not read, such as the optimizer states, takes no memory.
-    checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    checkpoint = load(path, only="state_dict", mmap=True)
     weights = checkpoint.pop("state_dict", None) if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict):
         raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
@@ -86,16 +80,3 @@ def _open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             "is made one file by: python -m lightning.pytorch.utilities.consolidate_checkpoint"
         )
     return rest, weights
-
-
-def _guarded(path: Path, opens: Callable[[Path], Any]) -> Any:
-    try:
-        return opens(path)
-    except pickle.UnpicklingError as error:
-        found = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "objects of Python"
-        raise ValueError(
-            f"{path} holds {found} beside tensors and plain values, and opening it may run code. If you trust it, "
-            "allow that with torch.serialization.add_safe_globals and call nemo_lowprec.models.export_checkpoint."
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error

@@ -1,23 +1,31 @@
-"""Checkpoints that are there in full or not at all."""
+"""Checkpoints that are there in full or not at all, and that are read as they were written."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-__all__ = ["AtomicCheckpointIO", "sync_folder"]
+from nemo_lowprec.checkpoint.torch_zip import check_file, reading
+from nemo_lowprec.checkpoint.writing import NotWrittenError, file_in_place
+from nemo_lowprec.comm import raise_together
+
+__all__ = ["AtomicCheckpointIO", "failing_together", "use_own_io"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, and renames it when it is on the disk.
+    """Writes a checkpoint beside its place, renames it when it is on the disk, and reads none that is damaged.
 
     Lightning writes to the folder of temporary files, from where a file that goes to another disk is copied, over the
-    one that was there. Remote paths (``s3://``) stay Lightning's.
+    one that was there; and compares no checksums. Remote paths (``s3://``) stay Lightning's.
     """
 
     @override
@@ -25,23 +33,75 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = Path(path)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        for left in place.parent.glob(f".{place.name}.*.part"):  # by a run that was killed
-            left.unlink(missing_ok=True)
-        part = place.with_name(f".{place.name}.{os.getpid()}.part")
-        with part.open("wb") as file:
+        with file_in_place(Path(path)) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, place)
-        sync_folder(place.parent)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """A checkpoint whose checksums hold.
+
+        Raises:
+            ValueError: what is wrong with ``path``, in one sentence.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, *args, **kwargs)
+        check_file(Path(path))
+        with reading(path):
+            checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+            raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
+        return checkpoint
 
 
-def sync_folder(folder: Path) -> None:
-    """Have what was renamed in ``folder`` on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def use_own_io(strategy: Strategy) -> None:
+    """Let ``strategy`` read and write with ``AtomicCheckpointIO``, unless its user has chosen another way."""
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+        strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+# Lightning restores weights before it calls anything of a Precision plugin, and saves without asking one: only in the
+# strategy can a level's own way be put in. Strategies without a level are left as they are.
+
+_load_checkpoint, _save_checkpoint = Strategy.load_checkpoint, Strategy.save_checkpoint
+
+
+def _has_level(strategy: Strategy) -> bool:
+    return getattr(strategy.precision_plugin, "reads_with_own_io", False)
+
+
+@wraps(_load_checkpoint)
+def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    if _has_level(self):
+        use_own_io(self)
+    return _load_checkpoint(self, *args, **kwargs)
+
+
+@wraps(_save_checkpoint)
+def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
+    if not _has_level(self):
+        _save_checkpoint(self, *args, **kwargs)
+        return
+    with failing_together():
+        _save_checkpoint(self, *args, **kwargs)
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """Around what one process writes and all wait for.
+
+    Raises:
+        NotWrittenError: on all processes, where one could not write.
+    """
+    error: NotWrittenError | None = None
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except NotWrittenError as found:
+        error = found
+    if dist.is_available() and dist.is_initialized():
+        raise_together(error)
+    elif error is not None:
+        raise error
+
+
+Strategy.load_checkpoint = _load_with_own_io  # type: ignore[method-assign]
+Strategy.save_checkpoint = _save_together  # type: ignore[method-assign]

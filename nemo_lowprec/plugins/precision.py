@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,7 +26,8 @@ from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
-from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
+from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.signals import StopTogether
@@ -53,6 +53,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         TypeError: an argument that the level does not take.
     """
 
+    reads_with_own_io = True  # see checkpoint_io.py
+
     def __init__(self, level: str, **options: Any) -> None:
         self.parsed = parsed = parse_options(get_level(level), options)
         row = self.level = parsed.level
@@ -63,6 +65,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             attention=parsed.attention,
         )  # fmt: skip
         self._resume = ResumeState()
+        self._partial = PartialGradients()
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
 
@@ -99,6 +102,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
         self._resume.before_first_step(self._module)
+        self._partial.before_first_step(self.engine, self._module)
 
     def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
         """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
@@ -127,8 +131,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if trainer is not None and trainer.state.fn == "fit":
             assert isinstance(module, pl.LightningModule)
             processes.prepare(module, trainer.strategy, self.engine)
-            if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-                trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+            use_own_io(trainer.strategy)
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
                 average_exactly(trainer, module)
@@ -166,6 +169,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
         self.engine.revert()
+        self._partial.forget()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
         if self._signals is not None:
@@ -215,6 +219,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self._partial.pending = True
         return super().pre_backward(self.engine.scale(tensor), module)
 
     @override
@@ -230,6 +235,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        try:
+            return self._step(optimizer, model, closure, **kwargs)
+        finally:
+            self._partial.pending = False
+
+    def _step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         assert isinstance(optimizer, Optimizer)
         self.engine.attach(optimizer)
         if needs_closure(optimizer):
@@ -268,12 +279,14 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**self.engine.state_dict(), **self._resume.state_dict(self._module)}
+        partial = self._partial.state_dict(self.engine, self._module)  # first: it shares this step's amaxes
+        return {**self.engine.state_dict(), **self._resume.state_dict(self._module), **partial}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self._resume.load_state_dict(state_dict, self._module)
+        self._partial.load_state_dict(state_dict, self._module)
 
 
 def _check_callbacks(trainer: pl.Trainer, level: str, sharded: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nemo_lowprec.checkpoint.writing import NotWrittenError
 from nemo_lowprec.strategies.replace import remove
 from nemo_lowprec.strategies.sharded_checkpoint import FolderContents
 
@@ -69,6 +70,8 @@ class BackgroundWriter:
             return
         try:
             pending.result()
+        except NotWrittenError:
+            raise
         except Exception as error:
             raise RuntimeError(f"{self._path} could not be written; an earlier checkpoint is as it was.") from error
         while self._removed:

@@ -8,6 +8,7 @@ pickle, which it refuses to open since 2.18.
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,12 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from nemo_lowprec.checkpoint.dcp_folder import check_folder
+from nemo_lowprec.checkpoint.torch_zip import load as load_file
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import unwrapped
-from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
-from nemo_lowprec.strategies.sharded_checkpoint import META, is_folder, on_first
+from nemo_lowprec.strategies.replace import part_of, start_part
+from nemo_lowprec.strategies.sharded_checkpoint import META, finish_part, is_folder, on_first, probe, writing_folder
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
@@ -42,27 +45,33 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
         rest["optimizer_states"] = []  # Lightning looks whether there are any
     rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.gradient_unit
     rest[_RNG] = _rng_of_all()
-    on_first(lambda: start_part(path))
     part = part_of(path)
-    dist_checkpointing.save(sharded, str(part))
+    with writing_folder(path):
+        # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
+        on_first(lambda: (start_part(path), probe(part)))  # type: ignore[arg-type, return-value]
+        dist_checkpointing.save(sharded, str(part))
 
-    def complete() -> None:
-        torch.save(rest, part / META)
-        put_in_place(path)
+        def complete() -> None:
+            small = io.BytesIO()
+            torch.save(rest, small)
+            (part / META).write_bytes(small.getvalue())
+            finish_part(path)
 
-    dist.barrier()
-    on_first(complete)
+        dist.barrier()
+        on_first(complete)
 
 
 def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
     """Put a checkpoint's weights and states in their places; return the rest, as Lightning restores it.
 
     Raises:
-        ValueError: ``path`` is no complete checkpoint of this form, or holds another model.
+        ValueError: ``path`` is no complete checkpoint of this form, is damaged, holds another model, or what may run
+            code.
     """
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
-    rest: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    check_folder(path)  # Megatron-core opens pickles, and compares no checksums
+    rest: dict[str, Any] = load_file(path / META)
     wants_optimizer = engine.optimizer is not None and "optimizer_states" in rest
     loaded = dist_checkpointing.load(_sharded(engine, form, wants_optimizer, is_loading=True), str(path))
     for name, part in _parts(engine):

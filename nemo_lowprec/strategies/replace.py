@@ -9,9 +9,9 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from nemo_lowprec.plugins.checkpoint_io import sync_folder
+from nemo_lowprec.checkpoint.writing import sync_folder
 
-__all__ = ["part_of", "put_in_place", "recover", "remove", "start_part"]
+__all__ = ["clear", "part_of", "put_in_place", "recover", "remove", "start_part"]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -29,7 +29,7 @@ def start_part(path: Path) -> None:
     """Make ``part_of(path)`` an empty folder, whatever a run that was killed has left."""
     recover(path)
     for left in (part_of(path), _old_of(path)):
-        _clear(left)
+        clear(left)
     part_of(path).mkdir(parents=True)
 
 
@@ -44,18 +44,19 @@ def put_in_place(path: Path) -> None:
             os.replace(path, old)  # a file system without exchange: ``recover`` knows this name
         os.replace(part, path)
     sync_folder(path.parent)
-    _clear(old)
+    clear(old)
 
 
 def remove(path: Path) -> None:
     """Remove the folder ``path``, if it is there; it is whole until nothing is."""
-    _clear(part_of(path))
+    clear(part_of(path))
     with suppress(FileNotFoundError):
         os.replace(path, part_of(path))
-    _clear(part_of(path))
+    clear(part_of(path))
 
 
-def _clear(path: Path) -> None:
+def clear(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -24,6 +24,7 @@ from typing_extensions import override
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
+from nemo_lowprec.plugins.checkpoint_io import failing_together, use_own_io
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.background import BackgroundWriter
@@ -235,8 +236,10 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             write_folder(checkpoint, path)
         elif self.broadcast(path.is_dir()):
             raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        else:
+            with failing_together():
+                if self.is_global_zero:
+                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
     def _trains(self) -> bool:
         module = self.lightning_module
@@ -268,6 +271,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         if is_folder(path):
             checkpoint = read_folder(path, self.model, self.optimizers)
         elif path.is_file():
+            use_own_io(self)
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")

@@ -8,9 +8,9 @@ model's own names and the optimizer's own numbers, so that either opens at any l
 from __future__ import annotations
 
 import io
-import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,32 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, one_sentence, read_index, write_checksums
+from nemo_lowprec.checkpoint.torch_zip import load
+from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, system_error, writing
 from nemo_lowprec.comm import raise_together
+from nemo_lowprec.formats import FP16, BlockShard, HalfShard, compute_amax
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
-from nemo_lowprec.strategies.replace import part_of, put_in_place, start_part
+from nemo_lowprec.strategies.replace import clear, part_of, put_in_place, start_part
 
 __all__ = [
     "META",
     "FolderContents",
+    "finish_part",
     "in_full",
     "is_folder",
     "on_first",
     "open_folder",
+    "probe",
     "read_folder",
     "read_weights",
     "restore",
     "write_folder",
+    "writing_folder",
 ]
 
 META = "meta.pt"
@@ -86,21 +94,64 @@ class FolderContents:
 
     def start(self, path: Path) -> None:
         """Make the folder beside ``path`` to write in."""
-        on_first(lambda: start_part(path))
+        with writing_folder(path):
+            on_first(lambda: start_part(path))
 
     def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Write all, and rename the folder when it is complete, which it is when this returns."""
         part = part_of(path)
-        dcp.save(self._tensors, storage_writer=dcp.FileSystemWriter(part, sync_files=True), process_group=group)
+        with writing_folder(path, group):
+            dcp.save(self._tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
-        def complete() -> None:  # dcp.save returns on the first process when all have written
-            with (part / META).open("wb") as file:
-                file.write(self._rest.getvalue())
-                file.flush()
-                os.fsync(file.fileno())
-            put_in_place(path)
+            def complete() -> None:  # dcp.save returns on the first process when all have written
+                (part / META).write_bytes(self._rest.getvalue())
+                finish_part(path)
 
-        on_first(complete, group)
+            on_first(complete, group)
+
+
+@contextmanager
+def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what writes the folder beside ``path``, on all processes: where it fails, nothing is left of it.
+
+    Raises:
+        NotWrittenError: on all processes, naming ``path`` and the cause.
+    """
+    try:
+        with writing(path):
+            try:
+                yield
+            except (RuntimeError, CheckpointException) as error:
+                if system_error(error) is None:
+                    probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
+                raise
+    except NotWrittenError:
+        if dist.get_rank(group) == 0:  # all have stopped: the error is everybody's
+            clear(part_of(path))
+        raise
+
+
+def probe(folder: Path) -> None:
+    """Write a megabyte to ``folder``, and remove it again.
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    file = folder / ".probe"
+    try:
+        file.write_bytes(bytes(1 << 20))
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def finish_part(path: Path) -> None:
+    """The last files of the folder beside ``path``, and its name, once all processes have written their tensors."""
+    part = part_of(path)
+    write_checksums(part)
+    for file in part.iterdir():
+        if file.suffix != ".distcp":  # those are on the disk already
+            sync_file(file)
+    put_in_place(path)
 
 
 def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
@@ -130,12 +181,19 @@ def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-    """A checkpoint as Lightning dumps it, with each process's shards; called on all processes."""
-    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
-    reader = dcp.FileSystemReader(path)
-    found = {
-        k: m for k, m in reader.read_metadata().state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
-    }
+    """A checkpoint as Lightning dumps it, with each process's shards; called on all processes.
+
+    Raises:
+        ValueError: on all processes, where it is damaged, or holds what may run code.
+    """
+    problem: ValueError | None = None
+    try:
+        checkpoint: dict[str, Any] = load(path / META)
+        reader = CheckedReader(path)
+    except ValueError as error:
+        problem = error
+    raise_together(problem)
+    found = {k: m for k, m in reader.index.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     named = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -150,7 +208,8 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
             index, number, _ = name.split(".", 2)
             like = params[int(index)][int(number)] if int(index) < len(params) else None
         tensors[key] = _empty(meta, like)
-    dcp.load(tensors, storage_reader=reader)
+    with one_sentence(path):
+        dcp.load(tensors, storage_reader=reader)
     states = checkpoint["optimizer_states"]
     checkpoint["state_dict"] = {}
     for key, value in tensors.items():
@@ -171,11 +230,11 @@ def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         of the meta device (shape and dtype), or None for what is no tensor.
 
     Raises:
-        ValueError: a file that holds a part of the weights is missing or cut short.
+        ValueError: a file that holds a part of the weights is missing or cut short, or one is damaged.
     """
-    checkpoint: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = load(path / META)
     checkpoint.pop("optimizer_states", None)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = read_index(path)
     ends: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         if index.fqn.startswith(_MODEL):
@@ -202,9 +261,9 @@ def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, 
         batch[name] = torch.empty_like(weights[name], device="cpu")
         if i + 1 == len(names) or sum(t.nbytes for t in batch.values()) >= _READ_AT_ONCE:
             tensors = {_MODEL + n: t for n, t in batch.items()}
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), one_sentence(path):
                 warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-                dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+                dcp.load(tensors, storage_reader=CheckedReader(path), no_dist=True)
             batch.clear()
             while tensors:
                 key = next(iter(tensors))
@@ -222,22 +281,20 @@ def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optim
     """Take over the weights and optimizer states of a checkpoint, whole or sharded.
 
     Raises:
-        RuntimeError: parameters or buffers that the model and the checkpoint do not share, where ``strict``; or of
-            another shape.
+        RuntimeError: on all processes, before anything is changed: parameters or buffers that the model and the
+            checkpoint do not share, where ``strict``; of another shape; or with values that the model cannot keep.
     """
     saved = checkpoint["state_dict"]
     own = dict(_entries(model))
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The checkpoint and the model differ. Missing: {missing}; unexpected: {unexpected}.")
+    there = {name: tensor for name, tensor in own.items() if name in saved}
+    problems = (_problem(name, saved[name], tensor) for name, tensor in there.items())
+    raise_together(next((RuntimeError(problem) for problem in problems if problem), None))
     with torch.no_grad():
-        for name, tensor in own.items():
-            if name in saved:
-                if tuple(saved[name].shape) != tuple(tensor.shape):
-                    raise RuntimeError(
-                        f"{name} is {tuple(saved[name].shape)} in the checkpoint and {tuple(tensor.shape)} here."
-                    )
-                local_of(tensor).copy_(rows_of(saved[name], tensor))
+        for name, tensor in there.items():
+            local_of(tensor).copy_(rows_of(saved[name], tensor))
     for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         states = {
@@ -248,6 +305,17 @@ def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optim
             for key, values in state["state"].items()
         }
         optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
+
+
+def _problem(name: str, value: Any, own: Any) -> str | None:
+    """Why ``own`` cannot take ``value`` over."""
+    if tuple(value.shape) != tuple(own.shape):
+        return f"{name} is {tuple(value.shape)} in the checkpoint and {tuple(own.shape)} here."
+    if isinstance(local_of(own), (HalfShard, BlockShard)):
+        rows = rows_of(value, own).detach()
+        if rows.numel() and float(compute_amax(rows)) > FP16.max:
+            return f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which it is kept."
+    return None
 
 
 def _as_own(value: Tensor, param: Any) -> Tensor:

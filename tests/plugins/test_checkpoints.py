@@ -243,7 +243,7 @@ def test_a_half_written_checkpoint_is_an_error(tmp_path):
     path = tmp_path / "step=1.ckpt"
     path.write_bytes(path.read_bytes()[:5000])
     model = Net()
-    with pytest.raises((RuntimeError, OSError, pickle.UnpicklingError)):
+    with pytest.raises(ValueError, match=r"step=1\.ckpt is no complete checkpoint"):
         train(model, "bf16_mixed", ckpt=path, max_steps=2)
     assert not model.losses and len(path.read_bytes()) == 5000
 

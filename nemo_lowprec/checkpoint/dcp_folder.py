@@ -1,0 +1,235 @@
+"""A folder of ``torch.distributed.checkpoint``, read without running what is in it and without taking damage over.
+
+``.metadata`` is a pickle that says where each tensor lies: it is opened with the few classes that it is made of, and
+its checksum lies in ``checksums.json``. The ``.distcp`` files hold a zip with checksums for each tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.futures import Future
+from typing_extensions import override
+
+from nemo_lowprec.checkpoint.torch_zip import check_regular, check_zip, load, reading
+from nemo_lowprec.checkpoint.writing import system_error
+from nemo_lowprec.comm import raise_together
+
+__all__ = ["INDEX", "CheckedReader", "FolderWriter", "check_folder", "one_sentence", "read_index", "write_checksums"]
+
+INDEX = ".metadata"
+_CHECKSUMS = "checksums.json"
+_SUMMED = (INDEX, "metadata.json")  # the files without checksums of their own; the second is Megatron-core's
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_CLASSES = {
+    *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+                                     "StorageMeta", "TensorProperties", "TensorStorageMetadata")),
+    *((_PLANNER, name) for name in ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
+}  # fmt: skip
+_FUNCTIONS = {
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "WriteItemType"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
+
+
+def _made_by(kind: Any) -> type:
+    """A class whose new objects are ``kind``'s: what a pickle does to the class itself is done to this one."""
+    return type("_Made", (), {"__new__": lambda cls, *args: object.__new__(kind)})
+
+
+class _ForeignError(Exception):
+    """A class or function that no index is made of."""
+
+
+class _Index(pickle.Unpickler):
+    """Opens ``.metadata`` with the classes that it is made of."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return lambda *parts: "/".join(map(str, parts))  # of the folder when it was written, which nobody reads
+        if (module, name) in _FUNCTIONS:
+            found = getattr(import_module(module), name)
+            return lambda *args: found(*args)
+        if (module, name) in _CLASSES:
+            return _made_by(getattr(import_module(module), name))
+        raise _ForeignError(f"{module}.{name}")
+
+
+def read_index(folder: Path) -> Metadata:
+    """Where the tensors of ``folder`` lie.
+
+    Raises:
+        ValueError: it is damaged, or holds anything else, whose opening might run code.
+    """
+    path = folder / INDEX
+    check_regular(path)
+    _check_sums(folder)
+    try:
+        with path.open("rb") as file:
+            index = _Index(file).load()
+        files = {info.relative_path for info in index.storage_data.values() if isinstance(info, _StorageInfo)}
+        if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
+            raise TypeError(f"a {type(index).__name__}")
+        if any(Path(name).name != name for name in files):
+            raise ValueError("files of other folders")
+    except _ForeignError as error:
+        raise ValueError(
+            f"{path} holds {error}, which is no part of a checkpoint's index, and opening it might run code: it is "
+            "damaged, or somebody's trap. Take another checkpoint."
+        ) from error
+    except Exception as error:  # any, for bytes that are no index
+        raise ValueError(f"{path} is damaged: it is no index of a checkpoint ({error}).") from error
+    for name in sorted(files):
+        try:
+            check_regular(folder / name)
+        except ValueError as error:
+            raise ValueError(f"{folder} is incomplete or damaged: {error}") from error
+    return index
+
+
+def _sum(path: Path) -> str:
+    return f"{zlib.crc32(path.read_bytes()):08x}"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the CRC-32 of the files in ``folder`` that have none, the last but ``meta.pt`` to be written."""
+    sums = {name: _sum(folder / name) for name in _SUMMED if (folder / name).is_file()}
+    (folder / _CHECKSUMS).write_text(json.dumps(sums))
+
+
+def _check_sums(folder: Path) -> None:
+    """Folders of earlier versions, and of other programs, have no checksums."""
+    path = folder / _CHECKSUMS
+    if not path.exists():
+        return
+    check_regular(path)
+    try:
+        saved = {str(name): str(value) for name, value in json.loads(path.read_text()).items()}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: it is no list of checksums.") from error
+    for name in _SUMMED:
+        if name in saved:
+            check_regular(folder / name)
+            if _sum(folder / name) != saved[name]:
+                raise ValueError(
+                    f"{folder / name} is damaged: it is not what was written (CRC-32). Copy it again, or take another "
+                    "checkpoint."
+                )
+
+
+def _check_item(folder: Path, index: MetadataIndex, info: _StorageInfo) -> None:
+    path = folder / info.relative_path
+    with path.open("rb") as file:
+        check_zip(file.fileno(), path, index.fqn, info.offset, info.length)
+
+
+class CheckedReader(dcp.FileSystemReader):
+    """torch's reader of a folder, which compares a tensor's checksums before it reads the tensor.
+
+    Raises:
+        ValueError: the folder's index is damaged, or holds what may run code.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.folder = folder
+        self.index = read_index(folder)
+        self.index.storage_meta = self.index.storage_meta or StorageMeta()
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.index
+
+    @override
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        for index in dict.fromkeys(item.storage_index for item in plan.items):
+            _check_item(self.folder, index, self.storage_data[index])
+        with reading(self.folder):
+            return super().read_data(plan, planner)
+
+
+class FolderWriter(dcp.FileSystemWriter):
+    """torch's writer of a folder, whose errors reach the other processes as the system's."""
+
+    @override
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            found = system_error(error)  # which torch has hidden, and pickling would leave behind
+            if found is None:
+                raise
+            raise OSError(found.errno, found.strerror) from error
+
+
+def check_folder(folder: Path, together: Callable[[Exception | None], None] = raise_together) -> None:
+    """Compare all checksums, and look that objects beside tensors are plain: for a reader that does neither.
+
+    Called on all processes, each of which takes its part of the tensors.
+
+    Raises:
+        ValueError: on all processes, naming the file and the tensor.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    error: Exception | None = None
+    try:
+        index = read_index(folder)
+        for name in ("common.pt",) if rank == 0 and (folder / "common.pt").exists() else ():
+            load(folder / name)
+        for i, (item, info) in enumerate(index.storage_data.items()):
+            if i % world != rank:
+                continue
+            _check_item(folder, item, info)
+            if isinstance(index.state_dict_metadata.get(item.fqn), BytesStorageMetadata):
+                _check_plain(folder, item, info)
+    except ValueError as found:
+        error = found
+    together(error)
+
+
+def _check_plain(folder: Path, item: MetadataIndex, info: _StorageInfo) -> None:
+    path = folder / info.relative_path
+    with path.open("rb") as file, reading(path):
+        file.seek(info.offset)
+        torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Around ``dcp.load``, which puts the errors of all processes into one of many lines.
+
+    Raises:
+        ValueError: the first of ours; else what torch says, naming ``folder``.
+    """
+    try:
+        yield
+    except CheckpointException as error:
+        found = [failure[0] for failure in error.failures.values()]
+        ours = [e for e in found if isinstance(e, ValueError)]
+        if ours:
+            raise ValueError(str(ours[0])) from error
+        raise ValueError(f"{folder} cannot be read: {(str(found[0]).splitlines() or [''])[0]}") from error

@@ -1,0 +1,277 @@
+"""What ``torch.save`` wrote: a zip file with a CRC-32 of each member, which torch itself never compares.
+
+A sharded folder's ``.distcp`` files hold one such zip a tensor, one after another. Cost: a pass of ``zlib.crc32``
+over the bytes, 2.7 GB/s a thread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["check_file", "check_regular", "check_zip", "load", "reading"]
+
+_PIECE = 1 << 24  # bytes that are read at once
+_THREADS = 4
+_TAKE_ANOTHER = "Copy it again, or take another one."
+
+
+def check_regular(path: Path) -> None:
+    """Look whether ``path`` is a file that can be read, without waiting for a pipe.
+
+    Raises:
+        ValueError: it is not there, or a folder, a pipe, a device, empty, or not to be read by this user.
+    """
+    try:
+        found = path.stat()
+        kind = stat.S_IFMT(found.st_mode)
+        if kind == stat.S_IFDIR:
+            raise ValueError(
+                f"{path} is a folder, and one file is to be read here. Folders that lowprec_sharded or lowprec_megatron "
+                "wrote are read by these strategies."
+            )
+        if kind != stat.S_IFREG:
+            raise ValueError(f"{path} is a pipe or a device, and no checkpoint. Pass a file.")
+        with path.open("rb"):
+            pass
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    if not found.st_size:
+        raise ValueError(f"{path} is empty, and no complete checkpoint. {_TAKE_ANOTHER}")
+
+
+class _Slice(io.RawIOBase):
+    """``length`` bytes of an open file from ``start`` on."""
+
+    def __init__(self, descriptor: int, start: int, length: int) -> None:
+        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        count = min(count, self._length - offset)
+        return os.pread(self._descriptor, count, self._start + offset) if count > 0 and offset >= 0 else b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + (0, self._at, self._length)[whence]
+        if at < 0:
+            raise OSError("before the start")
+        self._at = at
+        return at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read_at(self._at, len(buffer))
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+class _Node(dict[Any, Any]):
+    """Stands for every object in a pickle: holds what it is made of, and runs nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        node = super().__new__(cls)
+        node.parts = [*args]
+        return node
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts.append(state)  # type: ignore[attr-defined]
+
+    def append(self, value: Any) -> None:
+        self.parts.append(value)  # type: ignore[attr-defined]
+
+    def extend(self, values: Any) -> None:
+        self.parts.extend(values)  # type: ignore[attr-defined]
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class _Storage(str):
+    """The number of a storage, which is the name of its member."""
+
+
+class _Structure(pickle.Unpickler):
+    """Reads which storages a pickle of torch refers to, without a class or function of the pickle's own."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Node
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Storage(pid[2])
+
+
+def _storages(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(number of a storage, dotted name of a tensor in it) for each tensor of a tree."""
+    if isinstance(tree, _Storage):
+        yield str(tree), path.lstrip(".")
+    elif isinstance(tree, dict):
+        yield from _storages(tuple(getattr(tree, "parts", ())), path)
+        for key, value in tree.items():
+            yield from _storages(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for i, part in enumerate(tree):  # a tuple is arguments of what stands for an object
+            yield from _storages(part, f"{path}.{i}" if isinstance(tree, list) else path)
+
+
+def _offset(slice_: _Slice, member: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin: behind its own header, whose length is in it."""
+    header = slice_.read_at(member.header_offset, 30)
+    if header[:4] != b"PK\x03\x04" or len(header) < 30:
+        raise zipfile.BadZipFile(f"no header of {member.filename}")
+    return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+
+
+def _is_intact(slice_: _Slice, member: zipfile.ZipInfo) -> bool:
+    try:
+        start = _offset(slice_, member)
+    except zipfile.BadZipFile:
+        return False
+    if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+        return False
+    found = 0
+    for at in range(0, member.file_size, _PIECE):
+        found = zlib.crc32(slice_.read_at(start + at, min(_PIECE, member.file_size - at)), found)
+    return found == member.CRC
+
+
+def check_zip(descriptor: int, path: Path, name: str = "", start: int = 0, length: int | None = None,
+              only: str | None = None) -> None:  # fmt: skip
+    """Compare the checksums of a zip that ``torch.save`` wrote with its bytes.
+
+    One without checksums (``torch.serialization.set_crc32_options(False)``) is only looked at.
+
+    Args:
+        descriptor: of the open file.
+        path: of the file, for the message.
+        name: of the tensor in the zip, where it holds one.
+        start, length: of the zip in the file; None for all.
+        only: a key of the tree that was saved: of the tensors those below it are compared. None for all.
+
+    Raises:
+        ValueError: it is no complete zip, or bytes are others than those written; naming the tensor.
+    """
+    zipped = _Slice(descriptor, start, os.fstat(descriptor).st_size - start if length is None else length)
+    of = f"{name} in {path}" if name else f"{path}"
+    try:
+        members = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(zipped).infolist()}  # type: ignore[arg-type]
+    except Exception as error:  # the module has many, for bytes that make no sense
+        # The directory of a zip file is written last.
+        raise ValueError(
+            f"{of} is no complete checkpoint: its writing was cut short, or it is another kind of file, or damaged. "
+            f"{_TAKE_ANOTHER}"
+        ) from error
+    pickled = members.get("data.pkl")
+    if pickled is None:
+        raise ValueError(f"{of} is no checkpoint: torch did not write it. {_TAKE_ANOTHER}")
+    has_checksums = any(info.CRC for info in members.values())
+    if has_checksums and not _is_intact(zipped, pickled):
+        raise ValueError(
+            f"{of} is damaged: its data.pkl, which says what it holds, is not what was written. {_TAKE_ANOTHER}"
+        )
+    names = _names(zipped, pickled)
+    wanted = [
+        member for member in members
+        if only is None or not member.startswith("data/") or
+        any(n == only or n.startswith(f"{only}.") for n in names.get(member, [only]))
+    ]  # fmt: skip
+    missing = [member for member in names if member not in members]
+    if missing:
+        raise ValueError(
+            f"{of} is damaged: the values of {name or _say(names, missing[0])} are missing. {_TAKE_ANOTHER}"
+        )
+    if not has_checksums:
+        return
+    with ThreadPoolExecutor(_THREADS) as threads:
+        intact = list(threads.map(lambda member: _is_intact(zipped, members[member]), wanted))
+    bad = [member for member, good in zip(wanted, intact, strict=True) if not good]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+        what = "its values are" if name else f"{_say(names, bad[0])}{more} is"
+        raise ValueError(f"{of} is damaged: {what} not what was written (CRC-32). {_TAKE_ANOTHER}")
+
+
+def _names(zipped: _Slice, pickled: zipfile.ZipInfo) -> dict[str, list[str]]:
+    """Names of the tensors in each member."""
+    found: dict[str, list[str]] = {}
+    try:
+        data = zipped.read_at(_offset(zipped, pickled), pickled.file_size)
+        for number, name in _storages(_Structure(io.BytesIO(data)).load()):
+            found.setdefault(f"data/{number}", []).append(name)
+    except Exception:  # of a pickle that is none; loading it says so
+        return {}
+    return found
+
+
+def _say(names: dict[str, list[str]], member: str) -> str:
+    return names.get(member, [f"its member {member}"])[0] or f"its member {member}"
+
+
+def check_file(path: Path, only: str | None = None) -> None:
+    """``check_zip`` of a whole file, after ``check_regular``."""
+    check_regular(path)
+    with path.open("rb") as file:
+        check_zip(file.fileno(), path, only=only)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around what opens ``path``, which was found whole: errors of torch become one sentence.
+
+    Raises:
+        ValueError: it holds objects whose opening may run code, or is not torch's.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        _, is_global, found = str(error).partition("GLOBAL ")
+        if is_global:
+            raise ValueError(
+                f"{path} holds {found.split()[0]} beside tensors and plain values, and opening it may run code. If you "
+                "trust it, allow that first with torch.serialization.add_safe_globals."
+            ) from error
+        raise ValueError(f"{path} is damaged, or holds objects of Python, and opening it may run code.") from error
+    except (RuntimeError, EOFError, LookupError, AttributeError, TypeError, UnicodeDecodeError, OSError) as error:
+        raise ValueError(f"{path} is damaged, or another kind of file: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def load(path: Path, only: str | None = None, mmap: bool = False) -> Any:
+    """Open a file that ``torch.save`` wrote, on the CPU, once its checksums hold; no code in it is run.
+
+    Args:
+        path: the file.
+        only: see ``check_zip``.
+        mmap: whether tensors are mapped into memory, and read when they are used.
+
+    Raises:
+        ValueError: in one sentence, what is wrong with ``path``.
+    """
+    check_file(path, only)
+    with reading(path):
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
