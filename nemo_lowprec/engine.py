@@ -31,6 +31,7 @@ from nemo_lowprec.compute import (
     check_attention,
     choose_backend,
     convert_layers,
+    gemm_plans,
     prefer_attention,
     revert_layers,
     te_layers,
@@ -202,7 +203,7 @@ class Engine:
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:
-            fp8 = self.conversion.low if self.level.weight == "fp8" else []
+            fp8 = self.conversion.weights if self.level.weight == "fp8" else []
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
             self.stored = StoredWeights(self.reads_as, fp8, margin, keep=not training)
             self.stored.install(model)
@@ -211,7 +212,7 @@ class Engine:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
-                self.masters.store_in_fp8(self.conversion.low, self.recipe.fp8_margin)
+                self.masters.store_in_fp8(self.conversion.weights, self.recipe.fp8_margin)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             if self.recipe is not None:
@@ -299,15 +300,16 @@ class Engine:
         self.shards = ShardedWeights(
             level.is_low_bit,
             self.reads_as if level.is_low_bit else self.half,
-            self.conversion.low if level.weight == "fp8" or fp8_params else [],
+            self.conversion.weights if level.weight == "fp8" or fp8_params else [],
             recipe.fp8_margin if recipe is not None else 0,
             torch.float32 if level.weight_grad == "fp32" and level.has_half_weights else None,
             partial(reduce_amax, group=sharding.world),
             self._meet_gathered,
         )
         self.shards.settle(self.model)
-        for name in self.conversion.low:
-            self.model.get_submodule(name).gemm_plan.keeps_weight = not sharding.frees_weights  # type: ignore[union-attr]
+        for module in self.model.modules():
+            for plan in gemm_plans(module).values():
+                plan.keeps_weight = not sharding.frees_weights
         self.share_amaxes(sharding.world)
         if level.is_low_bit:
             self.gradients = StoredGradients(apart=True)

@@ -18,7 +18,7 @@ from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
-__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "wgrad_dtype"]
+__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
 
 @dataclass
@@ -101,9 +101,14 @@ class AutocastOff:
 
 @torch.compiler.disable
 def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLinear, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: Any,
+    transposed: bool = False,
+    part: tuple[int, int] | None = None,
 ) -> Tensor:
-    plan = layer.gemm_plan
+    plan: GemmPlan = layer.gemm_plan
     device = x.device.type
     out_dtype = x.dtype
     if torch.is_autocast_enabled(device):
@@ -122,7 +127,7 @@ def _apply(
             gradient, handle = plan.inputs.gradient(x)
         gives_out = gradient is not None and handle is None
         call = _Call(
-            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out
+            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out, part
         )
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
@@ -148,6 +153,7 @@ class _Call:
         gradient: where the input's gradient is added up; None for an input without one, for a leaf, and for half
             layers.
         gives_out: whether this is the first layer to read the input.
+        part: (first row, row behind the last) of the weight that are multiplied with; None for all.
     """
 
     plan: GemmPlan
@@ -160,6 +166,7 @@ class _Call:
     grad: bool
     gradient: InputGradient | None
     gives_out: bool
+    part: tuple[int, int] | None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -173,6 +180,11 @@ class _LinearFunction(torch.autograd.Function):
         backend = plan.backend
         if transposed:
             weight = weight.transposed() if isinstance(weight, ScaledTensor | CastTensor) else weight.t()
+        all_rows = weight.shape[0]
+        if call.part is not None:
+            weight = weight.rows(*call.part) if isinstance(weight, ScaledTensor | CastTensor) else weight[
+                slice(*call.part)
+            ]  # fmt: skip
         fprop8, dgrad8, wgrad8 = plan.fp8
         need_dgrad = grad and ctx.needs_input_grad[0]
         need_wgrad = grad and ctx.needs_input_grad[1]
@@ -217,6 +229,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = call.gradient, call.gives_out
+        ctx.part, ctx.all_rows = call.part, all_rows
         return out, x.new_empty(0) if call.gives_out else None
 
     @staticmethod
@@ -274,9 +287,16 @@ class _LinearFunction(torch.autograd.Function):
             else:
                 dw = backend.matmul(dy.to(plan.half).t(), x_saved[0].to(plan.half), ctx.grad_dtype)
             dw = dw.t() if ctx.transposed else dw
+            if ctx.part is not None:
+                dw = among_rows(dw, ctx.part, ctx.all_rows)
         if ctx.bias_dtype is not None and need_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None
+
+
+def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
+    """The gradient of all rows of a weight, zero but for those of ``part``, which is ``values``."""
+    return F.pad(values, (0, 0, part[0], all_rows - part[1]))
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

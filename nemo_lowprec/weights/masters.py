@@ -70,7 +70,7 @@ class MasterWeights:
             param.grad_dtype = wanted
 
     def store_in_fp8(self, names: list[str], margin: int) -> None:
-        """Store the weights of the modules ``names`` in E4M3, scaled by their masters' amax at every refresh."""
+        """Store the parameters ``names`` in E4M3, scaled by their masters' amax at every refresh."""
         self._fp8 |= set(names)
         self._margin = margin
 
@@ -79,7 +79,7 @@ class MasterWeights:
         """Follow the model to its device: call once it is there, before the first step."""
         assert self._model is not None
         for name in self._fp8:
-            param = self._model.get_parameter(f"{name}.weight")
+            param = self._model.get_parameter(name)
             if not isinstance(param, ScaledTensor):
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():

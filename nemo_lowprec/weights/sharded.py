@@ -25,7 +25,7 @@ class ShardedWeights:
     Args:
         low_bit: whether the level is one of MS-AMP's.
         reads_as: dtype that gathered weights read as.
-        fp8: names of the modules whose weights are gathered in FP8.
+        fp8: names of the parameters that are gathered in FP8.
         margin: FP8 scales are divided by 2**margin.
         grad_dtype: of gradients of whole parameters; None for the dtype that is gathered.
         reduce_amax: makes amaxes the maxima over the processes that share a model, in place.
@@ -62,7 +62,8 @@ class ShardedWeights:
             for name, param in module._parameters.items()
             if param is not None and is_sharded(param)
         }
-        in_fp8 = {(id(model.get_submodule(name)), "weight") for name in self._fp8}
+        paths = (name.rpartition(".") for name in self._fp8)
+        in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
         for place, param in self._sharded.items():
             local = local_of(param)
             if isinstance(local, Shard):

@@ -32,7 +32,7 @@ class StoredWeights:
 
     Args:
         reads_as: dtype that FP16 matrices read as.
-        fp8: names of the modules whose weights are stored in FP8 with FP16 masters (O3).
+        fp8: names of the parameters that are stored in FP8 with FP16 masters (O3).
         margin: FP8 scales are divided by 2**margin.
         keep: hold on to the values as they were, for a model that is evaluated and not trained: ``remove`` gives them
             back where nobody has loaded others.
@@ -97,7 +97,7 @@ class StoredWeights:
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self._model is not None
-        return [self._model.get_parameter(f"{name}.weight") for name in self._fp8]
+        return [self._model.get_parameter(name) for name in self._fp8]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
