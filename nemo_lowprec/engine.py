@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,6 +32,7 @@ from nemo_lowprec.compute import (
     check_attention,
     choose_backend,
     convert_layers,
+    describe_layers,
     gemm_plans,
     prefer_attention,
     revert_layers,
@@ -222,6 +224,13 @@ class Engine:
         # For as long as the model is converted, and not around each forward: activation checkpointing runs the
         # forward again during backward, and must find the same kernels.
         self._attention_kernels.enter_context(prefer_attention(self.attention))
+
+    def describe_layers(self) -> tuple[Table, str | None] | None:
+        """The table of layers and matrices, and what to warn of; None for a level that converts no layer to FP8."""
+        if self.recipe is None or self.model is None or self.backend is None:
+            return None
+        how = f"{self.recipe.scaling}, {self.backend.name}"
+        return describe_layers(self.model, self.conversion, self.level, how)
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):

@@ -13,6 +13,7 @@ from nemo_lowprec.compute.convert import (
     revert_layers,
 )
 from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.layers_table import as_text, describe_layers
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
@@ -34,9 +35,11 @@ __all__ = [
     "Operand",
     "Recipe",
     "ReferenceBackend",
+    "as_text",
     "check_attention",
     "choose_backend",
     "convert_layers",
+    "describe_layers",
     "gemm_plans",
     "is_converted",
     "linear_weights",

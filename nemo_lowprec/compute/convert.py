@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.filters import HEAD, LayerFilter
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
@@ -48,6 +48,7 @@ class Conversion:
         half: names of linear layers whose GEMMs run in half precision, and not by torch alone.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
+        asked: names of those of ``kept`` that the arguments for choosing layers leave out.
     """
 
     low: list[str] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Conversion:
     half: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -190,6 +192,8 @@ def _convert_low(
             )
             if reason:
                 result.kept[item] = reason
+                if reason == refused.get(name) != HEAD:
+                    result.asked.add(item)
             else:
                 chosen[item] = _inside(name, weight), module, weight
     slots: dict[str, Any] = {}

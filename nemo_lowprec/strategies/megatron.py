@@ -22,7 +22,7 @@ from typing_extensions import override
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
-from nemo_lowprec.megatron.summary import settings_tables
+from nemo_lowprec.megatron.summary import layers_tables, settings_tables
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
@@ -139,6 +139,7 @@ class MegatronStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        from nemo_lowprec.megatron.chunks import unwrapped
         from nemo_lowprec.megatron.engine import MegatronEngine, PipelinedModule
         from nemo_lowprec.megatron.optimizer import check_optimizer
 
@@ -170,8 +171,12 @@ class MegatronStrategy(DDPStrategy):
         plugin.follow(module)
         hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
         if self.is_global_zero:
-            for table in settings_tables(settings, plugin, self.layout, overlaps):
+            chunks = [unwrapped(chunk) for chunk in engine.chunks]
+            layers, problem = layers_tables(chunks, settings, plugin.parsed.recipe, engine.own_layers)
+            for table in [*settings_tables(settings, plugin, self.layout, overlaps), *layers]:
                 Console().print(table)
+            if problem:
+                rank_zero_warn(problem)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, pipelined: bool) -> None:
         """What cannot be trained so."""
