@@ -311,7 +311,7 @@ class Engine:
             self.reads_as if level.is_low_bit else self.half,
             self.conversion.weights if level.weight == "fp8" or fp8_params else [],
             recipe.fp8_margin if recipe is not None else 0,
-            torch.float32 if level.weight_grad == "fp32" and level.has_half_weights else None,
+            DTYPES[level.weight_grad] if level.has_half_weights and not level.is_low_bit else None,
             partial(reduce_amax, group=sharding.world),
             self._meet_gathered,
         )

@@ -20,7 +20,7 @@ from nemo_lowprec.formats import E4M3, ScaledTensor
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "needs_fp32"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,7 +49,7 @@ class MasterWeights:
             own = [p for p in module._parameters.values() if p is not None]
             if not own:
                 continue
-            if not _needs_fp32(module):
+            if not needs_fp32(module):
                 for param in own:
                     self._split(param)
             self._handles += install_hooks(module)
@@ -199,7 +199,7 @@ class MasterWeights:
                     optimizer.state[param] = optimizer.state.pop(master)
 
 
-def _needs_fp32(module: nn.Module) -> bool:
+def needs_fp32(module: nn.Module) -> bool:
     """Norms with running statistics (torch wants their weights in the statistics' dtype), and parametrizations."""
     if isinstance(module, ParametrizationList):
         return True

@@ -22,7 +22,7 @@ from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTens
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 
-__all__ = ["StoredWeights"]
+__all__ = ["StoredWeights", "needs_plain_fp32"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -57,7 +57,7 @@ class StoredWeights:
         """
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
-                if not _needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
+                if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
                     where = f"{name}.{own}" if name else own
                     raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
@@ -102,7 +102,7 @@ class StoredWeights:
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
             return
-        if not _is_matrix(param) or _needs_plain_fp32(module):
+        if not _is_matrix(param) or needs_plain_fp32(module):
             if param.dtype != torch.float32:
                 param.grad = None
                 param.data = param.data.float()
@@ -204,7 +204,7 @@ def _is_fp16_matrix(param: Tensor) -> bool:
     return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
-def _needs_plain_fp32(module: nn.Module) -> bool:
+def needs_plain_fp32(module: nn.Module) -> bool:
     """RNNs hand the addresses of their weights to cuDNN; a parametrization computes with its own."""
     return isinstance(module, nn.RNNBase | ParametrizationList)
 
