@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,6 +34,8 @@ from nemo_lowprec.compute import (
     check_unwrapped,
     choose_backend,
     convert_layers,
+    describe_layers,
+    gemm_plans,
     prefer_attention,
     revert_layers,
     te_layers,
@@ -212,7 +215,7 @@ class Engine:
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:
-            fp8 = self.conversion.low if self.level.weight == "fp8" else []
+            fp8 = self.conversion.weights if self.level.weight == "fp8" else []
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
             self.stored = StoredWeights(self.reads_as, fp8, margin, keep=not training)
             self.stored.install(model)
@@ -221,7 +224,7 @@ class Engine:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
-                self.masters.store_in_fp8(self.conversion.low, self.recipe.fp8_margin)
+                self.masters.store_in_fp8(self.conversion.weights, self.recipe.fp8_margin)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             if self.recipe is not None:
@@ -232,6 +235,13 @@ class Engine:
         # forward again during backward, and must find the same kernels.
         self._attention_kernels.enter_context(prefer_attention(self.attention))
         watch_for_optimizers(self)
+
+    def describe_layers(self) -> tuple[Table, str | None] | None:
+        """The table of layers and matrices, and what to warn of; None for a level that converts no layer to FP8."""
+        if self.recipe is None or self.model is None or self.backend is None:
+            return None
+        how = f"{self.recipe.scaling}, {self.backend.name}"
+        return describe_layers(self.model, self.conversion, self.level, how)
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -315,15 +325,16 @@ class Engine:
         self.shards = ShardedWeights(
             level.is_low_bit,
             self.reads_as if level.is_low_bit else self.half,
-            self.conversion.low if level.weight == "fp8" or fp8_params else [],
+            self.conversion.weights if level.weight == "fp8" or fp8_params else [],
             recipe.fp8_margin if recipe is not None else 0,
-            torch.float32 if level.weight_grad == "fp32" and level.has_half_weights else None,
+            DTYPES[level.weight_grad] if level.has_half_weights and not level.is_low_bit else None,
             partial(reduce_amax, group=sharding.world),
             self._meet_gathered,
         )
         self.shards.settle(self.model)
-        for name in self.conversion.low:
-            self.model.get_submodule(name).gemm_plan.keeps_weight = not sharding.frees_weights  # type: ignore[union-attr]
+        for module in self.model.modules():
+            for plan in gemm_plans(module).values():
+                plan.keeps_weight = not sharding.frees_weights
         self.share_amaxes(sharding.world)
         if self.weight_scales is not None:
             gathered_as = torch.float16 if level.is_low_bit else self.half if level.has_half_weights else torch.float32

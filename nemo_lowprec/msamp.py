@@ -8,15 +8,18 @@ importing it would hide ``nemo_lowprec.initialize``.)
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.compute import is_converted
+from nemo_lowprec.compute import as_text, is_converted
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
@@ -24,6 +27,8 @@ from nemo_lowprec.options import parse_options
 from nemo_lowprec.plain_loop import PlainLoop, UnderDDP
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
+
+log = logging.getLogger("nemo_lowprec")
 
 OPT_LEVELS = {"O1": "msamp_o1", "O2": "msamp_o2", "O3": "msamp_o3"}
 
@@ -40,6 +45,9 @@ def initialize(
     Linear layers compute in FP8; matrices are stored in FP16 (O1, O2) or FP8 with FP16 masters (O3) and read as FP32,
     so that modules and ``autocast`` treat them as before; gradients are stored in FP8; the optimizer's states are
     FP32 (O1) or FP8 and FP16 (O2, O3).
+
+    Which layers and matrices that are is logged, by the logger ``nemo_lowprec`` and at INFO; a model of whose matrices
+    less than half is in converted layers is warned of.
 
     Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in
     FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first call gives
@@ -90,6 +98,7 @@ def initialize(
     model.zero_grad()  # gradients that were there belong to the weights before they were rounded
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
+    _say_what_is_converted(engine)
     return model, optimizer
 
 
@@ -115,6 +124,18 @@ def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: 
         torch.float32,
         parsed.attention,
     )
+
+
+def _say_what_is_converted(engine: Engine) -> None:
+    """Log the table of layers and matrices, and warn where hardly anything is converted; on the first process."""
+    found = engine.describe_layers()
+    if found is None or (dist.is_initialized() and dist.get_rank()):
+        return
+    table, problem = found
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s\n%s", engine.level.name, as_text(table))
+    if problem:
+        warnings.warn(problem, stacklevel=3)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -12,38 +12,52 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.filters import HEAD, LayerFilter
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
+from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
 from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
 
-__all__ = ["Conversion", "convert_layers", "is_converted", "revert_layers"]
+__all__ = ["Conversion", "convert_layers", "gemm_plans", "is_converted", "linear_weights", "revert_layers"]
 
-_ORIGINAL = "_lowprec_original"  # (class, added attributes) on a converted module
+_ORIGINAL = "_lowprec_original"  # (class, attributes as they were) on a converted module
+_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
+
+
+class _ABSENT:
+    """The value of an attribute that was not there; a class, which copies and pickles of a module keep."""
 
 
 @dataclass
 class Conversion:
     """What became of each linear layer and norm.
 
+    The input projections of ``nn.MultiheadAttention`` go by the names of their weights (``attn.in_proj_weight``), for
+    want of a layer.
+
     Attributes:
         low: names of layers whose GEMMs run below 16 bits.
+        weights: names of their weights, as in ``named_parameters()``.
         half: names of linear layers whose GEMMs run in half precision, and not by torch alone.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
+        asked: names of those of ``kept`` that the arguments for choosing layers leave out.
     """
 
     low: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
     half: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
 
 
 def is_converted(model: nn.Module) -> bool:
@@ -75,22 +89,79 @@ def convert_layers(
         weight_scales: gets an entry for every weight, for delayed scaling; None scales a weight at each use.
     """
     result = Conversion()
+    for module in list(model.modules()):
+        _call_layers(module)
     if recipe is not None:
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
-        if _ORIGINAL in module.__dict__:
-            continue
-        if isinstance(module, nn.Linear) and _linear_obstacle(module) is None:
-            if half_backend is None:
+        for item, weight in _linear_weights(name, module).items():
+            if _plan_of(module, weight) is not None or _linear_obstacle(module, weight) is not None:
+                continue
+            if half_backend is not None:
+                _plan(module, weight, GemmPlan(half_backend, half))
+            elif _is_conv1d(module):
+                continue
+            elif isinstance(module, nn.Linear):
                 _swap(module, HalfLinear)
-            else:
-                _swap(module, LowPrecisionLinear, gemm_plan=GemmPlan(half_backend, half))
-        elif half_backend is not None and _is_conv1d(module):
-            _swap_conv1d(module, GemmPlan(half_backend, half))
-        else:
-            continue
-        result.half.append(name)
+            result.half.append(item)
     return result
+
+
+def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
+    """The plans of a converted module by the names of its weights."""
+    if isinstance(module, LowPrecisionMultiheadAttention):
+        return module.gemm_plans
+    return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
+
+
+def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of the linear layers of a converted model, by their names in ``named_parameters()``."""
+    return {
+        _inside(name, own): weight
+        for name, module in model.named_modules()
+        for own in _linear_weights(name, module).values()
+        if (weight := module._parameters.get(own)) is not None
+    }
+
+
+def _call_layers(module: nn.Module) -> None:
+    """Have torch's transformer modules call their layers, which in evaluation they go around."""
+    for kind, (name, value) in FUSED.items():
+        if isinstance(module, kind) and getattr(module, name, value) != value:
+            _swap(module, type(module), **{name: value})
+    if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
+        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
+
+
+def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
+    """Weights that a linear layer, or an attention with such layers inside, multiplies with.
+
+    By the name under which ``Conversion`` knows the layer: the name in the module.
+    """
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
+        return {name: "weight"}
+    if isinstance(module, LowPrecisionMultiheadAttention):
+        return {_inside(name, weight): weight for weight in projection_weights(module)}
+    return {}
+
+
+def _inside(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own
+
+
+def _plan_of(module: nn.Module, weight: str) -> GemmPlan | None:
+    return gemm_plans(module).get(weight)
+
+
+def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
+    """Compute with ``weight`` of ``module`` by ``plan``."""
+    if isinstance(module, LowPrecisionMultiheadAttention):
+        module.gemm_plans[weight] = plan
+    elif _is_conv1d(module):
+        in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
+        _swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
+    else:
+        _swap(module, LowPrecisionLinear, gemm_plan=plan)
 
 
 def _convert_low(
@@ -106,39 +177,45 @@ def _convert_low(
     linears: dict[str, nn.Module] = {}
     norms: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or _is_conv1d(module):
+        if _linear_weights(name, module):
             linears[name] = module
         elif type(module) in (nn.LayerNorm, nn.RMSNorm) or _looks_like_rms_norm(module):
             norms[name] = module
     candidates = {**linears, **norms}
     refused = layers.reasons(model, candidates, list(linears))
+    unread = _unread(model)
 
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[str, tuple[str, nn.Module, str]] = {}
     for name, module in linears.items():
-        reason = refused.get(name) or _linear_obstacle(module) or _size_obstacle(module, recipe)
-        if reason:
-            result.kept[name] = reason
-        else:
-            chosen[name] = module
+        for item, weight in _linear_weights(name, module).items():
+            reason = (
+                refused.get(name)
+                or unread.get(id(module))
+                or _linear_obstacle(module, weight)
+                or _size_obstacle(module, weight, recipe)
+            )
+            if reason:
+                result.kept[item] = reason
+                if reason == refused.get(name) != HEAD:
+                    result.asked.add(item)
+            else:
+                chosen[item] = _inside(name, weight), module, weight
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]
-        keys = {f"{n}.{k}": recipe.operand(k).fmt for n in chosen for k in kinds}
+        keys = {f"{item}.{k}": recipe.operand(k).fmt for item in chosen for k in kinds}
         histories.add_all(keys)
         slots = {key: histories.slots[key] for key in keys}
         if weight_scales is not None:
-            for name, module in chosen.items():
-                others = [slots[f"{name}.{kind}"] for kind in kinds]
-                slots[f"{name}.weight"] = weight_scales.add(f"{name}.weight", module, "weight", others)
+            for item, (_, module, weight) in chosen.items():
+                others = [slots[f"{item}.{kind}"] for kind in kinds]
+                slots[f"{item}.weight"] = weight_scales.add(item, module, weight, others)
     inputs = SharedInput(histories)
-    for name, module in chosen.items():
-        operands = {kind: recipe.operand(kind, slots.get(f"{name}.{kind}")) for kind in OPERANDS}
-        plan = GemmPlan(backend, half, recipe, operands, inputs)
-        if _is_conv1d(module):
-            _swap_conv1d(module, plan)
-        else:
-            _swap(module, LowPrecisionLinear, gemm_plan=plan)
-        result.low.append(name)
+    for item, (full_name, module, weight) in chosen.items():
+        operands = {kind: recipe.operand(kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
+        _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
+        result.low.append(item)
+        result.weights.append(full_name)
 
     for name, module in norms.items():
         reason = refused.get(name) or _norm_obstacle(module)
@@ -168,23 +245,21 @@ def revert_layers(model: nn.Module) -> None:
     """Give every converted module its own class back."""
     for module in model.modules():
         if _ORIGINAL in module.__dict__:
-            original, added = module.__dict__.pop(_ORIGINAL)
-            for name in added:
-                del module.__dict__[name]
+            original, before = module.__dict__.pop(_ORIGINAL)
+            for name, value in before.items():
+                if value is _ABSENT:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = value
             module.__class__ = original
 
 
 def _swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
-    # Through __dict__: nn.Module.__setattr__ would register and check, and only what is new may be taken away again.
-    added = [name for name in attributes if name not in module.__dict__]
+    # Through __dict__: nn.Module.__setattr__ would register and check, and ``revert_layers`` undoes it exactly.
+    before = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
     module.__dict__.update(attributes)
-    module.__dict__[_ORIGINAL] = (type(module), added)
+    module.__dict__[_ORIGINAL] = (type(module), before)
     module.__class__ = cls
-
-
-def _swap_conv1d(module: nn.Module, plan: GemmPlan) -> None:
-    in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
-    _swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -198,11 +273,21 @@ def _looks_like_rms_norm(module: nn.Module) -> bool:
     return cls.__name__.endswith("RMSNorm") and cls.__module__.startswith("transformers.")
 
 
-def _linear_obstacle(module: nn.Module) -> str | None:
-    """Why this linear layer cannot change its class."""
-    if not (type(module) is nn.Linear or _is_conv1d(module)) or "forward" in module.__dict__:
+def _unread(model: nn.Module) -> dict[int, str]:
+    """By the id of the module: why ``out_proj`` of an attention with a forward of its own is left alone."""
+    return {
+        id(module.out_proj): f"{type(module).__name__} may read its weight without calling it"
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, LowPrecisionMultiheadAttention)
+    }
+
+
+def _linear_obstacle(module: nn.Module, own: str) -> str | None:
+    """Why this layer cannot compute with its weight ``own`` in another way."""
+    is_layer = type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)
+    if not is_layer or "forward" in module.__dict__:
         return f"{type(module).__name__} has a forward of its own"
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(own)
     if weight is None:
         return "its weight is computed (weight_norm or another parametrization)"
     if isinstance(weight, UninitializedParameter):
@@ -223,9 +308,9 @@ def _dtype_obstacle(weight: torch.Tensor) -> str | None:
     return None
 
 
-def _size_obstacle(module: nn.Module, recipe: Recipe) -> str | None:
+def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:
     multiple = FEATURE_MULTIPLE[recipe.scaling]
-    for size in module.weight.shape:  # type: ignore[union-attr]
+    for size in module._parameters[own].shape:  # type: ignore[union-attr]
         if size % multiple or size == 0:
             return f"a side of {size} is no multiple of {multiple}"
     return None

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerFilter"]
+__all__ = ["HEAD", "LayerFilter"]
+
+HEAD = "the head (name it in convert to convert it)"
 
 # Last part of the names under which libraries keep their output projection.
 _HEAD_NAMES = frozenset(
@@ -80,7 +82,7 @@ class LayerFilter:
                 if not _matches(name, self.convert):
                     reasons[name] = "not in convert"
             elif name in heads:
-                reasons[name] = "the head (name it in convert to convert it)"
+                reasons[name] = HEAD
         return reasons
 
     def _check_patterns(self, candidates: dict[str, nn.Module]) -> None:

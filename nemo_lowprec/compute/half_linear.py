@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, wgrad_dtype
+from nemo_lowprec.compute.linear import AutocastOff, among_rows, wgrad_dtype
 
-__all__ = ["HalfLinear"]
+__all__ = ["HalfLinear", "half_linear"]
 
 
 class HalfLinear(nn.Linear):
@@ -25,39 +25,46 @@ class HalfLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
-            device, half = input.device.type, weight.dtype
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-            fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
-            if fits and wgrad_dtype(weight) == torch.float32 and not torch._C._are_functorch_transforms_active():
-                with AutocastOff(device):
-                    rows = input.to(half).reshape(-1, input.shape[-1])
-                    out: Tensor = _HalfLinearFunction.apply(rows, weight, bias)
-                # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
-                shape = [*input.shape[:-1], out.shape[-1]]
-                return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
-        return super().forward(input)
+        return half_linear(input, self.weight, self.bias)
+
+
+def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None = None) -> Tensor:
+    """``F.linear``, by some rows of the weight where there is a ``part``; an FP32 gradient is not rounded to half."""
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
+        device, half = input.device.type, weight.dtype
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
+        if fits and wgrad_dtype(weight) == torch.float32 and not torch._C._are_functorch_transforms_active():
+            with AutocastOff(device):
+                rows = input.to(half).reshape(-1, input.shape[-1])
+                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part)
+            # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
+            shape = [*input.shape[:-1], out.shape[-1]]
+            return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
+    return F.linear(input, weight if part is None else weight[slice(*part)], bias)
 
 
 class _HalfLinearFunction(torch.autograd.Function):
     """Of (input [rows, in_features], weight, bias or None), all half, to [rows, out_features]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None) -> Tensor:
+        ctx.part, ctx.all_rows = part, weight.shape[0]
+        weight = weight if part is None else weight[slice(*part)]
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
             dx = grad_output @ weight if need_x else None
             dw = db = None
             if need_weight:
                 twice = torch.is_grad_enabled()  # a second derivative is wanted, which half_matmul may not have
                 dw = grad_output.t() @ x if twice else half_matmul(grad_output.t(), x, torch.float32)
+                dw = dw if ctx.part is None else among_rows(dw, ctx.part, ctx.all_rows)
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
-        return dx, dw, db
+        return dx, dw, db, None

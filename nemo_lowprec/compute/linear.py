@@ -19,7 +19,7 @@ from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 
-__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "wgrad_dtype"]
+__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
 
 @dataclass
@@ -102,9 +102,14 @@ class AutocastOff:
 
 @torch.compiler.disable
 def _apply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: LowPrecisionLinear, transposed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: Any,
+    transposed: bool = False,
+    part: tuple[int, int] | None = None,
 ) -> Tensor:
-    plan = layer.gemm_plan
+    plan: GemmPlan = layer.gemm_plan
     device = x.device.type
     out_dtype = x.dtype
     if torch.is_autocast_enabled(device):
@@ -123,7 +128,7 @@ def _apply(
             gradient, handle = plan.inputs.gradient(x)
         gives_out = gradient is not None and handle is None
         call = _Call(
-            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out
+            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out, part
         )
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
@@ -149,6 +154,7 @@ class _Call:
         gradient: where the input's gradient is added up; None for an input without one, for a leaf, and for half
             layers.
         gives_out: whether this is the first layer to read the input.
+        part: (first row, row behind the last) of the weight that are multiplied with; None for all.
     """
 
     plan: GemmPlan
@@ -161,6 +167,7 @@ class _Call:
     grad: bool
     gradient: InputGradient | None
     gives_out: bool
+    part: tuple[int, int] | None
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -172,17 +179,22 @@ class _LinearFunction(torch.autograd.Function):
         x = call.values
         plan, out_dtype, record, transposed, grad = call.plan, call.out_dtype, call.record, call.transposed, call.grad
         backend = plan.backend
+        fprop8, dgrad8, wgrad8 = plan.fp8
+        if (fprop8 or dgrad8) and isinstance(scale := plan.operand("weight").slot, WeightScale):
+            scale.follow(weight, record)  # before the input is quantized, whose history may end here
         if transposed:
             weight = weight.transposed() if isinstance(weight, ScaledTensor | CastTensor) else weight.t()
-        fprop8, dgrad8, wgrad8 = plan.fp8
+        all_rows = weight.shape[0]
+        if call.part is not None:
+            weight = weight.rows(*call.part) if isinstance(weight, ScaledTensor | CastTensor) else weight[
+                slice(*call.part)
+            ]  # fmt: skip
         need_dgrad = grad and ctx.needs_input_grad[0]
         need_wgrad = grad and ctx.needs_input_grad[1]
         rows = x.shape[0]
         pad = -rows % backend.row_multiple if any(plan.fp8) else 0
         xp = F.pad(x, (0, 0, 0, pad)) if pad else x
 
-        if (fprop8 or dgrad8) and isinstance(scale := plan.operand("weight").slot, WeightScale):
-            scale.follow(weight, record)  # before the input is quantized, whose history may end here
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
         if fprop8 or x_columnwise:
@@ -220,6 +232,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = call.gradient, call.gives_out
+        ctx.part, ctx.all_rows = call.part, all_rows
         return out, x.new_empty(0) if call.gives_out else None
 
     @staticmethod
@@ -275,9 +288,16 @@ class _LinearFunction(torch.autograd.Function):
             else:
                 dw = backend.matmul(dy.to(plan.half).t(), x_saved[0].to(plan.half), ctx.grad_dtype)
             dw = dw.t() if ctx.transposed else dw
+            if ctx.part is not None:
+                dw = among_rows(dw, ctx.part, ctx.all_rows)
         if ctx.bias_dtype is not None and need_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None
+
+
+def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
+    """The gradient of all rows of a weight, zero but for those of ``part``, which is ``values``."""
+    return F.pad(values, (0, 0, part[0], all_rows - part[1]))
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = [
     "has_empty_histories",
     "has_te_layers",
     "histories_kept",
+    "is_te_module",
     "load_te_state_dict",
     "nonfinite_amaxes",
     "rescale_gradients",
@@ -43,6 +44,11 @@ _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backwa
 
 def _is_te(kind: type) -> bool:
     return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)
+
+
+def is_te_module(module: nn.Module) -> bool:
+    """Whether ``module`` is one of Transformer Engine's own."""
+    return _is_te(type(module))
 
 
 def _te_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,7 +8,7 @@ from nemo_lowprec.formats.floats import E4M3, E5M2, FP16, FloatFormat, cast, dec
 from nemo_lowprec.formats.gradient import GradientTensor
 from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.formats.scaled_tensor import ScaledTensor
-from nemo_lowprec.formats.shards import BlockShard, Fp8Gathered, HalfShard, PlainShard, Shard
+from nemo_lowprec.formats.shards import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.formats.stored import StoredTensor
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "DelayedScaling",
     "FloatFormat",
     "Fp8Gathered",
+    "FullShard",
     "GradientTensor",
     "HalfShard",
     "PlainShard",

@@ -46,6 +46,10 @@ class CastTensor(StoredTensor):
         """The transpose of a 2-D tensor, sharing the storage."""
         return self._with(self.data_fp16.t())
 
+    def rows(self, start: int, stop: int) -> CastTensor:
+        """Some of the rows, sharing the storage."""
+        return self._with(self.data_fp16[start:stop])
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor (of FP16, the storage itself)."""
         return self.data_fp16.to(dtype or self.dtype)

@@ -70,6 +70,10 @@ class ScaledTensor(StoredTensor):
         """The transpose of a 2-D tensor, sharing the storage (``t()`` is a plain tensor of the values)."""
         return self._with(self.data_fp8.t(), self.scale_inv)
 
+    def rows(self, start: int, stop: int) -> ScaledTensor:
+        """Some of the rows, sharing the storage and the scale (a slice is a plain tensor of the values)."""
+        return self._with(self.data_fp8[start:stop], self.scale_inv)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor."""
         return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)

@@ -23,7 +23,7 @@ from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two
 from nemo_lowprec.formats.scaled_tensor import ScaledTensor
 from nemo_lowprec.formats.stored import StoredTensor, aten
 
-__all__ = ["BlockShard", "Fp8Gathered", "HalfShard", "PlainShard", "Shard"]
+__all__ = ["BlockShard", "Fp8Gathered", "FullShard", "HalfShard", "PlainShard", "Shard"]
 
 
 class Shard(StoredTensor):
@@ -104,6 +104,39 @@ class HalfShard(Shard, CastTensor):
         return data if self.gathers_as == torch.float16 else CastTensor(data, self.gathers_as)
 
 
+class FullShard(Shard):
+    """FP32, gathered in FP32 whatever the other parameters of its FSDP2 unit are gathered in.
+
+    Attributes:
+        data_fp32: the values, which any operation reads and writes.
+    """
+
+    PARTS = ("data_fp32",)
+    data_fp32: Tensor
+
+    @staticmethod
+    def __new__(cls, data_fp32: Tensor):
+        return cls._wrap((data_fp32,), {}, torch.float32)
+
+    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> FullShard:
+        return FullShard(self.data_fp32.new_zeros(shape))
+
+    def gathered(self) -> tuple[Tensor, Any]:
+        return self.data_fp32, None
+
+    def weight(self, data: Tensor, along: Any) -> Tensor:
+        return data
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.data_fp32.to(dtype or self.dtype)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> Any:
+        if values.data_ptr() != self.data_fp32.data_ptr():  # an operation has written there already
+            self.data_fp32.copy_(values)
+        return self
+
+
 class Fp8Gathered(Shard):
     """A shard whose weight is E4M3 with one scale, that of the whole matrix: all processes agree on its amax.
 
@@ -182,16 +215,11 @@ class BlockShard(Fp8Gathered, BlockTensor):
         return BlockShard(zeros.data_blocks, zeros.exponent, self.fmt, self.gathers_as, self.margin)
 
 
-class PlainShard(Fp8Gathered):
-    """FP32, the master of an FP8 weight under ``fp8_params``.
-
-    Attributes:
-        data_fp32: the values, which any operation reads and writes.
-    """
+class PlainShard(Fp8Gathered, FullShard):
+    """FP32, the master of an FP8 weight under ``fp8_params``."""
 
     PARTS = ("data_fp32",)
     SETTINGS = ("gathers_as", "margin", "power_of_two")
-    data_fp32: Tensor
 
     @staticmethod
     def __new__(cls, data_fp32: Tensor, gathers_as: torch.dtype, margin: int):
@@ -208,12 +236,3 @@ class PlainShard(Fp8Gathered):
 
     def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> PlainShard:
         return PlainShard(self.data_fp32.new_zeros(shape), self.gathers_as, self.margin)
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.data_fp32.to(dtype or self.dtype)
-
-    @torch.no_grad()
-    def quantize_(self, values: Tensor) -> PlainShard:
-        if values.data_ptr() != self.data_fp32.data_ptr():  # an operation has written there already
-            self.data_fp32.copy_(values)
-        return self

@@ -39,6 +39,7 @@ class OwnLayers:
         backend = choose_backend(options.backend, recipe, device)
         self._module = module
         self._half = DTYPES[level.autocast]
+        self.backend = backend
         self._first = True
         revert_layers(module)  # those of an earlier stage of the same Trainer
         self.histories = recipe.histories() if recipe is not None else None

@@ -1,19 +1,24 @@
-"""What the Trainer shows at the start of a run on Megatron-core: the level, and the settings it became."""
+"""What the Trainer shows at the start of a run on Megatron-core: the level, the settings it became, and the layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
+from torch import nn
 
+from nemo_lowprec.compute import Conversion, Recipe, describe_layers
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["settings_tables"]
+if TYPE_CHECKING:
+    from nemo_lowprec.megatron.own_layers import OwnLayers
+
+__all__ = ["layers_tables", "settings_tables"]
 
 
 def settings_tables(
@@ -35,6 +40,27 @@ def settings_tables(
         for index, (name, value) in enumerate(sorted(values.items())):
             fields.add_row("" if index else config, name, _shown(value))
     return [Text(f"Precision: {title}", style="bold"), row, fields]
+
+
+def layers_tables(
+    chunks: Sequence[nn.Module], settings: MegatronSettings, recipe: Recipe | None, own_layers: OwnLayers | None
+) -> tuple[list[Table], str | None]:
+    """The layers and matrices of this process's parts, and what to warn of; nothing at a level without FP8.
+
+    Args:
+        own_layers: of a module whose layers this package has converted; None for Transformer Engine's.
+    """
+    if recipe is None:
+        return [], None
+    if own_layers is not None:
+        conversion, how = own_layers.conversion, f"{recipe.scaling}, {own_layers.backend.name}"
+    else:
+        conversion, how = Conversion(), recipe.scaling
+        start, end = (settings.model.get(f"num_layers_at_{side}_in_bf16", 0) for side in ("start", "end"))
+        how += f"; the first {start} and the last {end} layers in half precision" if start or end else ""
+    parts = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+    table, problem = describe_layers(parts, conversion, settings.level, how)
+    return [table], problem
 
 
 def _shown(value: Any) -> str:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.findings import AuditReport, Finding
@@ -191,11 +192,11 @@ def _plugin(trainer: pl.Trainer) -> LowPrecision:
 def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter]]]:
     plugin = _plugin(trainer)
     if plugin.level.has_fp8:
-        layers = [module.get_submodule(name) for name in plugin.engine.conversion.low]
+        weights = [module.get_parameter(name) for name in plugin.engine.conversion.weights]
     else:
-        layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    converted = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
-    yield "converted", list(converted.values())  # type: ignore[arg-type]
+        weights = list(linear_weights(module).values())
+    converted = {id(w): w for w in weights if w.requires_grad}
+    yield "converted", list(converted.values())
     rest = [p for p in module.parameters() if p.requires_grad and id(p) not in converted]
     if plugin.level.vectors is None:
         yield "rest", rest

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compute import Backend, LowPrecisionLinear
+from nemo_lowprec.compute import Backend, gemm_plans
 from nemo_lowprec.report.found import format_of
 
 __all__ = ["watch_gemms"]
@@ -52,24 +51,23 @@ def watch_gemms(model: nn.Module, seen: dict[str, set[str]]) -> Iterator[None]:
 
     A plain ``nn.Linear`` is observed by the dtype that comes out of it: autocast computes in that dtype.
     """
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    low = [m for m in linears if isinstance(m, LowPrecisionLinear) and m.gemm_plan.recipe is not None]
-    plans = []
+    plans = [plan for module in model.modules() for plan in gemm_plans(module).values()]
+    any_low = any(plan.recipe is not None for plan in plans)
+    backends = [plan.backend for plan in plans]
     handles = []
-    for module in linears:
-        found = seen["converted" if module in low or not low else "rest"]
-        if isinstance(module, LowPrecisionLinear):
-            plans.append((module, module.gemm_plan))
-            watched: Any = _Watched(module.gemm_plan.backend, found)
-            module.gemm_plan = replace(module.gemm_plan, backend=watched)
-        else:
+    for plan in plans:
+        found = seen["converted" if plan.recipe is not None or not any_low else "rest"]
+        plan.backend = _Watched(plan.backend, found)  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and not gemm_plans(module):
+            found = seen["rest" if any_low else "converted"]
             handles.append(
                 module.register_forward_hook(lambda m, args, out, found=found: found.add(format_of(out.dtype)))  # type: ignore[misc]
             )
     try:
         yield
     finally:
-        for module, plan in plans:
-            module.gemm_plan = plan
+        for plan, backend in zip(plans, backends, strict=True):
+            plan.backend = backend
         for handle in handles:
             handle.remove()

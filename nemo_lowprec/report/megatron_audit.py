@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.found import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.gemms import watch_gemms
@@ -51,15 +52,15 @@ class MegatronLook:
     def _parts(self) -> Iterator[tuple[str, list[nn.Parameter]]]:
         level = self._engine.settings.level
         modules = [m for chunk in self._engine.chunks for m in chunk.modules()]
+        found: list[Any]
         if self._engine.is_pipelined:
-            layers = [m for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
+            found = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         elif level.has_fp8:
-            converted = set(self._engine.own_layers.conversion.low)  # type: ignore[union-attr]
-            layers = [self._module.get_submodule(name) for name in converted]
+            found = [self._module.get_parameter(n) for n in self._engine.own_layers.conversion.weights]  # type: ignore[union-attr]
         else:
-            layers = [m for m in modules if isinstance(m, nn.Linear)]
-        weights = {id(m.weight): m.weight for m in layers if m.weight.requires_grad}
-        yield "converted", list(weights.values())  # type: ignore[arg-type]
+            found = [w for chunk in self._engine.chunks for w in linear_weights(chunk).values()]
+        weights = {id(w): w for w in found if w.requires_grad}
+        yield "converted", list(weights.values())
         params = {id(p): p for chunk in self._engine.chunks for p in chunk.parameters() if p.requires_grad}
         rest = [p for p in params.values() if id(p) not in weights]
         if level.vectors is None:

@@ -24,7 +24,7 @@ from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
-from nemo_lowprec.megatron.summary import settings_tables
+from nemo_lowprec.megatron.summary import layers_tables, settings_tables
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
@@ -150,6 +150,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        from nemo_lowprec.megatron.chunks import unwrapped
         from nemo_lowprec.megatron.engine import MegatronEngine, PipelinedModule
         from nemo_lowprec.megatron.optimizer import check_optimizer
 
@@ -183,8 +184,12 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         plugin.follow(module)
         hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
         if self.is_global_zero:
-            for table in settings_tables(settings, plugin, self.layout, overlaps):
+            chunks = [unwrapped(chunk) for chunk in engine.chunks]
+            layers, problem = layers_tables(chunks, settings, plugin.parsed.recipe, engine.own_layers)
+            for table in [*settings_tables(settings, plugin, self.layout, overlaps), *layers]:
                 Console().print(table)
+            if problem:
+                rank_zero_warn(problem)
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, pipelined: bool) -> None:
         """What cannot be trained so."""

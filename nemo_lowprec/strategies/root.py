@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_lowprec.engine import Engine
+
 __all__ = ["gather_around_steps"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -29,7 +31,7 @@ def gather_around_steps(model: nn.Module) -> None:
     state = model._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    hooks = _Outermost(state)
+    hooks = _Outermost(model, state)
     state._pre_forward_hook_handle = model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
     state._post_forward_hook_handle = model.register_forward_hook(hooks.after)
     steps = _STEPS if getattr(model, "automatic_optimization", True) else _STEPS[1:]
@@ -41,13 +43,19 @@ def gather_around_steps(model: nn.Module) -> None:
 class _Outermost:
     """FSDP2's hooks before and after forward, called for the outermost of nested calls only."""
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, model: nn.Module, state: Any) -> None:
+        self._model, self._state = model, state
         self._depth = 0
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
-        return self._state._pre_forward(module, args, kwargs) if self._depth == 1 else (args, kwargs)
+        if self._depth > 1:
+            return args, kwargs
+        args, kwargs = self._state._pre_forward(module, args, kwargs)
+        engine = Engine.of(self._model)
+        if engine is not None and engine.shards is not None:
+            engine.shards.meet_root()
+        return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth -= 1

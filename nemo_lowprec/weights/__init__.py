@@ -2,7 +2,7 @@
 
 from nemo_lowprec.weights.masters import MasterWeights
 from nemo_lowprec.weights.saved_form import master_of
-from nemo_lowprec.weights.sharded import ShardedWeights
+from nemo_lowprec.weights.sharded import ShardedWeights, kept_in_fp32
 from nemo_lowprec.weights.stored import StoredWeights
 
-__all__ = ["MasterWeights", "ShardedWeights", "StoredWeights", "master_of"]
+__all__ = ["MasterWeights", "ShardedWeights", "StoredWeights", "kept_in_fp32", "master_of"]

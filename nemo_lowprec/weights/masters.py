@@ -36,7 +36,7 @@ from nemo_lowprec.weights.written import (
     was_written,
 )
 
-__all__ = ["MasterWeights"]
+__all__ = ["MasterWeights", "needs_fp32"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -69,7 +69,7 @@ class MasterWeights:
             own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
             if not own:
                 continue
-            if not _needs_fp32(module):
+            if not needs_fp32(module):
                 for param in own:
                     self._split(param)
             self._handles += install_hooks(module)
@@ -101,7 +101,7 @@ class MasterWeights:
             param.grad_dtype = wanted
 
     def store_in_fp8(self, names: list[str], margin: int) -> None:
-        """Store the weights of the modules ``names`` in E4M3, scaled by their masters' amax at every refresh."""
+        """Store the parameters ``names`` in E4M3, scaled by their masters' amax at every refresh."""
         self._fp8 |= set(names)
         self._margin = margin
 
@@ -110,7 +110,7 @@ class MasterWeights:
         """Follow the model to its device: call once it is there, before the first step."""
         assert self._model is not None
         for name in self._fp8:
-            param = self._model.get_parameter(f"{name}.weight")
+            param = self._model.get_parameter(name)
             if not isinstance(param, ScaledTensor) and master_of(param) is not None:
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():
@@ -282,7 +282,7 @@ class MasterWeights:
                     optimizer.state[param] = optimizer.state.pop(master)
 
 
-def _needs_fp32(module: nn.Module) -> bool:
+def needs_fp32(module: nn.Module) -> bool:
     """Norms with running statistics (torch wants their weights in the statistics' dtype), and parametrizations."""
     if isinstance(module, ParametrizationList):
         return True

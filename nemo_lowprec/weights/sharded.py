@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import BlockShard, Fp8Gathered, HalfShard, PlainShard, Shard
+from nemo_lowprec.formats import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
+from nemo_lowprec.weights.masters import needs_fp32
+from nemo_lowprec.weights.stored import StoredWeights, needs_plain_fp32
 
-__all__ = ["ShardedWeights"]
+__all__ = ["ShardedWeights", "kept_in_fp32"]
 
 
 class ShardedWeights:
@@ -25,9 +27,9 @@ class ShardedWeights:
     Args:
         low_bit: whether the level is one of MS-AMP's.
         reads_as: dtype that gathered weights read as.
-        fp8: names of the modules whose weights are gathered in FP8.
+        fp8: names of the parameters that are gathered in FP8.
         margin: FP8 scales are divided by 2**margin.
-        grad_dtype: of gradients of whole parameters; None for the dtype that is gathered.
+        grad_dtype: of gradients of whole parameters, where FSDP2 gathers these in half; None where it does not.
         reduce_amax: makes amaxes the maxima over the processes that share a model, in place.
         gathered: called with whole parameters when they are first seen.
     """
@@ -51,6 +53,8 @@ class ShardedWeights:
         self._handles: list[Any] = []
         self._whole: dict[tuple[int, str], Tensor] = {}
         self._versions: list[int] = []
+        self._unit_of: dict[int, list[nn.Module]] = {}
+        self._complete: set[int] = set()
 
     @torch.no_grad()
     def settle(self, model: nn.Module) -> None:
@@ -63,7 +67,9 @@ class ShardedWeights:
             for name, param in module._parameters.items()
             if param is not None and is_sharded(param)
         }
-        in_fp8 = {(id(model.get_submodule(name)), "weight") for name in self._fp8}
+        paths = (name.rpartition(".") for name in self._fp8)
+        in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
+        in_fp32 = kept_in_fp32(model, self.low_bit)
         for place, param in self._sharded.items():
             local = local_of(param)
             if isinstance(local, Shard):
@@ -71,18 +77,36 @@ class ShardedWeights:
             if place in in_fp8:
                 kind = BlockShard.of if self.low_bit else PlainShard
                 param._local_tensor = kind(local, self.reads_as, self.margin)
+            elif id(param) in in_fp32:
+                if self.grad_dtype is not None and param.dtype == torch.float32:
+                    param._local_tensor = FullShard(local)
             elif self.low_bit and param.dim() > 1 and param.dtype == torch.float32:
                 param._local_tensor = HalfShard(local.to(torch.float16), self.reads_as)
         self.renew_scales()
+        self._unit_of = _units(model)
         for module in model.modules():
-            if any(p is not None for p in module._parameters.values()):
+            has_own = any(p is not None for p in module._parameters.values())
+            if has_own or module is self._unit_of[id(module)][0]:
                 self._handles.append(module.register_forward_pre_hook(self._before_forward))
+            if has_own:
                 self._handles.append(module.register_state_dict_post_hook(_emit_values))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        self._meet(module)
+        unit = self._unit_of[id(module)]
+        if self._meet(module) or id(unit) not in self._complete:
+            # All that is gathered with it: a module may read the parameters of one that it does not call.
+            for other in unit:
+                self._meet(other)
+            if not any(is_sharded(p) for other in unit for p in other._parameters.values() if p is not None):
+                self._complete.add(id(unit))
 
-    def _meet(self, module: nn.Module) -> None:
+    def meet_root(self) -> None:
+        """Look at what is gathered around a whole step."""
+        assert self._model is not None
+        self._before_forward(self._model, None)
+
+    def _meet(self, module: nn.Module) -> bool:
+        """Prepare parameters of ``module`` that are gathered for the first time; whether there were any."""
         new: list[Tensor] = []
         for name, param in module._parameters.items():
             if param is None or is_sharded(param) or self._whole.get((id(module), name)) is param:
@@ -95,6 +119,7 @@ class ShardedWeights:
                 param.grad_dtype = self.grad_dtype
         if new:
             self._gathered(new)
+        return bool(new)
 
     def meet_all(self) -> None:
         """Look at the parameters that are gathered by now, also those that their module's forward did not use."""
@@ -108,7 +133,7 @@ class ShardedWeights:
 
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a whole parameter is stored in FP8."""
-        return self.low_bit and param.dim() > 1
+        return self.low_bit and StoredWeights.is_matrix(param)
 
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far, each once and in the model's order."""
@@ -152,6 +177,33 @@ class ShardedWeights:
                 param._local_tensor = local.dequantize(torch.float32).clone()  # type: ignore[attr-defined]
         self._whole.clear()
         self._sharded.clear()
+        self._unit_of.clear()
+        self._complete.clear()
+
+
+def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
+    """Ids of the parameters that are gathered in FP32 at every level, as they stay FP32 where they are not sharded."""
+    needs = needs_plain_fp32 if low_bit else needs_fp32
+    return {id(p) for module in model.modules() if needs(module) for p in module._parameters.values() if p is not None}
+
+
+def _units(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """By id of each module: the modules that FSDP2 gathers the parameters of together with its own, the unit first."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units: dict[int, list[nn.Module]] = {}
+
+    def walk(module: nn.Module, unit: list[nn.Module]) -> None:
+        if id(module) in units:
+            return
+        unit = [] if isinstance(module, FSDPModule) else unit
+        unit.append(module)
+        units[id(module)] = unit
+        for child in module.children():
+            walk(child, unit)
+
+    walk(model, [])
+    return units
 
 
 def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -27,7 +27,7 @@ from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
-__all__ = ["StoredWeights"]
+__all__ = ["StoredWeights", "needs_plain_fp32"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,7 +37,7 @@ class StoredWeights:
 
     Args:
         reads_as: dtype that FP16 matrices read as.
-        fp8: names of the modules whose weights are stored in FP8 with FP16 masters (O3).
+        fp8: names of the parameters that are stored in FP8 with FP16 masters (O3).
         margin: FP8 scales are divided by 2**margin.
         keep: hold on to the values as they were, for a model that is evaluated and not trained: ``remove`` gives them
             back where nobody has loaded others.
@@ -64,7 +64,7 @@ class StoredWeights:
         """
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
-                if not _needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
+                if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
                     where = f"{name}.{own}" if name else own
                     raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
@@ -105,13 +105,13 @@ class StoredWeights:
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self._model is not None
-        params = (self._model.get_parameter(f"{name}.weight") for name in self._fp8)
+        params = map(self._model.get_parameter, self._fp8)
         return [param for param in params if param.requires_grad]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
         if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
             return
-        if not _is_matrix(param) or _needs_plain_fp32(module):
+        if not _is_matrix(param) or needs_plain_fp32(module):
             if param.dtype != torch.float32:
                 param.grad = None
                 param.data = param.data.float()
@@ -245,7 +245,7 @@ def _is_fp16_matrix(param: Tensor) -> bool:
     return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
-def _needs_plain_fp32(module: nn.Module) -> bool:
+def needs_plain_fp32(module: nn.Module) -> bool:
     """RNNs hand the addresses of their weights to cuDNN; a parametrization computes with its own."""
     return isinstance(module, nn.RNNBase | ParametrizationList)
 

@@ -205,11 +205,11 @@ def test_a_layer_that_was_left_alone_computes_as_before():
     assert torch.equal(model(x), want)
 
 
-def test_out_proj_of_multihead_attention_is_left_and_attention_still_works():
+def test_multihead_attention_is_converted_with_the_layers_around_it():
     model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     result = convert(model)
-    assert result.kept == {"self_attn.out_proj": "NonDynamicallyQuantizableLinear has a forward of its own"}
-    assert result.low == ["linear1", "linear2"] and result.norms == ["norm1", "norm2"]
+    assert result.low == ["self_attn.in_proj_weight", "self_attn.out_proj", "linear1", "linear2"] and not result.kept
+    assert result.norms == ["norm1", "norm2"]
     x = torch.randn(2, 5, 32)
     model(x).sum().backward()
     assert model.self_attn.out_proj.weight.grad is not None

@@ -512,3 +512,26 @@ def test_a_model_that_is_let_go_of_is_freed(level, options):
     left = trained()
     gc.collect()
     assert [ref() for ref in left] == [None] * len(left)
+
+
+def stack():
+    """Of its matrices' elements less than half are in a layer that is converted."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.LSTM(32, 64))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_converted_is_logged_and_too_little_is_warned_of(level, caplog):
+    with (
+        caplog.at_level("INFO", "nemo_lowprec"),
+        pytest.warns(UserWarning, match=r"only 4% of the elements .*weight_hh_l0, a parameter of LSTM") as found,
+    ):
+        nemo_lowprec.initialize(*stack(), opt_level=level)
+    assert found[0].filename == __file__
+    assert "weight_ih_l0" in caplog.text and "Share" in caplog.text
+
+
+def test_a_model_that_is_converted_is_no_warning(recwarn):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    nemo_lowprec.initialize(model, torch.optim.AdamW(model.parameters()))
+    assert not len(recwarn)

@@ -10,10 +10,13 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from rich.console import Console
+from torch import nn
 
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.compute import as_text
 from nemo_lowprec.megatron import ParallelLayout, resolve
-from nemo_lowprec.megatron.summary import settings_tables
+from nemo_lowprec.megatron.own_layers import OwnLayers
+from nemo_lowprec.megatron.summary import layers_tables, settings_tables
 from nemo_lowprec.options import parse_options
 from tests.support import level_of
 
@@ -246,3 +249,30 @@ def test_tables_show_the_row_and_the_fields():
     assert shown["overlap_param_gather"] == "False"
     configs = [words[0] for words in lines if len(words) == 3 and words[0].endswith("Config")]
     assert configs == ["TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig"]
+
+
+@pytest.mark.parametrize("case", ["bf16_with_fp8_mixed", "te_fp8", "bf16_mixed"])
+def test_layers_and_matrices_are_shown_and_too_little_is_warned_of(case):
+    options = parse_options(get_level(case), {"backend": "reference"} if case != "bf16_mixed" else {})
+    settings = resolve(options, own_layers=True)
+    module = nn.ModuleDict({"up": nn.Linear(32, 32), "lstm": nn.LSTM(32, 64)})
+    own = OwnLayers(module, options, settings, torch.device("cpu"))
+    tables, problem = layers_tables([module], settings, options.recipe, own)
+    if case == "bf16_mixed":
+        assert (tables, problem) == ([], None)
+        return
+    [table] = tables
+    assert "FP8 (delayed," in as_text(table) and "lstm.weight_hh_l0" in as_text(table)
+    assert problem.startswith(f"{case}: only 4% of the elements")
+    own.remove()
+
+
+def test_parts_that_megatron_core_has_built_are_looked_at_together():
+    """Without Transformer Engine here: its layers would count as converted."""
+    options = parse_options(get_level("bf16_with_fp8_current_scaling_mixed"), {"num_layers_at_start_in_half": 1})
+    settings = resolve(options)
+    parts = [nn.ModuleDict({"layer": nn.Bilinear(4, 4, 4)}) for _ in range(2)]
+    [table], problem = layers_tables(parts, settings, options.recipe, None)
+    text = " ".join(as_text(table).split())
+    assert "*.layer.weight" in text and "100.0 %" in text and "first 1 and" in text
+    assert "no matrix" in problem

@@ -72,7 +72,10 @@ class Recurrent(Kind):
 
 
 class Attention(Kind):
-    converted = ("layer.linear1.weight", "layer.linear2.weight")
+    converted = (
+        "attention.in_proj_weight", "attention.out_proj.weight", "layer.self_attn.in_proj_weight",
+        "layer.self_attn.out_proj.weight", "layer.linear1.weight", "layer.linear2.weight",
+    )  # fmt: skip
 
     def build(self):
         self.table = nn.Embedding(32, 128)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.engine import Engine, Sharding
 
 __all__ = ["Part", "parts_of", "settled_on_meta"]
@@ -60,13 +61,10 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def parts_of(model: nn.Module, engine: Engine) -> Iterator[Part]:
     """The parameters of a converted model, by what becomes of them."""
-    low = engine.conversion.low
-    layers = [model.get_submodule(n) for n in low] if engine.level.has_fp8 else [
-        m for m in model.modules() if isinstance(m, nn.Linear)
-    ]  # fmt: skip
-    converted = {id(m.weight): m.weight for m in layers}
+    low = [model.get_parameter(name) for name in engine.conversion.weights]
+    converted = {id(w): w for w in (low if engine.level.has_fp8 else linear_weights(model).values())}
     rest = [p for p in model.parameters() if id(p) not in converted]
-    yield Part("converted", tuple(converted.values()))  # type: ignore[arg-type]
+    yield Part("converted", tuple(converted.values()))
     if engine.level.vectors is None:
         yield Part("rest", tuple(rest))
         return

@@ -15,6 +15,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.report.plan.on_meta import parts_of
 from nemo_lowprec.strategies.shard import blocks_of, policy_for
+from nemo_lowprec.weights import kept_in_fp32
 
 __all__ = ["ShardedParam", "Units", "gathered_bytes", "reduced_bytes", "units_of"]
 
@@ -94,14 +95,16 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     """
     part_of = {id(p): part.name for part in parts_of(model, engine) for p in part.params}
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
-    low = engine.conversion.low if engine.level.weight == "fp8" or fp8_params else []
-    in_fp8 = {id(model.get_submodule(name).weight) for name in low}
+    low = engine.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
+    in_fp8 = {id(model.get_parameter(name)) for name in low}
     for name, param in model.named_parameters():
         if not param.dim():
             raise ValueError(f"{name} has no dimension, and cannot be sharded. Give it one, or use lowprec_ddp.")
 
+    in_fp32 = kept_in_fp32(model, engine.level.is_low_bit)
+
     def sharded(params: list[nn.Parameter]) -> list[ShardedParam]:
-        return [_sharded(p, part_of[id(p)], id(p) in in_fp8, engine, shards) for p in params]
+        return [_sharded(p, part_of[id(p)], id(p) in in_fp8, id(p) in in_fp32, engine, shards) for p in params]
 
     seen: set[int] = set()
     blocks = []
@@ -117,24 +120,25 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     )
 
 
-def _sharded(param: nn.Parameter, part: str, in_fp8: bool, engine: Engine, shards: int) -> ShardedParam:
+def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine: Engine, shards: int) -> ShardedParam:
     """As ``ShardedWeights`` stores it."""
     level, policy = engine.level, policy_for(engine.level)
     rows = -(-param.shape[0] // shards)
     local = torch.empty(rows, *param.shape[1:], dtype=param.dtype, device="meta")
     shard: Tensor = local
-    gathered = policy.param_dtype or param.dtype
+    gathered = param.dtype if in_fp32 else policy.param_dtype or param.dtype
+    low_bit = level.is_low_bit and param.dim() > 1 and not in_fp32
     if in_fp8:
         gathered = torch.float8_e4m3fn
         if level.is_low_bit:
             shard = BlockShard.of(local, engine.reads_as, 0)
         else:
             shard = PlainShard(local, engine.half, 0)
-    elif level.is_low_bit and param.dim() > 1 and param.dtype == torch.float32:
+    elif low_bit and param.dtype == torch.float32:
         shard = HalfShard(local.to(torch.float16), engine.reads_as)
         gathered = torch.float16
     stays_half = level.has_half_weights and level.weight_grad != "fp32" and not level.is_low_bit
     gradient = engine.half if stays_half else torch.float32
-    of_fsdp = param.requires_grad and not (level.is_low_bit and param.dim() > 1)
+    of_fsdp = param.requires_grad and not low_bit
     reduced = (policy.reduce_dtype or gradient) if of_fsdp else None
     return ShardedParam(part, param, shard, gathered, rows * shards * param[0].numel(), reduced, gradient)

@@ -1,0 +1,159 @@
+"""What becomes of each of a model's matrices: which of them the low-precision GEMMs compute with, and which not."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from nemo_lowprec.compute.convert import Conversion
+from nemo_lowprec.compute.te_layers import is_te_module
+
+__all__ = ["Fate", "Group", "as_patterns", "groups_of", "too_little"]
+
+_ENOUGH = 0.5  # of the elements
+_NAMED = 3
+_PARAMETRIZED = re.compile(r"(^|\.)parametrizations\..*$")
+
+
+class Fate(NamedTuple):
+    """What becomes of a matrix.
+
+    Attributes:
+        kind: ``low``; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by the arguments that
+            choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM.
+        reason: why it is not ``low``.
+        pattern: names of which matrix, where no layer stands for it.
+    """
+
+    kind: str
+    reason: str = ""
+    pattern: str = ""
+
+
+@dataclass
+class Group:
+    """Layers, or matrices for which no layer stands, with one fate.
+
+    Attributes:
+        names: of the layers or matrices, in the model's order.
+        elements: of their matrices: parameters of two or more dimensions, each counted once.
+    """
+
+    fate: Fate
+    names: list[str] = field(default_factory=list)
+    elements: int = 0
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether the matrices should be computed with in low precision: a GEMM reads them, and nobody wants it half.
+
+        What is no layer of torch's counts as one, since its product with the matrix is nothing that can be seen here.
+        """
+        return self.fate.kind in ("low", "te", "half")
+
+    @property
+    def is_low(self) -> bool:
+        """Whether they are."""
+        return self.fate.kind in ("low", "te")
+
+
+def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
+    """All layers that ``conversion`` knows, and all matrices of ``model``; what is converted first, then by size.
+
+    A matrix that several modules have (an embedding that is the head, too) is that module's which comes first in:
+    converted, Transformer Engine's, left in half precision, norm, embedding, anything else.
+    """
+    names: dict[Fate, dict[str, None]] = defaultdict(dict)
+    elements: dict[Fate, int] = defaultdict(int)
+    for name in conversion.low:
+        names[Fate("low")][name] = None
+    for name in conversion.norms:
+        names[Fate("norm")][name] = None
+    for name in conversion.kept:
+        names[_kept(name, conversion)][name] = None
+    low = dict(zip(conversion.weights, conversion.low, strict=True))
+    for matrix, places in _matrices(model):
+        _, fate, name = min((_found(*place, low, conversion) for place in places), key=lambda found: found[0])
+        names[fate][name] = None
+        elements[fate] += 0 if isinstance(matrix, UninitializedParameter) else matrix.numel()
+    groups = [Group(fate, list(of), elements[fate]) for fate, of in names.items()]
+    return sorted(groups, key=lambda group: (_ORDER.index(group.fate.kind), -group.elements))
+
+
+_ORDER = ("low", "te", "norm", "half", "asked", "embedding")
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module, str]]]]:
+    """Each with (name of the module, the module, its name in there) for every module that has it."""
+    found: dict[int, tuple[Tensor, list[tuple[str, nn.Module, str]]]] = {}
+    for name, module in model.named_modules():
+        for own, param in module._parameters.items():
+            if param is not None and (isinstance(param, UninitializedParameter) or param.dim() > 1):
+                found.setdefault(id(param), (param, []))[1].append((name, module, own))
+    yield from found.values()
+
+
+def _found(
+    name: str, module: nn.Module, own: str, low: dict[str, str], conversion: Conversion
+) -> tuple[int, Fate, str]:
+    """(rank of the module among those that have the matrix, fate, name of the layer or matrix)."""
+    full = f"{name}.{own}" if name else own
+    if full in low:
+        return 0, Fate("low"), low[full]
+    if is_te_module(module):
+        return 1, Fate("te"), name
+    outside = _PARAMETRIZED.sub("", name)
+    for layer in (full, name, outside):
+        if layer in conversion.kept:
+            return 2, _kept(layer, conversion), layer
+    if name in conversion.norms or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return 3, Fate("norm"), name
+    kind = type(module).__name__.removeprefix("FSDP")
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or kind.endswith(("Embedding", "Embeddings")):
+        return 4, Fate("embedding", "an embedding", _pattern(full)), full
+    reason = "computed by a parametrization" if outside != name else f"a parameter of {kind}"
+    return 5, Fate("half", reason, _pattern(full)), full
+
+
+def _kept(layer: str, conversion: Conversion) -> Fate:
+    return Fate("asked" if layer in conversion.asked else "half", conversion.kept[layer])
+
+
+def as_patterns(names: list[str]) -> list[str]:
+    """``names``, with one pattern in the place of those that differ in numbers only."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike[_pattern(name)].append(name)
+    return [pattern if len(of) > 1 else of[0] for pattern, of in alike.items()]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def too_little(groups: list[Group]) -> str | None:
+    """What to warn of: nothing is converted, or less than half of the elements of the matrices that GEMMs read.
+
+    Not counted are embeddings, unless they are the head, too: a lookup is no GEMM, and no level converts it; norms; and
+    what the user has asked to keep. None where there is nothing to say.
+    """
+    counted = sum(group.elements for group in groups if group.is_gemm)
+    low = sum(group.elements for group in groups if group.is_low)
+    if low and low >= _ENOUGH * counted:
+        return None
+    others = sorted((g for g in groups if g.is_gemm and not g.is_low and g.elements), key=lambda g: -g.elements)
+    shown = [
+        f"{g.elements / counted:.0%} {', '.join(as_patterns(g.names)[:_NAMED])}, {g.fate.reason}"
+        for g in others[:_NAMED]
+    ]
+    more = f"; and {len(others) - _NAMED} more groups" if len(others) > _NAMED else ""
+    what = f"only {low / counted:.0%} of the elements of the matrices" if low else "no matrix"
+    return f"{what} that this model multiplies with {'are' if low else 'is'} in a converted layer" + (
+        f". Others are: {'; '.join(shown)}{more}." if shown else "."
+    )

@@ -1,0 +1,179 @@
+"""The converted ``nn.MultiheadAttention``: its projections are the level's GEMMs, also in evaluation.
+
+torch's module reads ``in_proj_weight`` and ``out_proj.weight`` in ``F.multi_head_attention_forward``, and in evaluation
+in a fused kernel, so that no converted layer is called. The fused kernel of ``nn.TransformerEncoderLayer`` and the
+nested tensors of ``nn.TransformerEncoder`` go around a whole block: ``FUSED`` is what they are switched off with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.half_linear import half_linear
+from nemo_lowprec.compute.linear import GemmPlan, _apply
+
+__all__ = ["FUSED", "LowPrecisionMultiheadAttention", "projection_weights"]
+
+# By class: the attribute, and the value of it, with which evaluation calls the layers as training does.
+FUSED: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+def projection_weights(module: nn.MultiheadAttention) -> list[str]:
+    """Names of the weights of the input projections of ``module``: one of three, or where kdim or vdim differ three."""
+    return ["in_proj_weight"] if module._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+
+
+class _Planned(NamedTuple):
+    """What a projection is computed by, in the place of a layer."""
+
+    gemm_plan: GemmPlan
+    training: bool
+
+
+class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
+    """``nn.MultiheadAttention`` whose input projections have a ``GemmPlan``; made by ``convert``, not constructed.
+
+    ``out_proj`` is called as the linear layer that it is. Query, key and value are projected in one GEMM where they are
+    one tensor, and by the rows of ``in_proj_weight`` that are theirs where they are not; that weight has one scale.
+    Scores are computed by ``scaled_dot_product_attention``, or where they are asked for as torch does.
+
+    Attributes:
+        gemm_plans: by the name of the weight; a projection without one is computed in half precision.
+    """
+
+    gemm_plans: dict[str, GemmPlan]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Arguments and results are those of ``nn.MultiheadAttention``; the output is of the autocast dtype.
+
+        Raises:
+            ValueError: a nested tensor, or other than 2 or 3 dimensions.
+            RuntimeError: ``is_causal`` without ``attn_mask``, or a mask of another shape.
+        """
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError(
+                "A converted MultiheadAttention takes no nested tensors. Pass padded ones and key_padding_mask."
+            )
+        dims = [x.dim() for x in (query, key, value)]
+        if dims not in ([2] * 3, [3] * 3):
+            raise ValueError(f"query, key and value have {dims} dimensions, and should all have 2 or 3, with a batch.")
+        batched = dims[0] == 3
+        if is_causal and attn_mask is None:
+            raise RuntimeError("is_causal=True is a hint about attn_mask. Pass attn_mask, too.")
+        q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
+        mask = self._mask(q, k, key_padding_mask, attn_mask, batched)
+        # The hint takes the place of the mask where nobody else needs it.
+        causal = is_causal and key_padding_mask is None and not need_weights
+        k, v, mask = self._extended(k, v, None if causal else mask)
+
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = (q * math.sqrt(1.0 / self.head_dim)) @ k.transpose(-2, -1)
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(weights, dropout) if dropout else weights
+            out = weights.to(v.dtype) @ v
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+            weights = weights if batched else weights.squeeze(0)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal)
+        # [batch, heads, length, head_dim] to the layout of the query.
+        order = (0, 2, 1, 3) if self.batch_first or not batched else (2, 0, 1, 3)
+        return self.out_proj(out.permute(order).reshape(query.shape)), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Each [..., embed_dim]."""
+        size, biases = self.embed_dim, self.in_proj_bias
+        if not self._qkv_same_embed_dim:
+            each = (None, None, None) if biases is None else biases.chunk(3)
+            inputs = zip(projection_weights(self), (query, key, value), each, strict=True)
+            return tuple(self._linear(x, name, bias) for name, x, bias in inputs)
+        if query is key and key is value:
+            return self._linear(query, "in_proj_weight", biases).chunk(3, dim=-1)
+        parts = [(query, 0, 1), (key, 1, 3)] if key is value else [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
+        found: list[Tensor] = []
+        for x, first, last in parts:
+            rows = (first * size, last * size)
+            bias = None if biases is None else biases[slice(*rows)]
+            found += self._linear(x, "in_proj_weight", bias, rows).chunk(last - first, dim=-1)
+        return tuple(found)
+
+    def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+        weight, plan = getattr(self, name), self.gemm_plans.get(name)
+        if plan is None:
+            return half_linear(x, weight, bias, rows)
+        return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
+
+    def _heads(self, x: Tensor, batched: bool) -> Tensor:
+        """[batch, heads, length, head_dim]."""
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        if not batched:
+            return x.unsqueeze(0).transpose(1, 2)
+        return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
+
+    def _mask(
+        self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, batched: bool
+    ) -> Tensor | None:
+        """What is added to the scores, [batch or 1, heads or 1, queries or 1, keys]; None for nothing.
+
+        Raises:
+            RuntimeError: a mask of another shape.
+        """
+        (batch, heads, queries, _), keys = q.shape, k.shape[2]
+        mask = None
+        if attn_mask is not None:
+            shape = (queries, keys) if attn_mask.dim() == 2 else (batch * heads, queries, keys)
+            if attn_mask.shape != shape:
+                raise RuntimeError(f"attn_mask has the shape {tuple(attn_mask.shape)}, and should have {shape}.")
+            mask = _additive(attn_mask, q.dtype)
+            mask = mask if mask.dim() == 2 else mask.view(batch, heads, queries, keys)
+            mask = mask.expand(1, 1, -1, -1) if mask.dim() == 2 else mask
+        if key_padding_mask is not None:
+            padding = _additive(key_padding_mask if batched else key_padding_mask.unsqueeze(0), q.dtype)
+            if padding.shape != (batch, keys):
+                raise RuntimeError(
+                    f"key_padding_mask has the shape {tuple(padding.shape)}, and should have {(batch, keys)}."
+                )
+            padding = padding[:, None, None]
+            mask = padding if mask is None else mask + padding
+        return mask
+
+    def _extended(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values, and what is added to their scores, with those of ``add_bias_kv`` and ``add_zero_attn``."""
+        more: list[tuple[Tensor, Tensor]] = []
+        if self.bias_k is not None and self.bias_v is not None:
+            sizes = (1, self.num_heads, 1, self.head_dim)
+            more.append((self.bias_k.view(sizes), self.bias_v.view(sizes)))
+        if self.add_zero_attn:
+            more.append((k.new_zeros(()), v.new_zeros(())))
+        for key, value in more:
+            shape = (*k.shape[:2], 1, self.head_dim)
+            k = torch.cat([k, key.to(k.dtype).expand(shape)], dim=2)
+            v = torch.cat([v, value.to(v.dtype).expand(shape)], dim=2)
+            mask = None if mask is None else F.pad(mask, (0, 1))
+        return k, v, mask
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of booleans, True where nothing is read, as what is added to scores."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+    return mask.to(dtype)
