@@ -56,8 +56,7 @@ class _HalfLinearFunction(torch.autograd.Function):
             dx = grad_output @ weight if need_x else None
             dw = db = None
             if need_weight:
-                twice = torch.is_grad_enabled()  # a second derivative is wanted, which half_matmul may not have
-                dw = grad_output.t() @ x if twice else half_matmul(grad_output.t(), x, torch.float32)
+                dw = half_matmul(grad_output.t(), x, torch.float32)
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
         return dx, dw, db
