@@ -107,7 +107,7 @@ class _LinkedInput(torch.autograd.Function):
     """Of (the link to an input, the input's values [rows, in_features]) to the values; a gradient joins the input's."""
 
     @staticmethod
-    def forward(ctx: Any, link: Tensor, values: Tensor, gradient: InputGradient, dtype: torch.dtype, pad: int) -> Tensor:
+    def forward(ctx: Any, link: Tensor, values: Tensor, gradient: InputGradient, dtype: Any, pad: int) -> Tensor:
         ctx.gradient, ctx.dtype, ctx.pad = gradient, dtype, pad
         return values.view_as(values)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.linear import AutocastOff, wgrad_dtype
 
@@ -21,7 +22,7 @@ __all__ = ["HalfLinear"]
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
 
-    All else (a compiled block, a transform of ``torch.func``, evaluation, other dtypes) is left to ``nn.Linear``.
+    All else (a compiled block, a transform of ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ class HalfLinear(nn.Linear):
             device, half = input.device.type, weight.dtype
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
             fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
-            if fits and wgrad_dtype(weight) == torch.float32 and not torch._C._are_functorch_transforms_active():
+            if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
                 with AutocastOff(device):
                     rows = input.to(half).reshape(-1, input.shape[-1])
                     out: Tensor = _HalfLinearFunction.apply(rows, weight, bias)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
@@ -111,6 +111,8 @@ def _apply(
         out_dtype = torch.get_autocast_dtype(device)
         if out_dtype != plan.half:  # a loop of the user's own, which chooses the dtype
             plan = replace(plan, half=out_dtype)
+    if is_transformed():
+        return _by_torch(x, weight.t() if transposed else weight, bias, plan, out_dtype)
     # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
     record = layer.training
     with AutocastOff(device):
@@ -131,6 +133,15 @@ def _apply(
             return out
         # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, out_dtype: torch.dtype) -> Tensor:
+    """The layer in half precision, by operations of torch alone."""
+    with AutocastOff(x.device.type):
+        rows = x.reshape(-1, x.shape[-1]).to(plan.half)
+        out = plan.backend.matmul(rows, weight.to(plan.half).t(), plan.half).to(out_dtype)
+        out = out if bias is None else out + bias.to(out_dtype)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
