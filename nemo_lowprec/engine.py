@@ -33,6 +33,7 @@ from nemo_lowprec.compute import (
     convert_layers,
     prefer_attention,
     revert_layers,
+    take_fp32_input,
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
@@ -199,6 +200,8 @@ class Engine:
             self.histories,
             fp32_wgrad=self.level.has_half_weights and self.level.weight_grad == "fp32",
         )
+        if self.level.has_half_weights:
+            take_fp32_input(model, device.type == "cpu")
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:

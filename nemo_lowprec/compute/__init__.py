@@ -4,7 +4,7 @@ from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.attention import ATTENTION, check_attention, prefer_attention
 from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.convert import Conversion, convert_layers, is_converted, revert_layers
+from nemo_lowprec.compute.convert import Conversion, convert_layers, is_converted, revert_layers, take_fp32_input
 from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
@@ -31,5 +31,6 @@ __all__ = [
     "is_converted",
     "prefer_attention",
     "revert_layers",
+    "take_fp32_input",
     "te_layers",
 ]

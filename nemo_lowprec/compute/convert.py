@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import LayerFilter
+from nemo_lowprec.compute.half_layers import fp32_input_class
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
@@ -23,7 +24,7 @@ from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.formats import DelayedScaling
 
-__all__ = ["Conversion", "convert_layers", "is_converted", "revert_layers"]
+__all__ = ["Conversion", "convert_layers", "is_converted", "revert_layers", "take_fp32_input"]
 
 _ORIGINAL = "_lowprec_original"  # (class, added attributes) on a converted module
 
@@ -88,6 +89,14 @@ def convert_layers(
             continue
         result.half.append(name)
     return result
+
+
+def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
+    """Let the layers of ``model`` that nothing converts take FP32 input where their weights are half."""
+    for module in model.modules():
+        cls = fp32_input_class(module, on_cpu)
+        if cls is not None:
+            _swap(module, cls)
 
 
 def _convert_low(

@@ -1,5 +1,7 @@
 """The backward pass of a converted linear layer where its gradients are differentiated again (``create_graph=True``).
 
+Also where many are computed at once (``is_grads_batched=True``, ``vmap`` of ``torch.autograd.grad``).
+
 Its two GEMMs then run in half precision on the weight parameter and on the input that the forward pass saved, as
 operations of torch that autograd differentiates any number of times. Gradient penalties and forces reach the weight,
 the bias, the input and the output gradient in this way.
@@ -77,7 +79,7 @@ def _saved_input(ctx: Any) -> Tensor:
     else:
         operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
         rows = ctx.rows + ctx.pad
-        values = _values(plan.backend, operand, rows, plan.operand("grad_output"), plan.half, ctx.weight.device)
+        values = _values(plan.backend, operand, rows, plan.operand("input"), plan.half, ctx.weight.device)
     if ctx.gradient is None or not torch.is_grad_enabled():
         return values[: ctx.rows]
     linked: Tensor = _LinkedInput.apply(saved[w_end], values[: ctx.rows], ctx.gradient, ctx.x_dtype, ctx.pad)
@@ -85,15 +87,12 @@ def _saved_input(ctx: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _values(
-    backend: Backend, x: Any, rows: int, grad_output: Operand, half: torch.dtype, device: torch.device
-) -> Tensor:
+def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtype, device: torch.device) -> Tensor:
     """What the columnwise data of an input stand for, [rows, in_features] in half precision.
 
     They are read by the GEMM that every backend has for them: the weight gradient, here of columns of the identity.
     """
-    scaling = "current" if grad_output.scaling == "delayed" else grad_output.scaling
-    operand = replace(grad_output, scaling=scaling, slot=None)
+    operand = replace(kind, scaling="current" if kind.scaling == "delayed" else kind.scaling, slot=None)
     row, width = torch.arange(rows, device=device).unsqueeze(1), min(_CHUNK, rows + -rows % 128)
     chunks = []
     for start in range(0, rows, width):

@@ -22,7 +22,7 @@ __all__ = ["HalfLinear"]
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
 
-    All else (a compiled block, a transform of ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
+    All else (a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:

@@ -241,8 +241,7 @@ class _LinearFunction(torch.autograd.Function):
             total = ctx.gradient.take() if ctx.gives_out else None
             return None if total is None else total[: ctx.rows], None, None, None
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
-            # Batches of gradients (``is_grads_batched``) have no kernels that quantize them.
-            if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            if torch.is_grad_enabled() or _is_batched(grad_output):
                 return differentiable_backward(ctx, grad_output)
             return _LinearFunction._backward(ctx, grad_output)
 
@@ -296,6 +295,12 @@ class _LinearFunction(torch.autograd.Function):
         if ctx.bias_dtype is not None and need_bias:
             db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return dx, dw, db, None
+
+
+def _is_batched(grad_output: Tensor) -> bool:
+    """Whether a gradient stands for many (``is_grads_batched``, ``vmap``): no kernel quantizes these."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad_output) or functorch.is_batchedtensor(grad_output)
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

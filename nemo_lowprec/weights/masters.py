@@ -200,10 +200,8 @@ class MasterWeights:
 
 
 def _needs_fp32(module: nn.Module) -> bool:
-    """Norms with running statistics (torch wants their weights in the statistics' dtype), and parametrizations."""
-    if isinstance(module, ParametrizationList):
-        return True
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and parametrizations."""
+    return isinstance(module, ParametrizationList | nn.modules.batchnorm._NormBase)
 
 
 def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:

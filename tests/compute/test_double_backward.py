@@ -69,12 +69,12 @@ def test_second_derivatives_are_those_of_a_linear_layer(scaling, is_leaf, shape,
 @pytest.mark.parametrize("rows", [16, 2064])
 def test_saved_values_are_those_that_the_weight_gradient_is_computed_from(scaling, rows):
     recipe = Recipe(scaling, fp8="e4m3")
-    backend, dy = ReferenceBackend(), recipe.operand("grad_output")
-    saved = backend.quantize(values(rows, 128), recipe.operand("input"), rowwise=False, columnwise=True, record=False)
-    got = _values(backend, saved, rows, dy, torch.float32, torch.device("cpu"))
+    backend, kind, dy = ReferenceBackend(), recipe.operand("input"), recipe.operand("grad_output")
+    saved = backend.quantize(values(rows, 128), kind, rowwise=False, columnwise=True, record=False)
+    got = _values(backend, saved, rows, kind, torch.float32, torch.device("cpu"))
     grad = backend.quantize(values(rows, 64, seed=2), dy, rowwise=False, columnwise=True, record=False)
     # The gradient as it was rounded is read in the same way.
-    as_rounded = _values(backend, grad, rows, dy, torch.float32, torch.device("cpu"))
+    as_rounded = _values(backend, grad, rows, kind, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(as_rounded.t() @ got, backend.wgrad(grad, saved, torch.float32), rtol=1e-3, atol=1e-2)
     assert relative_error(got, values(rows, 128)) < INPUT_BOUND.get(scaling, 0.05)
 
