@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 
@@ -200,8 +200,8 @@ class MasterWeights:
 
 
 def _needs_fp32(module: nn.Module) -> bool:
-    """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and parametrizations."""
-    return isinstance(module, ParametrizationList | nn.modules.batchnorm._NormBase)
+    """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and computed weights."""
+    return computes_weight(module) or isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
