@@ -38,6 +38,7 @@ from nemo_lowprec.compute import (
     gemm_plans,
     prefer_attention,
     revert_layers,
+    take_fp32_input,
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling
@@ -212,6 +213,8 @@ class Engine:
             fp32_wgrad=self.level.has_half_weights and self.level.weight_grad == "fp32",
             weight_scales=self.weight_scales,
         )
+        if self.level.has_half_weights:
+            take_fp32_input(model, device.type == "cpu")
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:

@@ -38,8 +38,8 @@ def check_regular(path: Path) -> None:
         kind = stat.S_IFMT(found.st_mode)
         if kind == stat.S_IFDIR:
             raise ValueError(
-                f"{path} is a folder, and one file is to be read here. Folders that lowprec_sharded or lowprec_megatron "
-                "wrote are read by these strategies."
+                f"{path} is a folder, and one file is to be read here. Folders that lowprec_sharded or "
+                "lowprec_megatron wrote are read by these strategies."
             )
         if kind != stat.S_IFREG:
             raise ValueError(f"{path} is a pipe or a device, and no checkpoint. Pass a file.")

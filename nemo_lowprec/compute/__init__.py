@@ -11,6 +11,7 @@ from nemo_lowprec.compute.convert import (
     is_converted,
     linear_weights,
     revert_layers,
+    take_fp32_input,
 )
 from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.layers_table import as_text, describe_layers
@@ -50,5 +51,6 @@ __all__ = [
     "linear_weights",
     "prefer_attention",
     "revert_layers",
+    "take_fp32_input",
     "te_layers",
 ]

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import HEAD, LayerFilter
+from nemo_lowprec.compute.half_layers import fp32_input_class
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
@@ -26,7 +27,15 @@ from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
 
-__all__ = ["Conversion", "convert_layers", "gemm_plans", "is_converted", "linear_weights", "revert_layers"]
+__all__ = [
+    "Conversion",
+    "convert_layers",
+    "gemm_plans",
+    "is_converted",
+    "linear_weights",
+    "revert_layers",
+    "take_fp32_input",
+]
 
 _ORIGINAL = "_lowprec_original"  # (class, attributes as they were) on a converted module
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
@@ -105,6 +114,14 @@ def convert_layers(
                 _swap(module, HalfLinear)
             result.half.append(item)
     return result
+
+
+def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
+    """Let the layers of ``model`` that nothing converts take FP32 input where their weights are half."""
+    for module in model.modules():
+        cls = fp32_input_class(module, on_cpu)
+        if cls is not None:
+            _swap(module, cls)
 
 
 def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.linear import AutocastOff, among_rows, wgrad_dtype
 
@@ -21,7 +22,7 @@ __all__ = ["HalfLinear", "half_linear"]
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
 
-    All else (a compiled block, a transform of ``torch.func``, evaluation, other dtypes) is left to ``nn.Linear``.
+    All else (a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
-        if fits and wgrad_dtype(weight) == torch.float32 and not torch._C._are_functorch_transforms_active():
+        if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
                 rows = input.to(half).reshape(-1, input.shape[-1])
                 out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part)
@@ -49,22 +50,20 @@ class _HalfLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None) -> Tensor:
-        ctx.part, ctx.all_rows = part, weight.shape[0]
-        weight = weight if part is None else weight[slice(*part)]
+        ctx.part = part
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight if part is None else weight[slice(*part)], bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
-            dx = grad_output @ weight if need_x else None
+            dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None
             if need_weight:
-                twice = torch.is_grad_enabled()  # a second derivative is wanted, which half_matmul may not have
-                dw = grad_output.t() @ x if twice else half_matmul(grad_output.t(), x, torch.float32)
-                dw = dw if ctx.part is None else among_rows(dw, ctx.part, ctx.all_rows)
+                dw = half_matmul(grad_output.t(), x, torch.float32)
+                dw = dw if ctx.part is None else among_rows(dw, ctx.part, weight.shape[0])
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
         return dx, dw, db, None

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.backends.base import Backend, is_transformed
+from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
@@ -116,6 +117,9 @@ def _apply(
         out_dtype = torch.get_autocast_dtype(device)
         if out_dtype != plan.half:  # a loop of the user's own, which chooses the dtype
             plan = replace(plan, half=out_dtype)
+    if is_transformed():
+        weight = weight.t() if transposed else weight
+        return _by_torch(x, weight if part is None else weight[slice(*part)], bias, plan, out_dtype)
     # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
     record = layer.training
     with AutocastOff(device):
@@ -123,8 +127,7 @@ def _apply(
         # needs_input_grad does not know of no_grad.
         grad = torch.is_grad_enabled()
         gradient = handle = None
-        # The handle's graph holds a leaf, which would hold the handle.
-        if grad and x.requires_grad and not x.is_leaf and plan.recipe is not None:
+        if grad and x.requires_grad and plan.recipe is not None:
             gradient, handle = plan.inputs.gradient(x)
         gives_out = gradient is not None and handle is None
         call = _Call(
@@ -139,6 +142,15 @@ def _apply(
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
 
 
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, out_dtype: torch.dtype) -> Tensor:
+    """The layer in half precision, by operations of torch alone."""
+    with AutocastOff(x.device.type):
+        rows = x.reshape(-1, x.shape[-1]).to(plan.half)
+        out = plan.backend.matmul(rows, weight.to(plan.half).t(), plan.half).to(out_dtype)
+        out = out if bias is None else out + bias.to(out_dtype)
+        return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
 def wgrad_dtype(weight: Tensor) -> torch.dtype:
     """Dtype in which autograd will store this weight's gradient (``grad_dtype`` where it was set)."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
@@ -151,8 +163,7 @@ class _Call:
     Attributes:
         source: the input as the layer got it.
         values: the same [rows, in_features], apart from autograd.
-        gradient: where the input's gradient is added up; None for an input without one, for a leaf, and for half
-            layers.
+        gradient: where the input's gradient is added up; None for an input without one and for half layers.
         gives_out: whether this is the first layer to read the input.
         part: (first row, row behind the last) of the weight that are multiplied with; None for all.
     """
@@ -176,6 +187,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source, weight, bias, call: _Call):
         ctx.set_materialize_grads(False)
+        ctx.weight, ctx.version = weight, None if weight.is_inference() else weight._version
         x = call.values
         plan, out_dtype, record, transposed, grad = call.plan, call.out_dtype, call.record, call.transposed, call.grad
         backend = plan.backend
@@ -208,7 +220,9 @@ class _LinearFunction(torch.autograd.Function):
             w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
 
         if fprop8:
-            out = backend.fprop(x8, w8, bias, out_dtype)[:rows]
+            out = backend.fprop(x8, w8, bias, out_dtype)
+            if pad:  # not as a view, which could not be changed in place
+                out = torch.ops.aten._unsafe_view.default(out[:rows], [rows, out.shape[1]])
         else:
             out = backend.matmul(x.to(plan.half), _half(weight, plan).t(), out_dtype)
             out = out if bias is None else out + bias.to(out_dtype)
@@ -218,30 +232,34 @@ class _LinearFunction(torch.autograd.Function):
         if x_columnwise:
             x_tensors, x_meta = backend.save(_drop(x8, rowwise=fprop8, backend=backend))
         elif need_wgrad:
-            x_tensors = [x]
+            x_tensors = [source if call.gradient is None else x]
         w_tensors: list[Tensor | None] = []
         w_meta: Any = None
         if w_kept:
             w_tensors, w_meta = backend.save(_drop(w8, rowwise=fprop8, backend=backend))
         elif need_dgrad:
             w_tensors = [weight]
-        ctx.save_for_backward(*x_tensors, *w_tensors)
-        ctx.saved_split = len(x_tensors)
+        handle = x.new_empty(0) if call.gives_out else None
+        # For a second derivative: what leads to the input, without its values.
+        link = [handle if call.gives_out else source] if need_wgrad and call.gradient is not None else []
+        ctx.save_for_backward(*x_tensors, *w_tensors, *link)
+        ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
         ctx.metas = (x_meta, w_meta)
         ctx.plan, ctx.record, ctx.rows, ctx.pad, ctx.transposed = plan, record, rows, pad, transposed
         ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = call.gradient, call.gives_out
         ctx.part, ctx.all_rows = call.part, all_rows
-        return out, x.new_empty(0) if call.gives_out else None
+        return out, handle
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output, _):
-        if grad_output is None:  # only the layers that share this one's input are part of the loss
-            total = ctx.gradient.take()
+        if grad_output is None:  # at most the layers that share this one's input are part of the loss
+            total = ctx.gradient.take() if ctx.gives_out else None
             return None if total is None else total[: ctx.rows], None, None, None
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
+            if torch.is_grad_enabled() or _is_batched(grad_output):
+                return differentiable_backward(ctx, grad_output)
             return _LinearFunction._backward(ctx, grad_output)
 
     @staticmethod
@@ -251,7 +269,8 @@ class _LinearFunction(torch.autograd.Function):
         _, dgrad8, wgrad8 = plan.fp8
         need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
         saved = ctx.saved_tensors
-        x_saved, w_saved = list(saved[: ctx.saved_split]), list(saved[ctx.saved_split :])
+        x_end, w_end = ctx.splits
+        x_saved, w_saved = list(saved[:x_end]), list(saved[x_end:w_end])
         x_meta, w_meta = ctx.metas
 
         dy = grad_output
@@ -277,11 +296,11 @@ class _LinearFunction(torch.autograd.Function):
             else:
                 dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)
                 dx = dx if total is None else dx.add_(total[: ctx.rows])
-            if shared is None:
-                dx = dx[: ctx.rows]
-            else:
+            if shared is not None:
                 shared.put(dx)
                 dx = None
+            elif ctx.pad:
+                dx = dx[: ctx.rows]
         if need_wgrad:
             if wgrad8:
                 dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)
@@ -298,6 +317,12 @@ class _LinearFunction(torch.autograd.Function):
 def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
     """The gradient of all rows of a weight, zero but for those of ``part``, which is ``values``."""
     return F.pad(values, (0, 0, part[0], all_rows - part[1]))
+
+
+def _is_batched(grad_output: Tensor) -> bool:
+    """Whether a gradient stands for many (``is_grads_batched``, ``vmap``): no kernel quantizes these."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad_output) or functorch.is_batchedtensor(grad_output)
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

@@ -97,7 +97,8 @@ class SharedInput:
             source: the tensor that the layer was called with: the same object is taken for the same values while
                 its version is the same.
         """
-        if source.is_inference():  # such tensors count no versions
+        # Inference tensors count no versions, and a leaf that is trained may be written through ``.data``.
+        if source.is_inference() or (source.is_leaf and source.requires_grad):
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = (type(backend), values.shape, values.dtype, operand.scaling, operand.fmt, operand.margin, record)
         there = self._quantized.get(source)
@@ -116,6 +117,7 @@ class SharedInput:
         return found or (InputGradient(), None)
 
     def give_out(self, source: Tensor, gradient: InputGradient, handle: Tensor) -> None:
-        """Let others read ``handle`` in the place of ``source``."""
-        # Nothing that the handle's graph holds may hold the handle: such a circle is never freed.
-        self._gradient.set(source, (gradient, handle))
+        """Let others read ``handle`` in the place of ``source``, which is not a leaf."""
+        # Nothing that the handle's graph holds may hold the handle: such a circle is never freed. A leaf is held.
+        if not source.is_leaf:
+            self._gradient.set(source, (gradient, handle))

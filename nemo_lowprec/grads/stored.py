@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from nemo_lowprec.formats import GradientTensor
@@ -64,6 +65,14 @@ class StoredGradients:
                 self.apart[id(param)] = GradientTensor.from_float(grad)
             if self.watch is not None:
                 self.watch(param)
+            return
+        if grad is not None and grad.requires_grad and torch.is_grad_enabled():
+            # Of backward(create_graph=True): what is computed from it reaches the weights through its own graph.
+            if self.release is not None:
+                raise RuntimeError(
+                    "gradient_release=True drops each gradient at once, and this one is to be differentiated again "
+                    "(create_graph=True). Leave one of them out."
+                )
             return
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
             param.grad = stored = GradientTensor.from_float(grad)

@@ -21,10 +21,7 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
 
     FP16 gradients become FP32 first, one at a time: dividing them in FP16 would round small ones to zero.
 
-    Of sharded gradients each process sees its part.
-
-    Raises:
-        RuntimeError: a sparse gradient.
+    Of sharded gradients each process sees its part. Sparse ones come out coalesced.
 
     Returns:
         1 where one is not finite, else 0: an FP32 scalar on ``device``.
@@ -35,17 +32,15 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         if param.grad is None:
             continue
         if param.grad.is_sparse:
-            raise RuntimeError(
-                "FP16 loss scaling cannot unscale sparse gradients: build the embedding with sparse=False."
-            )
+            grad = param.grad.float().coalesce()  # rows that occur twice are summed in FP32, too
+            _replace(param, grad)
+            grads[grad.device, grad.dtype].append(grad._values())
+            continue
         if param.grad.dtype == torch.bfloat16:  # of a parameter without a master, which steps in BF16
             halves.append(param.grad.div_(scale))
             continue
         if param.grad.dtype == torch.float16:
-            grad = param.grad.float()
-            param.grad = None
-            param.grad_dtype = None  # any
-            param.grad = grad
+            _replace(param, param.grad.float())
         grads[param.grad.device, param.grad.dtype].append(local_of(param.grad))
     found = [_nonfinite(halves, device)]
     for (place, _), tensors in grads.items():
@@ -53,6 +48,12 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, one, torch.full((), 1.0 / scale, device=place))
         found.append(one.to(device))
     return torch.stack(found).amax()
+
+
+def _replace(param: Tensor, grad: Tensor) -> None:
+    param.grad = None
+    param.grad_dtype = None  # any
+    param.grad = grad
 
 
 @torch.no_grad()

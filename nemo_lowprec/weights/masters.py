@@ -18,11 +18,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
 from nemo_lowprec.weights.averaging import average_masters, averages_in
+from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import (
@@ -283,10 +283,8 @@ class MasterWeights:
 
 
 def needs_fp32(module: nn.Module) -> bool:
-    """Norms with running statistics (torch wants their weights in the statistics' dtype), and parametrizations."""
-    if isinstance(module, ParametrizationList):
-        return True
-    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and computed weights."""
+    return computes_weight(module) or isinstance(module, nn.modules.batchnorm._NormBase)
 
 
 def _give_back(param: nn.Parameter, master: Tensor) -> None:

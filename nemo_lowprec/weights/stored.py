@@ -19,10 +19,10 @@ from weakref import getweakrefs
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
 
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
 from nemo_lowprec.weights.averaging import average_masters, averages_in
+from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
@@ -62,7 +62,10 @@ class StoredWeights:
             ValueError: a complex or trained FP64 parameter, one with values beyond FP16's range, one in a graph that
                 is alive or with a weak reference to it, or an embedding with sparse gradients.
         """
+        plain: set[int] = set()
         for name, module in model.named_modules():
+            if needs_plain_fp32(module):
+                plain.update(map(id, module.parameters(recurse=False)))
             for own, param in module.named_parameters(recurse=False):
                 if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
                     where = f"{name}.{own}" if name else own
@@ -89,10 +92,10 @@ class StoredWeights:
                     "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
                 )
             # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-            if _is_matrix(param) and param._use_count() > 2:  # type: ignore[attr-defined]
+            if _is_matrix(param) and id(param) not in plain and param._use_count() > 2:  # type: ignore[attr-defined]
                 raise ValueError(
                     f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
-                    "Delete these first (torch.nn.utils.weight_norm keeps one: use its parametrizations)."
+                    "Delete these first."
                 )
 
     def install(self, model: nn.Module) -> None:
@@ -246,8 +249,8 @@ def _is_fp16_matrix(param: Tensor) -> bool:
 
 
 def needs_plain_fp32(module: nn.Module) -> bool:
-    """RNNs hand the addresses of their weights to cuDNN; a parametrization computes with its own."""
-    return isinstance(module, nn.RNNBase | ParametrizationList)
+    """RNNs hand the addresses of their weights to cuDNN; computed weights come of FP32 parameters."""
+    return isinstance(module, nn.RNNBase) or computes_weight(module)
 
 
 def _is_transformer_engine(module: nn.Module) -> bool:

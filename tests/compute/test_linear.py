@@ -297,12 +297,61 @@ def test_backward_twice_through_one_graph():
     assert torch.equal(layer.weight.grad, 2 * once)
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("change", ["relu_", "add_", "setitem"])
+@pytest.mark.parametrize("shape", [(16, 128), (5, 128), (2, 3, 128), (128,)], ids=str)
+@pytest.mark.parametrize("scaling", [*SCALINGS, None])
+def test_an_output_may_be_changed_in_place(scaling, shape, change):
+    def changed(layer, x, in_place):
+        h = layer(x)
+        other = inputs(*h.shape, seed=3)
+        if change == "relu_":
+            return torch.relu_(h) if in_place else torch.relu(h)
+        if change == "add_":
+            return h.add_(other) if in_place else h + other
+        mask = torch.zeros_like(h)
+        mask[0] = 1
+        if in_place:
+            h[0] = 0.0
+            return h
+        return h * (1 - mask)
+
+    results = []
+    for in_place in (True, False):
+        layer = half_layer() if scaling is None else make(scaling)[0]
+        x = inputs(*shape).requires_grad_()
+        torch.manual_seed(5)
+        out = changed(layer, x, in_place)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad, layer.weight.grad, layer.bias.grad))
+    assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+
+
+class NoGradient(torch.autograd.Function):
+    """A consumer that has no gradient for what it consumed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("is_leaf", [True, False])
+@pytest.mark.parametrize("scaling", [*SCALINGS, None])
+def test_a_consumer_that_returns_no_gradient(scaling, is_leaf):
+    layer = half_layer() if scaling is None else make(scaling)[0]
+    leaf = inputs().requires_grad_()
+    NoGradient.apply(layer(leaf if is_leaf else leaf * 1)).backward()
+    assert leaf.grad is None and all(p.grad is None for p in layer.parameters())
+
+
+def test_reentrant_checkpointing_with_an_input_that_is_not_used():
     layer, _ = make("delayed")
-    x = inputs().requires_grad_()
-    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    x, y = inputs().requires_grad_(), inputs(seed=2).requires_grad_()
+    checkpoint(lambda used, unused: used * 2, x * 1, layer(y), use_reentrant=True).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2)) and y.grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

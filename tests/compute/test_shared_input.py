@@ -180,6 +180,78 @@ def test_backward_twice_and_in_parts():
     torch.testing.assert_close(leaf.grad - of_k, torch.autograd.grad(block.q(x).float().sum(), x)[0])
 
 
+class Forgetful(torch.autograd.Function):
+    """Returns its input, and no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("forgotten", ["q", "k", "v", "qk", "kv", "qv", "qkv"])
+def test_readers_that_get_no_gradient_count_as_absent(forgotten):
+    def loss(block, x):
+        outs = {n: getattr(block, n)(x.clone() if block.apart else x) for n in "qkv"}
+        return sum((Forgetful.apply(o) if n in forgotten else o).float().pow(2).sum() for n, o in outs.items())
+
+    got, want = (gradients(converted("current", apart)[0], loss, inputs()) for apart in (False, True))
+    assert [g is None for g in got] == [w is None for w in want]
+    for g, w in zip(got, want, strict=True):
+        assert g is None or torch.allclose(g, w, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["x", "q", "k"])
+def test_hooks_that_return_none_and_hooks_that_change_a_gradient(where):
+    def loss(block, x, factor=None):
+        seen = {"x": x, "q": block.q(x), "k": block.k(x)}
+        seen[where].register_hook(lambda g: None if factor is None else g * factor)
+        return seen["q"].float().pow(2).sum() + seen["k"].float().pow(2).sum()
+
+    block = converted("current")[0]
+    plain = gradients(block, lambda b, x: b.q(x).float().pow(2).sum() + b.k(x).float().pow(2).sum(), inputs())
+    assert all(g is w or torch.equal(g, w) for g, w in zip(gradients(block, loss, inputs()), plain, strict=True))
+    doubled = gradients(block, lambda b, x: loss(b, x, 2.0), inputs())
+    apart = converted("current", apart=True)[0]
+    want = gradients(apart, lambda b, x: sum(
+        (2 if where in (n, "x") else 1) * getattr(b, n)(x.clone()).float().pow(2).sum() for n in "qk"
+    ), inputs())  # fmt: skip
+    torch.testing.assert_close(doubled[0], want[0], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("view", ["transposed", "slice", "detached", "requires_grad_"])
+def test_inputs_that_are_views_or_apart_from_the_graph(view):
+    def loss(block, x):
+        first = block.q(x.clone() if block.apart else x).float().pow(2).sum()
+        if view == "transposed":
+            other = (x.new_zeros(32, 16) + x.t()).t()
+        elif view == "slice":
+            other = torch.cat([x, x])[8:24]
+        else:
+            other = x.detach()
+        other = other.requires_grad_() if view == "requires_grad_" else other
+        return first + sum(getattr(block, n)(other.clone() if block.apart else other).float().pow(2).sum() for n in
+                           "kv")  # fmt: skip
+
+    got, want = (gradients(converted("current", apart)[0], loss, inputs()) for apart in (False, True))
+    for g, w in zip(got, want, strict=True):
+        assert g is w or torch.allclose(g, w, rtol=1e-6, atol=1e-5)
+
+
+def test_a_leaf_whose_data_are_replaced_is_quantized_again():
+    """As attacks do that move an input along its gradient."""
+    block = converted("current")[0]
+    x = inputs().requires_grad_()
+    first = block.q(x)
+    x.data = 2 * x.data
+    torch.testing.assert_close(block.q(x) - block.q.bias, 2 * (first - block.q.bias))
+    x.data.mul_(2)
+    torch.testing.assert_close(block.q(x) - block.q.bias, 4 * (first - block.q.bias))
+
+
 def test_a_layer_that_reads_a_tensor_twice():
     block = converted("current")[0]
     once = gradients(block, lambda b, x: 2 * b.q(x).float().pow(2).sum(), inputs())

@@ -89,11 +89,27 @@ def test_takes_a_generator():
     assert all(p.grad.tolist() == [0.5, 0.5] for p in params)
 
 
-def test_sparse_gradients_are_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sparse_gradients(dtype):
+    embedding = nn.Embedding(4, 2, sparse=True, dtype=dtype)
+    (embedding(torch.tensor([1, 3, 1])).float() * 40000.0).sum().backward()  # of a row twice: beyond FP16
+    assert not unscale_(embedding.parameters(), 2.0**10, CPU)
+    grad = embedding.weight.grad
+    assert grad.is_sparse and grad.dtype == torch.float32
+    row = 40000.0 if dtype != torch.bfloat16 else float(torch.tensor(40000.0).bfloat16())
+    want = torch.zeros(4, 2)
+    want[1], want[3] = 2 * row / 2**10, row / 2**10
+    torch.testing.assert_close(grad.to_dense(), want)
+    unscaled = grad._values().clone()
+    (embedding(torch.tensor([2])) * float("inf")).sum().backward()
+    assert unscale_(embedding.parameters(), 1.0, CPU)
+    assert unscaled.isfinite().all()
+
+
+def test_a_sparse_gradient_of_no_rows():
     embedding = nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse=False"):
-        unscale_(embedding.parameters(), 2.0, CPU)
+    embedding(torch.zeros(0, dtype=torch.long)).sum().backward()
+    assert not unscale_(embedding.parameters(), 2.0, CPU)
 
 
 KINDS = {

@@ -2,7 +2,19 @@
 
 import pytest
 import torch
-from support import CASES, FP16_LEVELS, HALF_LEVELS, MSAMP_LEVELS, Net, kept_state, loader, plugin, train
+from support import (
+    CASES,
+    FP16_LEVELS,
+    HALF_LEVELS,
+    MSAMP_LEVELS,
+    Net,
+    is_low_bit,
+    kept_state,
+    level_of,
+    loader,
+    plugin,
+    train,
+)
 from torch import optim
 
 from nemo_lowprec.weights import master_of
@@ -155,14 +167,58 @@ def test_zero_grad_frees_what_the_masters_held(case):
         assert master is None or master.grad is None
 
 
-def test_sparse_gradients_are_refused_at_fp16():
-    class Sparse(Net):
-        def __init__(self):
-            super().__init__(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
-            self.table = torch.nn.Embedding(32, 32, sparse=True)
+class Sparse(Net):
+    """With a table of sparse gradients, which SGD or SparseAdam updates, and rows that occur several times."""
 
-        def loss(self, batch):
-            return super().loss({"x": batch["x"] + self.table(batch["y"]), "y": batch["y"]})
+    def __init__(self, table, optimizer, infinite_at=None):
+        super().__init__(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+        self.table = table(32, 32, sparse=True)
+        self.table_optimizer, self.infinite_at = optimizer, infinite_at
+        self.automatic_optimization = optimizer is torch.optim.SGD
 
-    with pytest.raises(RuntimeError, match="sparse=False"):
-        train(Sparse(), plugin("fp16_mixed"))
+    def loss(self, batch):
+        rows = torch.stack([batch["y"], batch["y"] // 2, batch["y"] // 2], 1)
+        found = self.table(rows)
+        found = found.sum(1) if isinstance(self.table, torch.nn.Embedding) else found
+        loss = super().loss({"x": batch["x"] + found, "y": batch["y"]})
+        return loss * (float("inf") if self.trainer.global_step == self.infinite_at else 1.0)
+
+    def configure_optimizers(self):
+        if self.automatic_optimization:
+            return super().configure_optimizers()
+        rest = [p for n, p in self.named_parameters() if not n.startswith("table")]
+        return [torch.optim.SGD(rest, lr=0.1), self.table_optimizer(self.table.parameters(), lr=0.01)]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return None
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam])
+@pytest.mark.parametrize("table", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+@pytest.mark.parametrize("case", [case for case in CASES if not is_low_bit(case)])
+def test_sparse_gradients_train_as_in_fp32(case, table, optimizer):
+    models = [Sparse(table, optimizer) for _ in range(2)]
+    start = models[0].table.weight.detach().clone()
+    for model, precision in zip(models, (plugin(case), None), strict=True):
+        train(model, precision, max_steps=6, max_epochs=-1)
+    got, want = (m.table.weight.detach() - start for m in models)
+    assert torch.equal(got.abs().sum(1) > 0, want.abs().sum(1) > 0) and (want.abs().sum(1) == 0).any()
+    similar = torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), dim=0)
+    assert similar > (0.7 if level_of(case).compute == "nvfp4" else 0.9)  # SparseAdam's first steps know signs only
+    assert models[0].losses[-1] == pytest.approx(models[1].losses[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not is_low_bit(case)])
+def test_an_overflow_skips_the_step_of_sparse_gradients(case):
+    model = Sparse(torch.nn.Embedding, torch.optim.SGD, infinite_at=0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, case, max_steps=1)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

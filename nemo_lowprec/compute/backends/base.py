@@ -22,10 +22,22 @@ from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.formats import ScaledTensor
 from nemo_lowprec.formats.block import BlockLayout
 
-__all__ = ["Backend", "Part", "Quantized"]
+__all__ = ["Backend", "Part", "Quantized", "is_transformed", "rms_norm"]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or ``torch.jit.trace`` is at work, which know torch's operations only."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
 
 
 _BLOCK_FORMATS = {"e8m0": "mxfp8", "e4m3": "nvfp4"}
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    """RMSNorm over the last dimension by torch's operations, which have derivatives of any order."""
+    if weight is not None and zero_centered:
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 class Part(NamedTuple):
@@ -102,9 +114,7 @@ class Backend(ABC):
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dimension, statistics in FP32; ``x`` and ``weight`` of one dtype."""
-        if weight is not None and zero_centered:
-            return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return rms_norm(x, weight, eps, zero_centered)
 
     def describe(self, operand: Any) -> str:
         """The chart's name of an operand's format, read off its data."""

@@ -75,8 +75,12 @@ class ScaledMMBackend(ReferenceBackend):
 
 
 def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator itself, not rounded to half first."""
+    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator itself, not rounded to half first.
+
+    In a graph it is rounded: the GEMM that does not round may have no derivative.
+    """
     mixed = out_dtype == torch.float32 and a.dtype != out_dtype and a.is_cuda and a.numel() > 0 and b.numel() > 0
+    mixed = mixed and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
     if mixed and "dtype" in torch.ops.aten.mm.overloads():
         return torch.mm(a, b, out_dtype=out_dtype)
     return torch.mm(a, b).to(out_dtype)

@@ -14,6 +14,7 @@ NaN and scales by 1. The NaN itself comes out as NaN on both.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.backends.base import Backend, is_transformed, rms_norm
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.formats import FloatFormat, ScaledTensor, Slot, compute_amax, compute_scale
@@ -200,7 +201,7 @@ class TEBackend(Backend):
         return storage
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-        if weight is None or x.numel() == 0 or x.shape[-1] % 16:
+        if weight is None or x.numel() == 0 or x.shape[-1] % 16 or is_transformed():
             return super().rms_norm(x, weight, eps, zero_centered)
         out: Tensor = _RMSNorm.apply(x.reshape(-1, x.shape[-1]), weight, eps, zero_centered)
         return out.view(x.shape)
@@ -220,19 +221,31 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor:
         found = _load()
-        x = x.contiguous()
-        out, _, rstdev = found.tex.rmsnorm_fwd(x, weight, eps, None, None, found.dtype[x.dtype], 0, zero_centered)
+        values = x.contiguous()
+        out, _, rstdev = found.tex.rmsnorm_fwd(values, weight, eps, None, None, found.dtype[x.dtype], 0, zero_centered)
         ctx.save_for_backward(x, weight, rstdev)
-        ctx.zero_centered = zero_centered
+        ctx.eps, ctx.zero_centered = eps, zero_centered
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         x, weight, rstdev = ctx.saved_tensors
-        grad = grad_output.to(x.dtype).contiguous()
+        if torch.is_grad_enabled() or is_transformed():
+            return *_rms_norm_gradients(ctx, x, weight, grad_output), None, None
+        x, grad = x.contiguous(), grad_output.to(x.dtype).contiguous()
         dx, dweight = _load().tex.rmsnorm_bwd(grad, x, rstdev, weight, 0, ctx.zero_centered)
         return dx, dweight, None, None
+
+
+def _rms_norm_gradients(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -> Iterator[Tensor | None]:
+    """The same of torch's own norm, which has further derivatives."""
+    needed = ctx.needs_input_grad[:2]
+    wanted = [t for t, need in zip((x, weight), needed, strict=True) if need]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+        out = rms_norm(x, weight, ctx.eps, ctx.zero_centered)
+    found = iter(torch.autograd.grad(out, wanted, grad_output, create_graph=create_graph))
+    return (next(found) if need else None for need in needed)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,122 @@
+"""The backward pass of a converted linear layer where its gradients are differentiated again (``create_graph=True``).
+
+Also where many are computed at once (``is_grads_batched=True``, ``vmap`` of ``torch.autograd.grad``).
+
+Its two GEMMs then run in half precision on the weight parameter and on the input that the forward pass saved, as
+operations of torch that autograd differentiates any number of times. Gradient penalties and forces reach the weight,
+the bias, the input and the output gradient in this way.
+
+A forward pass saves no more for it than an empty tensor, the link, whose place in the graph leads to the input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.recipe import Operand
+from nemo_lowprec.compute.shared_input import InputGradient
+
+__all__ = ["differentiable_backward"]
+
+_CHUNK = 2048  # rows
+
+
+def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features].
+
+    Args:
+        ctx: the node of the layer's forward pass.
+
+    Raises:
+        RuntimeError: the weight was changed in place since the forward pass.
+    """
+    plan = ctx.plan
+    need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
+    if need_dgrad:
+        if ctx.version is not None and ctx.weight._version != ctx.version:
+            raise RuntimeError("A layer's weight was changed in place before a second derivative of its output.")
+        weight = ctx.weight.t() if ctx.transposed else ctx.weight
+        weight = weight if ctx.part is None else weight[slice(*ctx.part)]
+        dx = plan.backend.matmul(dy.to(plan.half), weight.to(plan.half), ctx.x_dtype)
+        total = None if ctx.gradient is None else ctx.gradient.take()
+        dx = dx if total is None else dx + total[: ctx.rows]
+        if ctx.gradient is not None and not ctx.gives_out:
+            _hand_on(ctx, ctx.gradient, dx)
+            dx = None
+    if need_wgrad and _is_reached(ctx, 1):
+        dw = plan.backend.matmul(dy.to(plan.half).t(), _saved_input(ctx).to(plan.half), ctx.grad_dtype)
+        dw = dw.t() if ctx.transposed else dw
+        if ctx.part is not None:  # as ``among_rows`` in linear.py
+            dw = F.pad(dw, (0, 0, ctx.part[0], ctx.all_rows - ctx.part[1]))
+    if ctx.bias_dtype is not None and need_bias:
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return dx, dw, db, None
+
+
+def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
+    # What nobody takes would keep the graph alive, which keeps it.
+    if _is_reached(ctx, 0):
+        gradient.put(total)
+
+
+def _is_reached(ctx: Any, index: int) -> bool:
+    """Whether this backward pass goes on from a node to what made its tensor ``index``."""
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    except RuntimeError:  # torch does not say so of a leaf that torch.autograd.grad was asked for
+        return True
+
+
+def _saved_input(ctx: Any) -> Tensor:
+    """The input [rows, in_features] that the weight's gradient is computed from, as a part of the graph."""
+    plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
+    if ctx.metas[0] is None:
+        values = saved[0]
+    else:
+        operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
+        rows = ctx.rows + ctx.pad
+        values = _values(plan.backend, operand, rows, plan.operand("input"), plan.half, ctx.weight.device)
+    if ctx.gradient is None or not torch.is_grad_enabled():
+        return values[: ctx.rows]
+    linked: Tensor = _LinkedInput.apply(saved[w_end], values[: ctx.rows], ctx.gradient, ctx.x_dtype, ctx.pad)
+    return linked
+
+
+@torch.no_grad()
+def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtype, device: torch.device) -> Tensor:
+    """What the columnwise data of an input stand for, [rows, in_features] in half precision.
+
+    They are read by the GEMM that every backend has for them: the weight gradient, here of columns of the identity.
+    """
+    operand = replace(kind, scaling="current" if kind.scaling == "delayed" else kind.scaling, slot=None)
+    row, width = torch.arange(rows, device=device).unsqueeze(1), min(_CHUNK, rows + -rows % 128)
+    chunks = []
+    for start in range(0, rows, width):
+        columns = (row == torch.arange(start, start + width, device=device)).to(half)
+        quantized = backend.quantize(columns, operand, rowwise=False, columnwise=True, record=False)
+        chunks.append(backend.wgrad(quantized, backend.copy_operand(x), half))
+    return torch.cat(chunks)[:rows]
+
+
+class _LinkedInput(torch.autograd.Function):
+    """Of (the link to an input, the input's values [rows, in_features]) to the values; a gradient joins the input's."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Tensor, values: Tensor, gradient: InputGradient, dtype: Any, pad: int) -> Tensor:
+        ctx.gradient, ctx.dtype, ctx.pad = gradient, dtype, pad
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        total = ctx.gradient.take()
+        grad = grad.to(ctx.dtype)
+        grad = grad if total is None else grad + total[: len(grad)]
+        _hand_on(ctx, ctx.gradient, F.pad(grad, (0, 0, 0, ctx.pad)))  # a copy: the next layer adds to it in place
+        return None, None, None, None, None
