@@ -687,7 +687,8 @@ class Engine:
         if self.histories is not None:
             self.histories.update()
         if self.weight_scales is not None:
-            self.weight_scales.renew()
+            with torch.autocast(self.device.type, enabled=False):  # manual optimization steps inside training_step
+                self.weight_scales.renew()
 
     def _skips_by_itself(self, optimizer: Optimizer) -> bool:
         """Whether the kernels of ``optimizer`` read ``found_inf``: the host need not wait before the step."""

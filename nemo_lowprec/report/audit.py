@@ -178,7 +178,7 @@ class Audit(pl.Callback):
     def _master(self, param: nn.Parameter) -> Any:
         """The master weight; a shard is one where what is gathered of it has another format."""
         if self._gathered is None:
-            return master_of(param)
+            return master_of(param) if param.requires_grad else None  # a frozen one's values wait on the CPU
         weight, shard = self._gathered.weights.get(id(param)), as_stored(param)
         return None if weight is None or weight.format == shard.format else shard
 

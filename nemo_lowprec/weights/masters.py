@@ -81,7 +81,7 @@ class MasterWeights:
             if id(param) not in self._frozen:
                 self._frozen[id(param)] = param
                 if param.dtype != self.half:
-                    self._give_master(param, param.detach().to("cpu", copy=True))
+                    self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
         if master_of(param) is None:
             self._give_master(param, param.detach().to(torch.float32, copy=True))

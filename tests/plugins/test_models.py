@@ -103,6 +103,7 @@ def test_frozen_parameters_stay_put(case):
     state = train(Frozen(), case, max_steps=2).state
     start = Net().state_dict()
     weights = state["weights"].items()
+    case = case.replace("o3", "o2")  # a frozen weight is FP16 there, too
     same = {name.split(".")[0] for name, value in weights if torch.equal(value, kept(case, name, start[name]))}
     assert same == {"mid", "norm"}
 
@@ -206,9 +207,10 @@ def test_base_finetuning_unfreezes_in_mid_training_and_resumes(case, tmp_path):
     model = Finetuned()
     whole = train(model, case, Unfreeze(), data=stateful_loader(8), max_epochs=2)
     first, second = model.per_epoch
-    start = {name: kept(case, name, value) for name, value in start.items()}
+    # A frozen weight is FP16 at O3, too.
+    start = {name: kept(case.replace("o3", "o2"), name, value) for name, value in start.items()}
     assert torch.equal(first["mid.weight"], start["mid.weight"])
-    assert not torch.equal(second["mid.weight"], start["mid.weight"])
+    assert not torch.equal(second["mid.weight"].float(), start["mid.weight"].float())
     assert torch.equal(second["extra.0.weight"], start["extra.0.weight"])
     [optimizer] = whole.trainer.optimizers
     assert [len(g["params"]) for g in optimizer.param_groups] == [6, 1]

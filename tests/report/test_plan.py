@@ -131,6 +131,7 @@ def test_frozen_parameters_take_no_gradient_and_no_states():
     assert got.column("Weight") == whole.column("Weight")
     assert got.column("Weight gradient").bytes == 4 * trained
     assert got.column("Optimizer states").bytes == 8 * trained
+    assert got.column("Master weight").bytes == 4 * trained
 
 
 def test_tied_weights_count_once():

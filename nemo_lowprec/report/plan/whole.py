@@ -26,7 +26,7 @@ def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[P
     for part in parts_of(model, engine):
         for param in part.params:
             weights.add(part.name, param)
-            masters.add(part.name, master_of(param))
+            masters.add(part.name, master_of(param) if param.requires_grad else None)
             if not param.requires_grad:
                 continue
             gradient = _gradient(param, engine)
