@@ -6,6 +6,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -13,10 +14,28 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.comm import leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats.local import is_sharded
 
-__all__ = ["PlainLoop", "UnderDDP"]
+__all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
 
 _HISTORIES = "fp8_histories"
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise ValueError where ``fully_shard`` has made shards of parameters of ``model``.
+
+    Such shards stay FP32, and so do their gradients and the optimizer's states.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(m, FSDPModule) for m in model.modules()) or any(is_sharded(p) for p in model.parameters()):
+        raise ValueError(
+            "This model's parameters are sharded (by fully_shard), which initialize cannot train. Use a Trainer with "
+            "strategy='lowprec_sharded', which shards the model, or takes over what fully_shard has cut; or leave "
+            "fully_shard out, and use DistributedDataParallel."
+        )
 
 
 class PlainLoop:
@@ -28,6 +47,7 @@ class PlainLoop:
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
         self._engine = engine
         self._looked_at = False
+        self._is_first = True
         model.register_forward_pre_hook(self._before_forward)
         histories = engine.histories
         if histories is None:
@@ -41,6 +61,9 @@ class PlainLoop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._is_first:
+            refuse_sharded(model)  # after initialize
+            self._is_first = False
         self._engine.cover_gradients()
         if self._looked_at and self._engine.histories is not None:
             self._looked_at = False
