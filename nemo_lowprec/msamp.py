@@ -24,7 +24,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.options import parse_options
-from nemo_lowprec.plain_loop import PlainLoop, UnderDDP
+from nemo_lowprec.plain_loop import PlainLoop, UnderDDP, refuse_sharded
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
 
@@ -67,7 +67,8 @@ def initialize(
 
     Raises:
         ValueError: an unknown level, an optimizer without a low-bit form or of another model's parameters, a model
-            that is converted already, or a value that an option does not take; model and optimizer are as they were.
+            that is converted already or sharded, or a value that an option does not take; model and optimizer are as
+            they were.
         TypeError: an unknown option.
 
     Source: MS-AMP's ``msamp.initialize``.
@@ -78,6 +79,7 @@ def initialize(
         raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Call initialize before DistributedDataParallel wraps the model.")
+    refuse_sharded(model)
     if is_converted(model) or any(isinstance(p, StoredTensor) for p in model.parameters()):
         raise ValueError("This model is converted already: call initialize once, on the plain model.")
     engine = _engine(opt_level, use_te, _device_of(model), options)

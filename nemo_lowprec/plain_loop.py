@@ -17,10 +17,28 @@ from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats.hooks import weakly
+from nemo_lowprec.formats.local import is_sharded
 
-__all__ = ["PlainLoop", "UnderDDP"]
+__all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
 
 _HISTORIES = "fp8_histories"
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise ValueError where ``fully_shard`` has made shards of parameters of ``model``.
+
+    Such shards stay FP32, and so do their gradients and the optimizer's states.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(m, FSDPModule) for m in model.modules()) or any(is_sharded(p) for p in model.parameters()):
+        raise ValueError(
+            "This model's parameters are sharded (by fully_shard), which initialize cannot train. Use a Trainer with "
+            "strategy='lowprec_sharded', which shards the model, or takes over what fully_shard has cut; or leave "
+            "fully_shard out, and use DistributedDataParallel."
+        )
 
 
 class PlainLoop:
@@ -52,6 +70,8 @@ class PlainLoop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if not self._looked_into:
+            refuse_sharded(model)  # after initialize
         self._check_own_parameters(model)
         self._engine.before_forward()
         self._engine.cover_gradients()

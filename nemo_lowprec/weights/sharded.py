@@ -132,8 +132,8 @@ class ShardedWeights:
         return self._sharded.get((id(module), name))
 
     def is_matrix(self, param: Tensor) -> bool:
-        """Whether the gradient of a whole parameter is stored in FP8."""
-        return self.low_bit and StoredWeights.is_matrix(param)
+        """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
+        return self.low_bit and StoredWeights.is_matrix(local_of(param))
 
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far, each once and in the model's order."""
