@@ -79,6 +79,9 @@ def _saved_input(ctx: Any) -> Tensor:
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
         values = saved[0]
+    elif ctx.rows == 0:
+        features = ctx.weight.shape[0 if ctx.transposed else 1]
+        values = torch.zeros(0, features, dtype=plan.half, device=ctx.weight.device)
     else:
         operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
         rows = ctx.rows + ctx.pad
@@ -101,7 +104,7 @@ def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtyp
     for start in range(0, rows, width):
         columns = (row == torch.arange(start, start + width, device=device)).to(half)
         quantized = backend.quantize(columns, operand, rowwise=False, columnwise=True, record=False)
-        chunks.append(backend.wgrad(quantized, backend.copy_operand(x), half))
+        chunks.append(backend.wgrad(quantized, x, half))
     return torch.cat(chunks)[:rows]
 
 

@@ -6,6 +6,7 @@ stay what they were. Which of the three GEMMs run in FP8, on which backend and w
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,8 +119,7 @@ def _apply(
         if out_dtype != plan.half:  # a loop of the user's own, which chooses the dtype
             plan = replace(plan, half=out_dtype)
     if is_transformed():
-        weight = weight.t() if transposed else weight
-        return _by_torch(x, weight if part is None else weight[slice(*part)], bias, plan, out_dtype)
+        return _by_torch(x, weight, bias, plan, out_dtype, transposed, part)
     # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
     record = layer.training
     with AutocastOff(device):
@@ -142,13 +142,29 @@ def _apply(
         return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
 
 
-def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, out_dtype: torch.dtype) -> Tensor:
+def _by_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    out_dtype: torch.dtype,
+    transposed: bool,
+    part: tuple[int, int] | None,
+) -> Tensor:
     """The layer in half precision, by operations of torch alone."""
+    if torch._C._get_tracing_state() is not None and isinstance(weight, StoredTensor):
+        warnings.warn(
+            "torch.jit.save crashes on weights in low-bit storage. To save a trace, make it of copy.deepcopy(model), "
+            "whose weights are FP32.",
+            stacklevel=2,
+        )
     with AutocastOff(x.device.type):
         rows = x.reshape(-1, x.shape[-1]).to(plan.half)
-        out = plan.backend.matmul(rows, weight.to(plan.half).t(), plan.half).to(out_dtype)
+        half = weight.to(plan.half)
+        half = half if part is None else half[slice(*part)]
+        out = plan.backend.matmul(rows, half if transposed else half.t(), plan.half).to(out_dtype)
         out = out if bias is None else out + bias.to(out_dtype)
-        return out.reshape(*x.shape[:-1], weight.shape[0])
+        return out.reshape(*x.shape[:-1], out.shape[1])
 
 
 def wgrad_dtype(weight: Tensor) -> torch.dtype:

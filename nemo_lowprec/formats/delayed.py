@@ -17,6 +17,7 @@ Differences to Transformer Engine's recipe, each on purpose:
 from __future__ import annotations
 
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
@@ -63,6 +64,24 @@ class Slot:
     def current_scale(self, amax: Tensor) -> Tensor:
         """Scale [1] for the tensor at hand: the delayed one, or from ``amax`` itself while there is no history."""
         return compute_scale(amax.reshape(1), self.fmt.max, self.margin) if self.cold else self.scale
+
+
+def _send(slot: Slot) -> Any:
+    # As numbers: two slots are views of one table, whose memory Python cannot hand to a process it spawns twice.
+    state = (slot.scale.tolist(), slot.amax.tolist(), slot.scale.device, slot.cold, slot.recorded)
+    return _receive, (slot.fmt, slot.margin, *state)
+
+
+def _receive(
+    fmt: FloatFormat, margin: int, scale: list[float], amax: list[float], device: Any, cold: bool, recorded: bool
+) -> Slot:
+    slot = Slot(fmt, margin)
+    slot.scale, slot.amax = torch.tensor(scale, device=device), torch.tensor(amax, device=device)
+    slot.cold, slot.recorded = cold, recorded
+    return slot
+
+
+ForkingPickler.register(Slot, _send)
 
 
 class DelayedScaling:

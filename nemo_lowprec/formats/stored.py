@@ -11,6 +11,7 @@ master (or a copy of it) along, so that ``weight.data += delta`` is as exact.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +46,7 @@ class StoredTensor(Tensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])  # torch.load(weights_only=True) opens them
+        ForkingPickler.register(cls, _send)
 
     @classmethod
     def _wrap(cls, parts: tuple[Tensor, ...], settings: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -166,9 +168,22 @@ class StoredTensor(Tensor):
     def _exact(self) -> torch.nn.Parameter:
         return torch.nn.Parameter(self.exact(), self.requires_grad)
 
+    def share_memory_(self) -> Any:
+        """Move the inner tensors to shared memory."""
+        for part in self.parts():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the inner tensors are in shared memory, as all of a GPU's are."""
+        return all(part.is_shared() for part in self.parts())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.copied_in_fp32:
             return self._exact().__reduce_ex__(protocol)
+        return self._as_parts()
+
+    def _as_parts(self) -> Any:
         # As bytes where torch.save knows no other way for a dtype, and with settings as plain values.
         parts = [(part.view(torch.uint8) if part.element_size() == 1 else part, part.dtype) for part in self.parts()]
         kind = next(c for c in type(self).__mro__ if "PARTS" in c.__dict__)
@@ -302,6 +317,11 @@ def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs
 
 def _as(tensor: StoredTensor, requires_grad: bool, parameter: bool) -> Any:
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _send(tensor: StoredTensor) -> Any:
+    """Hand a tensor to another process as torch.multiprocessing does: with its storage, which becomes shared memory."""
+    return tensor._as_parts()
 
 
 def _rebuild(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,13 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES, Sharding
 from nemo_lowprec.formats.local import is_sharded
 from nemo_lowprec.strategies.materialize import materialize
 
-__all__ = ["blocks_of", "mesh_of_units", "policy_for", "shard_model", "sharding_over", "take_over_units"]
+__all__ = [
+    "blocks_of",
+    "mesh_of_units",
+    "policy_for",
+    "refuse_second_derivatives",
+    "shard_model",
+    "sharding_over",
+    "take_over_units",
+]
 
 
 def policy_for(level: PrecisionLevel) -> MixedPrecisionPolicy:
@@ -96,6 +106,34 @@ def take_over_units(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
             group.mp_policy = policy
             for param in group.fsdp_params:
                 param.mp_policy = policy
+
+
+_REFUSES = "_lowprec_refuses_second_derivatives"
+
+
+def refuse_second_derivatives(model: nn.Module) -> None:
+    """Have every unit of ``model`` raise in a backward pass that is to be differentiated again; once is enough.
+
+    FSDP2 frees a unit's weights after its backward pass, and the second one would read freed memory.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and _REFUSES not in module.__dict__:
+            module.register_forward_hook(_watch_output)
+            module.__dict__[_REFUSES] = True
+
+
+def _watch_output(module: nn.Module, args: Any, output: Any) -> None:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(_raise_if_differentiated_again)
+
+
+def _raise_if_differentiated_again(_: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "lowprec_sharded frees weights after a backward pass, and a second derivative (create_graph=True) needs "
+            "them. Use lowprec_ddp or ddp."
+        )
 
 
 def shard_model(

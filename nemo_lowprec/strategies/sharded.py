@@ -34,6 +34,7 @@ from nemo_lowprec.strategies.root import gather_around_steps
 from nemo_lowprec.strategies.shard import (
     mesh_of_units,
     policy_for,
+    refuse_second_derivatives,
     shard_model,
     sharding_over,
     take_over_units,
@@ -150,6 +151,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         else:
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
             self.model.__dict__[_CUT_WITH] = self._shard_size, self._reshard
+        refuse_second_derivatives(self.model)
         gather_around_steps(self.model)
         self.model_to_device()
         self.barrier()

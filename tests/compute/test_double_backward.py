@@ -95,6 +95,14 @@ def test_a_third_derivative(scaling):
         assert relative_error(got, exact) < (0.03 if scaling is None else 0.2)
 
 
+@pytest.mark.parametrize("scaling", [*SCALINGS, None])
+def test_no_rows(scaling):
+    layer, x = linear(scaling), torch.zeros(0, 128).requires_grad_()
+    dx, dw = torch.autograd.grad(layer(x).sum(), (x, layer.weight), create_graph=True)
+    (dx.sum() + dw.square().sum()).backward()
+    assert x.grad.shape == (0, 128) and layer.weight.grad.eq(0).all()
+
+
 class Conv1D(nn.Module):
     """transformers' layer of this name, which ``convert`` knows by it."""
 

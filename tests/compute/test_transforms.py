@@ -1,11 +1,17 @@
 """Transforms of torch.func and batched gradients run converted layers in half precision; so does torch.jit.trace."""
 
+import copy
+import io
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from support import CASES, level_of, plugin
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_module_state, vmap
+
+from nemo_lowprec.formats import StoredTensor
 
 SIMILAR = {"fp16": 0.999, "bf16": 0.999, "fp8": 0.98, "mxfp8": 0.98, "nvfp4": 0.9}
 
@@ -45,6 +51,13 @@ def vjps(model, x):
     return x, model(x).float().sum(0)
 
 
+def saved_and_loaded(traced):
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
 TRANSFORMS = {
     "grad": lambda m, x, y: grad(loss_of(m))(detached(m), x, y)["q.weight"],
     "per sample": lambda m, x, y: vmap(grad(loss_of(m)), (None, 0, 0))(detached(m), x[:, None], y[:, None])["k.weight"],
@@ -62,6 +75,8 @@ TRANSFORMS = {
         lambda z: m(z).float().sum(0), x, vectorize=True, create_graph=True
     ),
     "trace": lambda m, x, y: torch.jit.trace(m, (x,), check_trace=False)(x),
+    # Weights in low-bit storage are those of a deep copy, in FP32.
+    "saved trace": lambda m, x, y: saved_and_loaded(torch.jit.trace(copy.deepcopy(m), (x,), check_trace=False))(x),
 }
 
 
@@ -82,3 +97,14 @@ def test_what_a_transform_returns_is_that_of_the_plain_model(case, name, batch):
     assert got.shape == want.shape
     assert F.cosine_similarity(got.flatten(), want.flatten(), dim=0) > SIMILAR[level_of(case).compute]
     assert float(got.norm()) == pytest.approx(float(want.norm()), rel=0.1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_of_low_bit_weights_tells_how_to_save_it(case, batch):
+    model, autocast = converted(case)
+    with autocast, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.jit.trace(model, (batch[0],), check_trace=False)
+    low_bit = any(isinstance(p, StoredTensor) for p in model.parameters())
+    assert low_bit == ("msamp" in case or "fp8_params" in case)
+    assert low_bit == any("copy.deepcopy(model)" in str(w.message) for w in told)

@@ -28,6 +28,24 @@ def test_the_gradient_is_not_rounded(half, bias):
     torch.testing.assert_close(x.grad, (dy.float() @ layer.weight.float()).to(half), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_a_loss_on_gradients(half):
+    results = []
+    for dtype in (half, torch.float32):
+        torch.manual_seed(0)
+        layer = nn.Linear(256, 384, device="cuda").to(dtype)
+        if dtype == half:
+            layer.__class__ = HalfLinear
+            for param in layer.parameters():
+                param.grad_dtype = torch.float32
+        x = torch.randn(100, 256, device="cuda").to(dtype).requires_grad_()
+        grads = torch.autograd.grad(torch.tanh(layer(x)).float().sum(), (x, layer.weight), create_graph=True)
+        sum(g.float().square().sum() for g in grads).backward()
+        results.append([*(g.detach() for g in grads), x.grad, layer.weight.grad, layer.bias.grad])
+    for got, want in zip(*results, strict=True):
+        assert (got.float() - want).norm() / want.norm() < 0.03
+
+
 @pytest.mark.parametrize(("level", "used"), [("bf16_mixed", True), ("fp16_mixed", False)])  # its gradients are FP16
 def test_a_trainer_uses_it_and_gives_the_layers_back(level, used):
     model, seen = Net(), []

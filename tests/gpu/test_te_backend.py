@@ -413,6 +413,73 @@ def test_retained_graph_gives_the_same_gradient_twice(name):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def second_derivatives(layer, half=HALF):
+    """(grad_input, grad_weight, grad_bias), and the gradients of a loss on them."""
+    x, dy = make(3, 37, 96, dtype=half, seed=3).requires_grad_(), make(3, 37, 64, dtype=half, seed=4).requires_grad_()
+    a, b = make(3, 37, 96, seed=5).float(), make(64, 96, seed=6).float()
+    with torch.autocast("cuda", dtype=half):
+        out = layer(x * 1.0)
+    first = torch.autograd.grad(out, (x, layer.weight, layer.bias), dy, create_graph=True)
+    loss = (first[0].float() * a).sum() + (first[1].float() * b).sum() + first[2].float().square().sum()
+    return [*first, *torch.autograd.grad(loss, (x, layer.weight, dy))]
+
+
+@pytest.mark.parametrize("name,scaling", list(itertools.product(["te", "torch"], SCALINGS)))
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_second_derivatives(name, scaling, weight_dtype):
+    recipe = recipe_of(scaling)
+    layer, expected = (
+        layer_of(b, recipe, weight_dtype=weight_dtype)[0] for b in (backend_of(name, recipe), ReferenceBackend())
+    )
+    limit = 0.3 if scaling == "nvfp4" else 2 * tolerance(HALF)
+    for actual, wanted in zip(second_derivatives(layer), second_derivatives(expected), strict=True):
+        assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
+        assert relative_error(actual, wanted) < limit
+
+
+@pytest.mark.parametrize("name", ["te", "torch"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_second_derivatives_of_a_norm(name, zero_centered):
+    def run(backend):
+        x = make(5, 7, 256, dtype=torch.float32).requires_grad_()
+        weight = make(256, dtype=torch.float32, seed=1).requires_grad_()
+        out = backend.rms_norm(x, weight, 1e-5, zero_centered)
+        dx, dw = torch.autograd.grad(out.square().sum(), (x, weight), create_graph=True)
+        return [dx, dw, *torch.autograd.grad(dx.square().sum() + dw.square().sum(), (x, weight))]
+
+    for actual, expected in zip(run(backend_of(name, recipe_of("current"))), run(ReferenceBackend()), strict=True):
+        assert relative_error(actual, expected) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["te", "torch"])
+@pytest.mark.parametrize("scaling", [*PER_TENSOR, "blockwise"])
+@pytest.mark.parametrize("rows", [32, 37])
+def test_an_output_may_be_changed_in_place(name, scaling, rows):
+    recipe, results = recipe_of(scaling), []
+    for relu in (torch.relu, torch.relu_):
+        layer, _ = layer_of(backend_of(name, recipe), recipe)
+        x = make(rows, 96).requires_grad_()
+        with torch.autocast("cuda", dtype=HALF):
+            out = relu(layer(x))
+        out.backward(make(rows, 64, seed=1))
+        results.append([out.detach(), x.grad, layer.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["te", "torch"])
+def test_batches_of_gradients_and_transforms(name):
+    recipe = recipe_of("current")
+    layer, _ = layer_of(backend_of(name, recipe), recipe)
+    x, dy = make(32, 96).requires_grad_(), make(4, 32, 64, seed=1)
+    with torch.autocast("cuda", dtype=HALF):
+        out = layer(x)
+        (batched,) = torch.autograd.grad(out, x, dy, is_grads_batched=True)
+        jacobian = torch.func.jacrev(layer)(x[0].detach())
+    for actual, grad in zip(batched, dy, strict=True):
+        assert relative_error(actual, grad.float() @ layer.weight) < tolerance(HALF)
+    assert relative_error(jacobian, layer.weight) < tolerance(HALF)
+
+
 @pytest.mark.parametrize("name", ["te", "torch"])
 def test_evaluation_records_nothing(name):
     recipe = recipe_of("delayed")

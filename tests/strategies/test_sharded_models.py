@@ -303,3 +303,36 @@ def test_a_nan_on_one_process_skips_the_step_of_all(ranks, case):
         assert torch.equal(first, second)
         assert not torch.equal(second, third) and third.isfinite().all()
     assert_same(ranks[0]["overflow"], ranks[1]["overflow"])
+
+
+class Penalized(Blocks):
+    """A penalty on the gradient of the input; or that gradient alone, which nobody differentiates."""
+
+    create_graph = True
+
+    def loss(self, batch):
+        x = batch["x"].clone().requires_grad_()
+        loss = super().loss({"x": x, "y": batch["y"]})
+        (grad,) = torch.autograd.grad(loss, x, create_graph=self.create_graph, retain_graph=True)
+        return loss + grad.float().square().mean()
+
+
+class First(Penalized):
+    create_graph = False
+
+
+def refusals(rank):
+    told = {}
+    for case in SOME:
+        try:
+            run(case, rank, Penalized, max_steps=1)
+        except RuntimeError as error:
+            told[case] = str(error)
+    run("msamp_o2", rank, First, max_steps=1)
+    return told
+
+
+def test_second_derivatives_are_refused_before_they_read_freed_weights(tmp_path):
+    for told in on_processes(2, tmp_path, refusals):
+        assert set(told) == set(SOME)
+        assert all("create_graph=True" in sentence for sentence in told.values())
