@@ -11,7 +11,15 @@ from typing import BinaryIO
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = ["NotWrittenError", "file_in_place", "raise_not_written", "sync_file", "sync_folder", "system_error", "writing"]
+__all__ = [
+    "NotWrittenError",
+    "file_in_place",
+    "raise_not_written",
+    "sync_file",
+    "sync_folder",
+    "system_error",
+    "writing",
+]
 
 _EARLIER = "; an earlier checkpoint is as it was."
 

@@ -103,7 +103,7 @@ def _values(grad: Tensor) -> Tensor:
     return (values.to_dense() if values.is_sparse else values).float()
 
 
-def _mean(grads: dict[str, Tensor | None], module: pl.LightningModule) -> dict[str, Tensor]:
+def _mean(grads: dict[str, Tensor], module: pl.LightningModule) -> dict[str, Tensor]:
     """By name, on the first process: means over the processes, of which not all need have the same gradients."""
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, list(grads))

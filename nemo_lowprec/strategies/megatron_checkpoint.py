@@ -47,8 +47,9 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest[_RNG] = _rng_of_all()
     part = part_of(path)
     with writing_folder(path):
+        on_first(lambda: start_part(path))
         # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
-        on_first(lambda: (start_part(path), probe(part)))  # type: ignore[arg-type, return-value]
+        on_first(lambda: probe(part))
         dist_checkpointing.save(sharded, str(part))
 
         def complete() -> None:

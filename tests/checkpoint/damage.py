@@ -32,7 +32,9 @@ def sprung(folder: Path) -> Path:
 def member_at(data: bytes | bytearray, info: zipfile.ZipInfo) -> int:
     """Where a member's bytes begin in a zip file."""
     at = info.header_offset
-    return at + 30 + int.from_bytes(data[at + 26 : at + 28], "little") + int.from_bytes(data[at + 28 : at + 30], "little")
+    return (
+        at + 30 + int.from_bytes(data[at + 26 : at + 28], "little") + int.from_bytes(data[at + 28 : at + 30], "little")
+    )
 
 
 def flip(path: Path, at: int, bit: int = 4) -> None:

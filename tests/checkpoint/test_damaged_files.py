@@ -119,20 +119,23 @@ def test_each_bit_that_is_not_padding_counts(tmp_path):
         except ValueError:
             refused += 1
             continue
-        assert opened["step"] == 7 and all(torch.equal(opened["state_dict"][k], v) for k, v in tree["state_dict"].items())
+        assert opened["step"] == 7 and all(
+            torch.equal(opened["state_dict"][k], v) for k, v in tree["state_dict"].items()
+        )
     assert refused > len(data) / 20
 
 
 def test_an_export_reads_no_optimizer_states(checkpoint, tmp_path):
-    path = copied(checkpoint, tmp_path)
-    with zipfile.ZipFile(path) as file:
-        members = {info.filename.partition("/")[2]: info for info in file.infolist()}
-    last = max((n for n in members if n.startswith("data/")), key=lambda n: members[n].header_offset)
-    flip(path, member_at(path.read_bytes(), members[last]))
-    with pytest.raises(ValueError, match=r"damaged: (optimizer_states|LowPrecision)\."):
-        check_file(path)
-    if "optimizer_states" in str(pytest.raises(ValueError, check_file, path).value):
-        export_checkpoint(path, tmp_path / "out")
+    with zipfile.ZipFile(checkpoint) as file:
+        members = [info for info in file.infolist() if "/data/" in info.filename]
+    for info in members:
+        path = copied(checkpoint, tmp_path)
+        flip(path, member_at(path.read_bytes(), info))
+        with pytest.raises(ValueError, match="is damaged") as found:
+            check_file(path)
+        if "optimizer_states" in str(found.value):
+            break
+    export_checkpoint(path, tmp_path / "out")
 
 
 def test_files_without_checksums_and_of_plain_lightning_open(checkpoint, tmp_path):
