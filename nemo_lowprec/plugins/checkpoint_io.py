@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
@@ -45,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().load_checkpoint(path, *args, **kwargs)
-        check_file(Path(path))
+        check_file(Path(path).expanduser())
         with reading(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -55,8 +55,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def use_own_io(strategy: Strategy) -> None:
     """Let ``strategy`` read and write with ``AtomicCheckpointIO``, unless its user has chosen another way."""
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
+    chosen = strategy.checkpoint_io
+    if type(chosen) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
+    elif isinstance(chosen, AsyncCheckpointIO) and type(chosen.checkpoint_io) is TorchCheckpointIO:
+        chosen.checkpoint_io = AtomicCheckpointIO()
 
 
 # Lightning restores weights before it calls anything of a Precision plugin, and saves without asking one: only in the
@@ -81,13 +84,13 @@ def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
     if not _has_level(self):
         _save_checkpoint(self, *args, **kwargs)
         return
-    with failing_together():
+    with failing_together(self):
         _save_checkpoint(self, *args, **kwargs)
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """Around what one process writes and all wait for.
+def failing_together(strategy: Strategy) -> Iterator[None]:
+    """Around what one process of ``strategy`` writes and all wait for.
 
     Raises:
         NotWrittenError: on all processes, where one could not write.
@@ -97,7 +100,7 @@ def failing_together() -> Iterator[None]:
         yield
     except NotWrittenError as found:
         error = found
-    if dist.is_available() and dist.is_initialized():
+    if getattr(strategy, "world_size", 1) > 1:
         raise_together(error)
     elif error is not None:
         raise error

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from nemo_lowprec.checkpoint.torch_zip import check_file, load
 from nemo_lowprec.cli import main
+from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.export import export_checkpoint
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.train import pretrain
@@ -200,6 +201,20 @@ def test_pretrain_and_the_command_say_it(data_dir, checkpoint, tmp_path, harm, c
     error = capsys.readouterr().err.strip().splitlines()
     assert str(path) in error[-1] and error[-1].startswith("nemo-lowprec pretrain: ")
     assert not any("Traceback" in line for line in error)
+
+
+@pytest.mark.parametrize("harm", ["a bit of a tensor", "cut short", "a pipe", "code, protocol 2"])
+def test_a_causal_lm_that_loads_its_weights(data_dir, tmp_path, harm):
+    made = parts(data_dir, tmp_path, max_steps=1)
+    pretrain(**made)
+    again = CausalLM.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert all(torch.equal(p, made["model"].state_dict()[name]) for name, p in again.state_dict().items())
+    path = copied(tmp_path / "last.ckpt", tmp_path / "harmed")
+    spoil, message = HARMS[harm]
+    spoil(path)
+    with pytest.raises(ValueError, match=message):
+        CausalLM.load_from_checkpoint(path)
+    assert not sprung(path.parent).exists()
 
 
 def of_ddp(rank, path, folder):
