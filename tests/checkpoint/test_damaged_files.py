@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from nemo_lowprec.checkpoint.torch_zip import check_file, load
 from nemo_lowprec.cli import main
@@ -170,6 +171,14 @@ def test_a_trainer_without_a_level_stays_lightnings(checkpoint, tmp_path):
     path = copied(checkpoint, tmp_path)
     BIT_FLIPS["a bit of a tensor"][0](path)
     trainer(None, max_steps=2).fit(Net(), loader(), ckpt_path=path)  # as ever
+
+
+def test_lightnings_asynchronous_files_are_checked_too(checkpoint, tmp_path):
+    train(Net(), [plugin(LEVEL), AsyncCheckpointIO()], save_at(tmp_path, 1), max_steps=1)
+    path = copied(tmp_path / "step=1.ckpt", tmp_path / "harmed")
+    BIT_FLIPS["a bit of a tensor"][0](path)
+    with pytest.raises(ValueError, match="is damaged"):
+        trainer([plugin(LEVEL), AsyncCheckpointIO()], max_steps=2).fit(Net(), loader(), ckpt_path=path)
 
 
 def test_objects_that_the_user_trusts_open(checkpoint, tmp_path):
