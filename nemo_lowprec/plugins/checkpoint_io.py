@@ -55,11 +55,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def use_own_io(strategy: Strategy) -> None:
     """Let ``strategy`` read and write with ``AtomicCheckpointIO``, unless its user has chosen another way."""
-    chosen = strategy.checkpoint_io
-    if type(chosen) is TorchCheckpointIO:
+    if type(strategy.checkpoint_io) is TorchCheckpointIO:
         strategy.checkpoint_io = AtomicCheckpointIO()
-    elif isinstance(chosen, AsyncCheckpointIO) and type(chosen.checkpoint_io) is TorchCheckpointIO:
-        chosen.checkpoint_io = AtomicCheckpointIO()
 
 
 # Lightning restores weights before it calls anything of a Precision plugin, and saves without asking one: only in the
@@ -76,6 +73,8 @@ def _has_level(strategy: Strategy) -> bool:
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
     if _has_level(self):
         use_own_io(self)
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the strategy always gives it Lightning's to load with
+            return AtomicCheckpointIO().load_checkpoint(*args, **kwargs)
     return _load_checkpoint(self, *args, **kwargs)
 
 
