@@ -168,6 +168,8 @@ def _check_remote(url: str) -> None:
 def _check_checkpoint(path: Path) -> None:
     """Whether there is anything like a checkpoint; what reads it compares its checksums."""
     recover(path)
+    if not path.exists():
+        raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
     if path.is_dir():
         return
     check_regular(path)

@@ -38,8 +38,8 @@ def check_regular(path: Path) -> None:
         kind = stat.S_IFMT(found.st_mode)
         if kind == stat.S_IFDIR:
             raise ValueError(
-                f"{path} is a folder, and one file is to be read here. Folders that lowprec_sharded or "
-                "lowprec_megatron wrote are read by these strategies."
+                f"{path} is a folder, and one file is to be read here. What lowprec_sharded or lowprec_megatron wrote "
+                "is read by these strategies."
             )
         if kind != stat.S_IFREG:
             raise ValueError(f"{path} is a pipe or a device, and no checkpoint. Pass a file.")
@@ -89,6 +89,8 @@ class _Slice(io.RawIOBase):
 class _Node(dict[Any, Any]):
     """Stands for every object in a pickle: holds what it is made of, and runs nothing."""
 
+    parts: list[Any]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         node = super().__new__(cls)
         node.parts = [*args]
@@ -98,13 +100,13 @@ class _Node(dict[Any, Any]):
         super().__init__()
 
     def __setstate__(self, state: Any) -> None:
-        self.parts.append(state)  # type: ignore[attr-defined]
+        self.parts.append(state)
 
     def append(self, value: Any) -> None:
-        self.parts.append(value)  # type: ignore[attr-defined]
+        self.parts.append(value)
 
     def extend(self, values: Any) -> None:
-        self.parts.extend(values)  # type: ignore[attr-defined]
+        self.parts.extend(values)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -157,8 +159,9 @@ def _is_intact(slice_: _Slice, member: zipfile.ZipInfo) -> bool:
     return found == member.CRC
 
 
-def check_zip(descriptor: int, path: Path, name: str = "", start: int = 0, length: int | None = None,
-              only: str | None = None) -> None:  # fmt: skip
+def check_zip(
+    descriptor: int, path: Path, name: str = "", start: int = 0, length: int | None = None, only: str | None = None
+) -> None:
     """Compare the checksums of a zip that ``torch.save`` wrote with its bytes.
 
     One without checksums (``torch.serialization.set_crc32_options(False)``) is only looked at.

@@ -1,7 +1,9 @@
 """A LightningModule around a transformers causal language model built from a config: nothing is downloaded."""
 
 import math
+import os
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.checkpoint.torch_zip import check_file, reading
 from nemo_lowprec.models.architecture import check_architecture, one_line
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
 from nemo_lowprec.models.param_groups import decay_groups
@@ -115,6 +118,19 @@ class CausalLM(LightningModule):
         self.token_rate = TokenRate()
         self._eval_loss: Tensor | None = None
         self._eval_tokens: Tensor | None = None
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, of a local file whose checksums hold.
+
+        Raises:
+            ValueError: what is wrong with the file, in one sentence.
+        """
+        if not isinstance(checkpoint_path, (str, os.PathLike)) or "://" in str(checkpoint_path):
+            return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[arg-type]
+        check_file(Path(checkpoint_path))
+        with reading(Path(checkpoint_path)):
+            return super().load_from_checkpoint(Path(checkpoint_path), *args, **kwargs)
 
     # ------------------------------------------------------------------ the model
 

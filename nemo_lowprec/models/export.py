@@ -141,8 +141,7 @@ def export_checkpoint(
         for file in part.glob("*.safetensors"):
             _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
         size = sum(file.stat().st_size for file in part.glob("*.safetensors"))
-        for file in filter(Path.is_file, part.rglob("*")):
-            sync_file(file)
+        _sync(part)
         part.rename(target)
     except Exception as error:
         raise_not_written(out, error, "; nothing is left of it.")
@@ -293,3 +292,10 @@ def _add_metadata(path: Path, entries: dict[str, str]) -> None:
         sink.write(len(text).to_bytes(8, "little") + text)
         shutil.copyfileobj(source, sink, 1 << 24)
     new.replace(path)
+
+
+def _sync(folder: Path) -> None:
+    """Have the files on the disk before the folder gets its name."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync_file(path)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_llama import GptArchitecture, build_gpt, gpt_architecture
@@ -204,13 +205,17 @@ def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """The weights of a transformers model on the disk, mapped into memory."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights={str(folder)!r} has no .safetensors files: save a transformers model there.")
     state: dict[str, Tensor] = {}
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        check_regular(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged, or cut short: {error}. Copy it again.") from error
     return state

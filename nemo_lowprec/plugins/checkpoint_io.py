@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
@@ -45,7 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if "://" in str(path):
             return super().load_checkpoint(path, *args, **kwargs)
-        check_file(Path(path))
+        check_file(Path(path).expanduser())
         with reading(path):
             checkpoint = super().load_checkpoint(path, *args, **kwargs)
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
@@ -73,6 +73,8 @@ def _has_level(strategy: Strategy) -> bool:
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
     if _has_level(self):
         use_own_io(self)
+        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the strategy always gives it Lightning's to load with
+            return AtomicCheckpointIO().load_checkpoint(*args, **kwargs)
     return _load_checkpoint(self, *args, **kwargs)
 
 
@@ -81,13 +83,13 @@ def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
     if not _has_level(self):
         _save_checkpoint(self, *args, **kwargs)
         return
-    with failing_together():
+    with failing_together(self):
         _save_checkpoint(self, *args, **kwargs)
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
-    """Around what one process writes and all wait for.
+def failing_together(strategy: Strategy) -> Iterator[None]:
+    """Around what one process of ``strategy`` writes and all wait for.
 
     Raises:
         NotWrittenError: on all processes, where one could not write.
@@ -97,7 +99,7 @@ def failing_together() -> Iterator[None]:
         yield
     except NotWrittenError as found:
         error = found
-    if dist.is_available() and dist.is_initialized():
+    if getattr(strategy, "world_size", 1) > 1:
         raise_together(error)
     elif error is not None:
         raise error

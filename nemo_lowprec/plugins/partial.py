@@ -56,7 +56,7 @@ class PartialGradients:
             return {}
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         scale = engine.loss_scale.used if engine.loss_scale is not None else 1.0
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if module.trainer.world_size > 1:
             if engine.histories is not None:
                 engine.histories.nonfinite()  # this step's amaxes become everybody's, as at its end
             return {_KEY: {"scale": scale, "grads": _mean(grads, module)}}
@@ -103,7 +103,7 @@ def _values(grad: Tensor) -> Tensor:
     return (values.to_dense() if values.is_sparse else values).float()
 
 
-def _mean(grads: dict[str, Tensor | None], module: pl.LightningModule) -> dict[str, Tensor]:
+def _mean(grads: dict[str, Tensor], module: pl.LightningModule) -> dict[str, Tensor]:
     """By name, on the first process: means over the processes, of which not all need have the same gradients."""
     names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(names, list(grads))

@@ -22,7 +22,9 @@ from torch import nn
 
 from nemo_lowprec.checkpoint.dcp_folder import check_folder
 from nemo_lowprec.checkpoint.torch_zip import load as load_file
+from nemo_lowprec.comm import raise_together
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.formats import FP16
 from nemo_lowprec.megatron.chunks import unwrapped
 from nemo_lowprec.strategies.replace import part_of, start_part
 from nemo_lowprec.strategies.sharded_checkpoint import META, finish_part, is_folder, on_first, probe, writing_folder
@@ -47,8 +49,9 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest[_RNG] = _rng_of_all()
     part = part_of(path)
     with writing_folder(path):
+        on_first(lambda: start_part(path))
         # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
-        on_first(lambda: (start_part(path), probe(part)))  # type: ignore[arg-type, return-value]
+        on_first(lambda: probe(part))
         dist_checkpointing.save(sharded, str(part))
 
         def complete() -> None:
@@ -65,8 +68,8 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
     """Put a checkpoint's weights and states in their places; return the rest, as Lightning restores it.
 
     Raises:
-        ValueError: ``path`` is no complete checkpoint of this form, is damaged, holds another model, or what may run
-            code.
+        ValueError: ``path`` is no complete checkpoint of this form, is damaged, or holds another model, values beyond
+            FP16 for FP16 weights, or what may run code.
     """
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
@@ -88,7 +91,26 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
         else:
             optimizer.reload_masters()
         optimizer.refresh()
+    _check_range(path, engine)
     return {**rest, "state_dict": {}}
+
+
+@torch.no_grad()
+def _check_range(path: Path, engine: MegatronEngine) -> None:
+    """Whether FP16 weights have room for the values that they were given."""
+    fp16 = (
+        (name, param)
+        for _, part in _parts(engine) for name, param in part.named_parameters() if param.dtype == torch.float16
+    )  # fmt: skip
+    beyond = next((name for name, param in fp16 if bool(torch.isinf(param).any())), None)
+    raise_together(
+        None
+        if beyond is None
+        else ValueError(
+            f"{path}: {beyond} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
+            "weights. Use a bf16 level."
+        )
+    )
 
 
 def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:

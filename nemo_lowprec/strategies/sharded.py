@@ -239,7 +239,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         elif self.broadcast(path.is_dir()):
             raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
         else:
-            with failing_together():
+            with failing_together(self):
                 if self.is_global_zero:
                     self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 

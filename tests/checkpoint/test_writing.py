@@ -71,14 +71,14 @@ def test_a_file_on_a_full_disk(tmp_path, case, free):
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["global_step"] == 1
 
 
-def test_the_device_that_is_always_full(tmp_path, monkeypatch):
+def test_the_device_that_is_always_full(tmp_path):
     """ENOSPC of the system itself."""
     place = tmp_path / "x"
     place.write_text("earlier")
-    with pytest.raises(NotWrittenError, match="x could not be written: No space left on device"):
-        with file_in_place(place) as file:
-            os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
-            torch.save(torch.randn(10_000), file)
+    full = pytest.raises(NotWrittenError, match="x could not be written: No space left on device")
+    with full, file_in_place(place) as file:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+        torch.save(torch.randn(10_000), file)
     assert contents(tmp_path) == {"x": b"earlier"}
 
 
@@ -108,10 +108,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, closed):
 def test_an_export(tmp_path, closed):
     trainer(plugin("msamp_o2"), save_at(tmp_path, 1), max_steps=1).fit(Net(), loader())
     path, before = tmp_path / "step=1.ckpt", contents(tmp_path)
-    with (
-        full_disk(),
-        pytest.raises(NotWrittenError, match=r"out could not be written: .*File too large.*nothing is left"),
-    ):
+    left = "out could not be written: .*File too large.*nothing is left"
+    with full_disk(), pytest.raises(NotWrittenError, match=left):
         export_checkpoint(path, tmp_path / "out", "fp32")
     with pytest.raises(NotWrittenError, match="could not be written: Not a directory"):
         export_checkpoint(path, closed / "out")

@@ -82,6 +82,15 @@ def job(rank, place):
             assert sorted(path.name for path in saved.iterdir()) == before
             assert [path.name for path in place.iterdir()] == ["x.ckpt"]
         assert load(saved, at_work(*build("bf16_mixed")), form)["global_step"] == 1
+        chunk, stepper = build("te_fp8")
+        with torch.no_grad():
+            chunk.module.first.weight[3, 5] = 7e4
+        stepper.reload_masters()
+        large = {"state_dict": {}, "optimizer_states": []}
+        save(large, place / "large.ckpt", at_work(chunk, stepper), FORMS[0])
+        for case in ("msamp_o1+fp16", "msamp_o2+fp16"):
+            with pytest.raises(ValueError, match=r"first\.weight has values beyond 65504, the largest of FP16"):
+                load(place / "large.ckpt", at_work(*build(case)), FORMS[0])
         for harm, (spoil, message) in HARMS.items():
             copy = place.parent / harm.replace(" ", "_") / "x"
             if rank == 0:

