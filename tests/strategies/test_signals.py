@@ -4,7 +4,6 @@ import os
 import signal
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.strategies import fault_job
 from tests.support import assert_same
 
 SECONDS = 20  # from the first one's end to the last one's
-PHASES = ["forward", "backward", "reduction", "step", "writing"]
 SHARDED = ["sharded", "async"]
 STRATEGIES = ["ddp", "lowprec_ddp", *SHARDED]
 
@@ -71,37 +69,34 @@ def assert_goes_on(folder, strategy, whole):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_process_ends_and_a_restart_goes_on_bit_for_bit(tmp_path, whole, strategy):
-    """SIGTERM to each process in another phase, to one alone and in validation; and Ctrl+C: step by step of one job."""
+    """SIGTERM to each process in another phase, or to one alone, and Ctrl+C: step by step of one job."""
     folder = tmp_path / "run"
-    for step, phases in enumerate([*pairwise(PHASES), ("none", "backward")], 1):
+    for step, phases in enumerate([("forward", "backward"), ("reduction", "step"), ("writing", "none")], 1):
         assert_ended(*start(folder, strategy, phases, step, signal.SIGTERM))
         assert last_of(folder, strategy) >= step
-    for phases in (("forward", "reduction"), ("none", "step")):
-        assert_ended(*start(folder, strategy, phases, step + 1, signal.SIGINT), clean=False)
+    assert_ended(*start(folder, strategy, ("none", "reduction"), step + 1, signal.SIGINT), clean=False)
     assert last_of(folder, strategy) >= step
     assert_goes_on(folder, strategy, whole)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_signal_in_validation_ends_every_process(tmp_path, whole, strategy):
+@pytest.mark.parametrize("strategy", ["lowprec_ddp", "async"])
+def test_a_signal_in_validation_ends_every_process(tmp_path, strategy):
     folder = tmp_path / "run"
     assert_ended(*start(folder, strategy, ("validation", "validation"), 2, signal.SIGTERM))
     # One that leaves a validation alone is missed by the other one behind it, if its steps have no collectives.
     for phases in (("none", "validation"), ("validation", "backward")):
         assert_ended(*start(folder, strategy, phases, 4, signal.SIGTERM), clean=strategy in SHARDED)
     assert last_of(folder, strategy) >= 2
-    assert_goes_on(folder, strategy, whole)
 
 
 @pytest.mark.parametrize("level", ["te_fp8", "bf16_mixed", "fp16_amp"])
-@pytest.mark.parametrize("strategy", ["ddp", "lowprec_ddp"])
-def test_levels_whose_gradients_others_average(tmp_path, level, strategy):
+def test_levels_whose_gradients_others_average(tmp_path, level):
     folder = tmp_path / "run"
-    assert_ended(*start(folder, strategy, ("forward", "backward"), 2, signal.SIGTERM, level))
-    assert last_of(folder, strategy) >= 2
+    assert_ended(*start(folder, "ddp", ("forward", "backward"), 2, signal.SIGTERM, level))
+    assert last_of(folder, "ddp") >= 2
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "async"])
 def test_slurms_signal_saves_between_two_steps_and_training_goes_on(tmp_path, whole, strategy):
     folder, script = tmp_path / "run", tmp_path / "bin" / "scontrol"
     script.parent.mkdir()
@@ -109,7 +104,15 @@ def test_slurms_signal_saves_between_two_steps_and_training_goes_on(tmp_path, wh
     script.chmod(0o755)
 
     def env(rank):
-        ids = {"PROCID": rank, "LOCALID": rank, "NODEID": 0, "NTASKS": 2, "JOB_ID": 7, "JOB_NAME": "run"}
+        ids = {
+            "PROCID": rank,
+            "LOCALID": rank,
+            "NODEID": 0,
+            "NTASKS": 2,
+            "NTASKS_PER_NODE": 2,
+            "JOB_ID": 7,
+            "JOB_NAME": "run",
+        }
         path = {"PATH": f"{script.parent}:{os.environ['PATH']}"}
         return path | {f"SLURM_{name}": str(value) for name, value in ids.items()}
 
