@@ -78,9 +78,9 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
         raise ValueError(f"checkpoint.monitor={monitor!r} must be one of: {', '.join(_LOGGED)}, or null.")
     devices = "trainer.devices" if whole["gpus"] is None else "gpus"
     nodes = "trainer.num_nodes" if whole["nodes"] is None else "nodes"
-    counts = [trainer.get(n[8:]) if n.startswith("trainer.") else whole[n] for n in (devices, nodes)]
     if complete:  # else nothing is started here
-        check_processes(*counts, trainer.get("accelerator"), (devices, nodes))
+        count, machines = (trainer.get(n[8:]) if n.startswith("trainer.") else whole[n] for n in (devices, nodes))
+        check_processes(count, machines, trainer.get("accelerator"), (devices, nodes))
     check_ckpt_path(whole["ckpt_path"])
 
 
