@@ -48,7 +48,7 @@ def headlines() -> str:
 
 
 def headline_rows() -> list[tuple[str, str, str, str]]:
-    """The rows of that table. Both sides' settings are stated; a ratio is of two that differ in the named thing alone."""
+    """The rows of that table: both sides with their settings, and a ratio where these are the same."""
 
     def of(file: str, key: str = "name") -> dict[str, dict[str, Any]]:
         return {f[key]: f for f in read(RESULTS / f"{file}_h200.jsonl")[1] if f.get(key)}
