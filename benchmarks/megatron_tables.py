@@ -28,7 +28,7 @@ def _called(name: str) -> str:
 def megatron_headlines() -> list[tuple[str, str, str, str]]:
     """Rows for the table of what there is to see first."""
     steps = {(f["level"], f["path"]): f for f in read(_STEP)[1] if f["gpus"] == 1 and "ms" in f}
-    whole = "{tokens_per_s_per_gpu:,} tokens/s, {peak_gib:.1f} GiB".format
+    whole = "{tokens_per_s_per_gpu:,} tokens/s, {ms:.1f} ms, {peak_gib:.1f} GiB".format
     rows = []
     for level, other in (
         ("bf16_with_fp8_mixed", "bf16_with_fp8_mixed"),

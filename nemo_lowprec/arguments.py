@@ -185,7 +185,7 @@ def check_value(name: str, value: Any, kind: Any) -> None:
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's arguments, narrowed by ``RANGES``."""
     try:
-        hints = get_type_hints(function.__init__ if isinstance(function, type) else function)
+        hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     except (NameError, TypeError):  # of what is imported for type checking only
         return {}
     signature = inspect.signature(function)

@@ -46,7 +46,7 @@ BASES = {
     **{f"precision={name}": [f"precision={name}"] for name in LEVELS},
 }  # fmt: skip
 # Of several kinds, or of no kind that the default tells.
-_ANY_KIND = {"devices", "gpus", "profiler", "val_check_interval", "max_time", "strategy", "plugins", "skip"}
+_ANY_KIND = {"devices", "gpus", "logger", "profiler", "val_check_interval", "max_time", "strategy", "plugins", "skip"}
 _UNSIGNED = {
     "max_steps",
     "max_epochs",

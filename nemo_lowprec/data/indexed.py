@@ -7,6 +7,7 @@ sequences n (uint64), of document bounds d (uint64), n lengths (int32, tokens), 
 """
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from nemo_lowprec.data.megatron import import_megatron, quiet_megatron
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
+_AT_ONCE = 1 << 22  # entries of the index
+_AGAIN = "copy it again, or move it away and prepare the data again."
 
 
 def open_indexed(prefix: str | Path) -> Any:
@@ -28,8 +31,9 @@ def open_indexed(prefix: str | Path) -> Any:
         The IndexedDataset, memory-mapped: `dataset[i]` is a 1-D array of the i-th sequence's ids.
 
     Raises:
-        ValueError: A file is missing, is not of this format, holds no tokens, or is truncated or
-            otherwise not as long as the index says.
+        ValueError: A file is missing, is not of this format, holds no tokens or no ids, is truncated or
+            otherwise not as long as the index says, or the index does not describe the sequences one
+            after another. The whole index is read for it, in parts; of .bin its length is looked at.
     """
     prefix = str(prefix)
     indexed_dataset = import_megatron("datasets.indexed_dataset")
@@ -55,11 +59,13 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
             f"{idx} is a Megatron index of version {version} with dtype code {code}, and "
             "Megatron-core reads version 1 with codes 1 to 8: prepare the data again."
         )
+    if np.issubdtype(dtypes.dtype_from_code(code), np.floating):
+        raise ValueError(f"{idx} says that its data are {dtypes.dtype_from_code(code).__name__}: pass token ids.")
     expected = _HEADER_BYTES + 12 * sequences + 8 * bounds
     if found not in (expected, expected + sequences):
         raise ValueError(_truncated(idx, expected, found))
-    lengths = np.fromfile(idx, dtype="<i4", count=sequences, offset=_HEADER_BYTES)
-    expected = int(lengths.sum(dtype=np.int64)) * dtypes.size(code)
+    expected = _check_sequences(idx, sequences, dtypes.size(code)) * dtypes.size(code)
+    _check_documents(idx, sequences, bounds)
     found = data.stat().st_size
     if found != expected:
         raise ValueError(_truncated(data, expected, found))
@@ -67,9 +73,48 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
         raise ValueError(f"{data} holds no tokens: prepare the data again from a source with text.")
 
 
+def _parts(count: int) -> Iterator[slice]:
+    """The parts in which an index is read: of a corpus of terabytes it takes gigabytes."""
+    return (slice(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE))
+
+
+def _column(idx: Path, kind: str, count: int, offset: int) -> np.ndarray:
+    return np.memmap(idx, kind, "r", offset, (count,)) if count else np.empty(0, kind)
+
+
+def _check_sequences(idx: Path, sequences: int, item_bytes: int) -> int:
+    """The number of tokens of an index whose sequences follow one another."""
+    lengths = _column(idx, "<i4", sequences, _HEADER_BYTES)
+    starts = _column(idx, "<i8", sequences, _HEADER_BYTES + 4 * sequences)
+    tokens = 0
+    for part in _parts(sequences):
+        length = np.asarray(lengths[part], np.int64)
+        if (length < 0).any():
+            at = part.start + int(np.argmax(length < 0))
+            raise ValueError(f"{idx} says that sequence {at} has {lengths[at]} tokens: {_AGAIN}")
+        ends = tokens + np.cumsum(length)
+        wrong = starts[part] != (ends - length) * item_bytes
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            found, wanted = int(starts[part.start + at]), int(ends[at] - length[at]) * item_bytes
+            raise ValueError(
+                f"{idx} says that sequence {part.start + at} starts at byte {found} of the .bin file, and the "
+                f"sequences before it end at byte {wanted}: {_AGAIN}"
+            )
+        tokens = int(ends[-1])
+    return tokens
+
+
+def _check_documents(idx: Path, sequences: int, bounds: int) -> None:
+    """Documents are runs of sequences, all of them: the bounds rise from 0 to the number of sequences."""
+    found = _column(idx, "<i8", bounds, _HEADER_BYTES + 12 * sequences)
+    rises = all((np.diff(found[part.start : part.stop + 1]) >= 0).all() for part in _parts(bounds))
+    if not rises or not bounds or found[0] != 0 or found[-1] != sequences:
+        raise ValueError(
+            f"{idx} has bounds of documents that do not rise from 0 to its {sequences} sequences: {_AGAIN}"
+        )
+
+
 def _truncated(path: Path, expected: int, found: int) -> str:
     state = "truncated" if found < expected else "longer than its index says"
-    return (
-        f"{path} is {state}: {expected} bytes expected, {found} found. "
-        "Copy it again, or move it away and prepare the data again."
-    )
+    return f"{path} is {state}: {expected} bytes expected, {found} found. {_AGAIN[0].upper()}{_AGAIN[1:]}"

@@ -13,7 +13,7 @@ from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.loader import Batch, ResumableLoader, SizedDataset, validation_loader
 from nemo_lowprec.data.packed import PackedDataset
 from nemo_lowprec.data.prepare import PreparedData, open_prepared, prepare_data
-from nemo_lowprec.data.tokenizer import check_vocab_size
+from nemo_lowprec.data.tokenizer import check_vocab_size, load_tokenizer
 
 _DEFAULT_VOCAB_SIZE = 8192
 
@@ -123,7 +123,7 @@ class TextDataModule(LightningDataModule):
                 raise ValueError(
                     f"{path} does not exist: call prepare_data() first, or put the tokenizer of the data there."
                 )
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = load_tokenizer(path)
         return self._tokenizer
 
     def prepare_data(self) -> None:
@@ -150,6 +150,8 @@ class TextDataModule(LightningDataModule):
         train = PackedDataset(prefixes[0], self.seq_length, self.seed, self.vocab_size)
         # One order whatever the seed: runs that differ in it are measured on the same samples.
         validation = PackedDataset(prefixes[1], self.seq_length, 0, self.vocab_size)
+        for data in (train, validation):
+            data.check_ids()
         self._validation = validation
         if self.validation_samples is not None and self.validation_samples < len(validation):
             self._validation = Subset(validation, range(self.validation_samples))

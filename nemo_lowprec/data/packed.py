@@ -23,6 +23,8 @@ from torch.utils.data import Dataset
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.indexed import open_indexed
 
+_LOOKED_AT = 64  # samples whose ids are looked at before training
+
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """One epoch of packed samples.
@@ -39,7 +41,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     Raises:
         ValueError: A bad value; data that do not open; fewer than seq_length + 1 tokens; on
-            access: an id that is not below `vocab_size`.
+            access: an id that is below 0 or not below `vocab_size`.
     """
 
     @checked
@@ -83,13 +85,31 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index` of the shuffled order."""
         start = int(self._samples[index]) * self.seq_length
-        tokens = torch.from_numpy(self._window(start, start + self.seq_length + 1))
-        if self.vocab_size is not None and (largest := int(tokens.max())) >= self.vocab_size:
+        window = self._window(start, start + self.seq_length + 1)
+        self._check_ids(window)
+        tokens = torch.from_numpy(window)
+        return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+
+    def check_ids(self) -> None:
+        """Looks at 64 samples spread over the data, which may be terabytes.
+
+        Raises:
+            ValueError: An id in them is below 0 or not below `vocab_size`.
+        """
+        for sample in np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT), dtype=np.int64):
+            start = int(sample) * self.seq_length
+            self._check_ids(self._window(start, start + self.seq_length + 1))
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        if self.vocab_size is None:
+            return
+        if (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(
                 f"{self.prefix} has id {largest}, which is not below vocab_size="
                 f"{self.vocab_size}: pass the vocab_size of the tokenizer that made the data."
             )
-        return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+        if (smallest := int(tokens.min())) < 0:
+            raise ValueError(f"{self.prefix}.bin has id {smallest}: ids are not negative. Prepare the data again.")
 
     def _window(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream of shuffled documents, int64."""

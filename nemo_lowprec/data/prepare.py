@@ -36,8 +36,10 @@ from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.data.progress import progress_bar
 from nemo_lowprec.data.tokenizer import (
     END_OF_DOCUMENT,
+    MIN_VOCAB_SIZE,
     check_vocab_size,
     encode_documents,
+    load_tokenizer,
     train_tokenizer,
 )
 
@@ -92,7 +94,7 @@ class PreparedData:
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer, of the `tokenizers` library."""
-        return Tokenizer.from_file(str(self.tokenizer_path))
+        return load_tokenizer(self.tokenizer_path)
 
 
 @checked
@@ -119,7 +121,7 @@ def prepare_data(
         source: None: the sources of the running Python's standard library. Or a folder of text
             files, a folder of .jsonl files, or one .jsonl file. Files that are not UTF-8 are left
             out and counted in the record.
-        vocab_size: Ids of the tokenizer at most, at least 257. Below 65500 tokens take 2 bytes on
+        vocab_size: Ids of the tokenizer at most, from 257 to 2**24. Below 65500 tokens take 2 bytes on
             disk, else 4.
         validation_fraction: Fraction of the files (one .jsonl file: of its lines) kept for
             validation, chosen by the hash of their names. In (0, 1).
@@ -228,8 +230,21 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
     prepared = PreparedData(path, record)
     if not prepared.tokenizer_path.is_file():
         raise ValueError(f"{prepared.tokenizer_path} is missing: copy it again, or prepare a new folder.")
-    for prefix in (prepared.train_prefix, prepared.validation_prefix):
-        open_indexed(prefix)
+    ids = prepared.load_tokenizer().get_vocab_size()
+    if ids != record.get("vocab_size"):
+        raise ValueError(
+            f"{prepared.tokenizer_path} has {ids} ids and {path / _RECORD} says {record.get('vocab_size')!r}: it is "
+            "not the tokenizer of these data. Copy the folder again, or prepare a new one."
+        )
+    for split, prefix in (("train", prepared.train_prefix), ("validation", prepared.validation_prefix)):
+        data = open_indexed(prefix)  # whose arrays are gone with it
+        tokens = int(data.sequence_lengths.sum(dtype=np.int64))
+        wanted = (record.get(split) or {}).get("tokens")
+        if tokens != wanted:
+            raise ValueError(
+                f"{prefix}.idx has {tokens} tokens and {path / _RECORD} says {wanted!r}: they are not of one folder. "
+                "Copy the folder again, or prepare a new one."
+            )
     return prepared
 
 
@@ -271,7 +286,9 @@ def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: 
         taken.append(document)
         total += document.size
     with progress_bar("Reading for the tokenizer", total) as advance:
-        return train_tokenizer(_read(taken, advance, []), vocab_size)
+        texts = (text[:max_bytes] for text in _read(taken, advance, []))
+        # Memory is taken for all ids at once, and each beyond the bytes is at least one pair of the text.
+        return train_tokenizer(texts, min(vocab_size, MIN_VOCAB_SIZE + total))
 
 
 def _read(documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]) -> Iterator[str]:

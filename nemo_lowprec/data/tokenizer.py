@@ -5,13 +5,18 @@ the text. Ids run from 0; `<|endoftext|>`, the end of a document (eod), is 0.
 """
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nemo_lowprec.arguments import RANGES, check_value
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and the end of a document
+
+# Runs that ByteLevel would make one word of. The time that BPE takes grows with the square of a word's length.
+_LONGEST = 256
+_TOO_LONG = Regex("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")))
 
 
 def check_vocab_size(vocab_size: int) -> None:
@@ -27,6 +32,8 @@ def check_vocab_size(vocab_size: int) -> None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
     """Trains the tokenizer; the same texts give the same tokenizer.json.
 
+    Words of more than 256 characters are cut after every 256.
+
     Args:
         texts: The training texts; they are taken one by one.
         vocab_size: Number of ids wanted, the 256 bytes and the end of a document included. A small
@@ -37,7 +44,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
     """
     check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(_TOO_LONG, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -48,6 +57,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Reads a tokenizer.json.
+
+    Raises:
+        ValueError: It cannot be read, or is no tokenizer.
+    """
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"{path} is no tokenizer ({str(error).splitlines()[0]}): copy it again.") from error
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """The Hydra groups: every choice of every group makes what it says."""
 
 import inspect
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from omegaconf import DictConfig
 import nemo_lowprec
 from nemo_lowprec import LowPrecision
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.job import CONF_DIR, build
 from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.data import TextDataModule
@@ -90,6 +92,18 @@ def test_level_is_a_choice_with_the_arguments_of_its_function(name: str, tmp_pat
     defaults = {k: p.default for k, p in inspect.signature(getattr(nemo_lowprec, name)).parameters.items()}
     listed = {k: tuple(v) if isinstance(v, list) else v for k, v in plugin.options.items()}
     assert listed == defaults
+
+
+def test_a_timeout_is_a_node_of_its_own(tmp_path: Path) -> None:
+    timeout = "+trainer.strategy.timeout={_target_: datetime.timedelta, minutes: 7}"
+    cfg = composed(tmp_path, "strategy=lowprec_sharded", timeout)
+    check_config(cfg)
+    assert build(cfg)["trainer"].strategy._timeout == timedelta(minutes=7)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_passes_the_check(choice: str, tmp_path: Path) -> None:
+    check_config(composed(tmp_path, choice, *NEEDED.get(choice, [])))
 
 
 def test_seed_is_that_of_the_initial_weights_and_not_of_the_data(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.data.indexed import open_indexed
 from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.data.packed import PackedDataset
@@ -118,3 +119,30 @@ def test_too_little_data_is_refused(build_indexed, tmp_path):
         PackedDataset(prefix, 3)
     with pytest.raises(ValueError, match="seq_length=0"):
         PackedDataset(prefix, 0)
+
+
+@pytest.mark.parametrize("at", [0, 997, 1999])
+def test_ids_beyond_the_vocabulary_are_found_before_training_where_samples_are_few(build_indexed, tmp_path, at):
+    ids = [1] * 2001
+    ids[at] = 50
+    prefix = build_indexed(tmp_path / "a", [ids], np.int32)
+    with pytest.raises(ValueError, match="a has id 50, which is not below vocab_size=50"):
+        PackedDataset(prefix, 40, vocab_size=50).check_ids()
+    with pytest.raises(ValueError, match="a has id 50"):
+        TextDataModule(train_prefix=prefix, validation_prefix=prefix, vocab_size=50, seq_length=40).setup()
+    PackedDataset(prefix, 40, vocab_size=51).check_ids()
+
+
+def test_ids_below_zero_are_refused(build_indexed, tmp_path):
+    prefix = build_indexed(tmp_path / "a", [[1, 2, -3, 4, 5]], np.int32)
+    with pytest.raises(ValueError, match=r"a\.bin has id -3: ids are not negative"):
+        PackedDataset(prefix, 2, vocab_size=10).check_ids()
+
+
+def test_of_many_samples_those_that_were_not_looked_at_are_looked_at_when_they_come(build_indexed, tmp_path):
+    ids = [1] * 10_001
+    ids[3] = 50
+    data = PackedDataset(build_indexed(tmp_path / "a", [[*ids[2:], *ids[:2]]], np.int32), 1, vocab_size=50)
+    with pytest.raises(ValueError, match="has id 50"):
+        for index in range(len(data)):
+            data[index]

@@ -3,13 +3,17 @@
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nemo_lowprec.cli import main
+from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.data.corpus import list_documents, split_documents
 from nemo_lowprec.data.indexed import open_indexed
 from nemo_lowprec.data.prepare import is_prepared, open_prepared, prepare_data
@@ -214,3 +218,64 @@ def test_bad_values_are_named(bad, corpus, tmp_path):
     with pytest.raises(ValueError, match=f"{name}="):
         prepare_data(tmp_path / "out", corpus, **bad)
     assert not list(tmp_path.iterdir())
+
+
+def changed(folder, name, content):
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b"", r"tokenizer\.json is no tokenizer"),
+        ("tokenizer.json", b"{}", r"tokenizer\.json is no tokenizer"),
+        ("tokenizer.json", lambda old: old[: len(old) // 2], r"tokenizer\.json is no tokenizer"),
+        (
+            "prepared.json",
+            lambda old: old.replace(b'"vocab_size": 300,\n  "end', b'"vocab_size": 7,\n  "end'),
+            "says 7",
+        ),
+        ("prepared.json", lambda old: old.replace(b'"tokens"', b'"takens"'), "says None"),
+    ],
+)
+def test_a_folder_whose_files_do_not_belong_together_is_refused(prepared, tmp_path, name, content, message):
+    folder = shutil.copytree(prepared.path, tmp_path / "copy")
+    open_prepared(folder)
+    changed(folder, name, content)
+    with pytest.raises(ValueError, match=message):
+        open_prepared(folder)
+
+
+def test_a_broken_tokenizer_beside_existing_data_is_named(prepared, tmp_path):
+    folder = shutil.copytree(prepared.path, tmp_path / "copy")
+    changed(folder, "tokenizer.json", b"{")
+    data = TextDataModule(train_prefix=folder / "train", validation_prefix=folder / "validation", seq_length=8)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is no tokenizer \(.*copy it again"):
+        _ = data.vocab_size
+
+
+@pytest.mark.parametrize("run", ["a", "7", "-", " ", "é"])
+def test_a_word_of_any_length_is_cut(corpus, tmp_path, run):
+    text = run * 100_000
+    (tmp_path / "source").mkdir()
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / "source" / f"{name}.txt").write_text(text)
+    data = prepare_data(tmp_path / "out", tmp_path / "source", vocab_size=10**6, validation_fraction=0.5)
+    tokenizer = data.load_tokenizer()
+    longest = max(end - start for _, (start, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text))
+    assert longest <= 256 and tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_words_of_ordinary_text_are_those_of_byte_level(prepared):
+    text = "def f(x):\n    return {'a': 1234567890 * x}  # " + "-" * 200 + "\n\n\tüß 你好，世界\n"
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert prepared.load_tokenizer().pre_tokenizer.pre_tokenize_str(text) == plain.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize("vocab_size", [99999999999, 2**24 + 1, 2**63, -1, 256])
+def test_a_vocabulary_that_no_tokenizer_has_is_refused(corpus, tmp_path, vocab_size, capsys):
+    with pytest.raises(ValueError, match=f"vocab_size={vocab_size} "):
+        prepare_data(tmp_path / "out", corpus, vocab_size=vocab_size)
+    assert main(["prepare-data", "--out", str(tmp_path / "out"), f"--vocab-size={vocab_size}"]) == 2
+    assert f"vocab_size={vocab_size} " in capsys.readouterr().err and not list(tmp_path.iterdir())
