@@ -77,20 +77,21 @@ def by_hand(rounds: int) -> list[float]:
 
     As the plugin does, it skips a step whose gradients are not finite.
     """
-    from nemo_lowprec.compute import LayerFilter, Recipe, choose_backend, convert_layers
+    from nemo_lowprec.compute import LayerFilter, Recipe, WeightScales, choose_backend, convert_layers
 
     device = torch.device("cuda")
     model = new_model(torch.float32)
     recipe = Recipe("delayed")
-    histories = recipe.histories()
+    histories, scales = recipe.histories(), WeightScales(recipe.operand("weight").fmt, recipe.fp8_margin)
     backend = choose_backend("auto", recipe, device)
-    convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories)
+    convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories, weight_scales=scales)
     histories.to(device)
     params = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().clone()) for p in params]
     for p in params:
         p.data = p.data.bfloat16()
         p.grad_dtype = torch.float32
+    scales.settle(device)
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
     seconds, start = [], 0.0
     for index, tokens in enumerate(loader()):
@@ -117,6 +118,7 @@ def by_hand(rounds: int) -> list[float]:
             with torch.no_grad():
                 torch._foreach_copy_(params, masters)
             histories.update()
+            scales.renew()
     raise AssertionError("the loader is endless")
 
 
