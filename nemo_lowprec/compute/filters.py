@@ -23,6 +23,8 @@ _HEAD_NAMES = frozenset(
 class LayerFilter:
     """A choice of linear layers and norms.
 
+    An ``nn.MultiheadAttention`` is a layer, too: its name stands for the projections of its inputs.
+
     Args:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
             ``(name, module) -> bool``; None for all but the head. A head is converted only where ``convert`` names it.

@@ -58,6 +58,9 @@ def test_evaluation_computes_as_training_does(case, gemms):
     one = trainer(precision, max_steps=1, num_sanity_val_steps=0)
     one.fit(model, data, data)
     assert len(gemms) == 2 * fp8 and len(model.outputs) == 2  # a step, and validation behind it
+    # Outside of the Trainer it is the plain model again.
+    assert type(model.alone) is nn.MultiheadAttention and model.encoder.use_nested_tensor
+    assert all(layer.activation_relu_or_gelu == 1 for layer in model.encoder.layers)
     gemms.clear(), model.outputs.clear()
     # The same weights in training mode are what evaluation has to agree with.
     model.eval = lambda: model.train()

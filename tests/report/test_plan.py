@@ -25,6 +25,7 @@ MEASURED = [
 RUNS = [(case, "lowprec_sharded") for case in MEASURED if case != "msamp_o1"]
 RUNS += [(case, "ddp") for case in ("fp16_amp", "msamp_o1", "msamp_o3", "bf16_mixed")]
 RUNS += [(case, "lowprec_ddp") for case in ("te_fp8", "msamp_o2", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params")]
+VARIOUS = [("fp16_mixed", "lowprec_sharded"), ("msamp_o2", "lowprec_ddp")]
 RUNS += [("msamp_o3", "accumulated"), ("bf16_mixed", "accumulated"), ("bf16_mixed", "zero2")]
 
 
@@ -48,6 +49,30 @@ class Llama(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
+class Various(pl.LightningModule):
+    """What levels keep in FP32 for torch's sake, attention with its projections in one matrix, and half of all else."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(510, 256)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(256, 4, 512, 0.0, batch_first=True) for _ in range(2)
+        )  # fmt: skip
+        self.lstm = nn.LSTM(256, 256, batch_first=True)
+        self.norm = nn.BatchNorm1d(256)
+        self.head = nn.Linear(256, 510)
+
+    def training_step(self, batch, index):
+        x = self.embed(batch[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(self.lstm(x)[0].transpose(1, 2)).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
+
+    configure_optimizers = Llama.configure_optimizers
+
+
 def options_of(name):
     """(Lightning's strategy, the plan's arguments) of a run."""
     if name == "zero2":
@@ -59,7 +84,7 @@ def options_of(name):
     return name, {"strategy": name}
 
 
-def run(case, name, world=2):
+def run(case, name, world=2, model=Llama):
     gc.collect()
     gc.freeze()  # what earlier runs have left does not count
     measure, (strategy, wanted) = Measure(), options_of(name)
@@ -69,12 +94,13 @@ def run(case, name, world=2):
     fit = trainer(
         plugin(case), measure, max_epochs=None, max_steps=2, accumulate_grad_batches=accumulate, **processes
     )  # fmt: skip
-    fit.fit(Llama(), torch.utils.data.DataLoader(tokens, batch_size=2))
+    fit.fit(model(), torch.utils.data.DataLoader(tokens, batch_size=2))
     return {"found": measure.found, "sent": measure.sent}
 
 
 def every_run(rank, runs, world):
-    return {f"{case} {name}": run(case, name, world) for case, name in runs}
+    found = {f"{case} {name}": run(case, name, world) for case, name in runs}
+    return found | {f"various {case} {name}": run(case, name, world, Various) for case, name in VARIOUS if world > 1}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +108,8 @@ def two(tmp_path_factory):
     return on_processes(2, tmp_path_factory.mktemp("two"), every_run, RUNS, 2)
 
 
-def planned(case, name, world):
-    return plan_training(Llama(), plugin(case), 1, world, accelerator="cpu", **options_of(name)[1])
+def planned(case, name, world, model=Llama):
+    return plan_training(model(), plugin(case), 1, world, accelerator="cpu", **options_of(name)[1])
 
 
 def assert_planned(got, ranks):
@@ -107,6 +133,11 @@ def assert_planned(got, ranks):
 @pytest.mark.parametrize(("case", "name"), RUNS, ids=[f"{c}-{n}" for c, n in RUNS])
 def test_two_processes_hold_and_send_what_is_planned(two, case, name):
     assert_planned(planned(case, name, 2), [r[f"{case} {name}"] for r in two])
+
+
+@pytest.mark.parametrize(("case", "name"), VARIOUS)
+def test_other_kinds_of_modules_too(two, case, name):
+    assert_planned(planned(case, name, 2, Various), [r[f"various {case} {name}"] for r in two])
 
 
 @pytest.mark.parametrize("case", ["fp16_amp", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
