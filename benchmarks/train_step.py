@@ -77,12 +77,12 @@ def by_hand(rounds: int) -> list[float]:
 
     As the plugin does, it skips a step whose gradients are not finite.
     """
-    from nemo_lowprec.compute import LayerFilter, Recipe, WeightScales, choose_backend, convert_layers
+    from nemo_lowprec.compute import LayerFilter, Recipe, choose_backend, convert_layers
 
     device = torch.device("cuda")
     model = new_model(torch.float32)
     recipe = Recipe("delayed")
-    histories, scales = recipe.histories(), WeightScales(recipe.operand("weight").fmt, recipe.fp8_margin)
+    histories, scales = recipe.histories(), recipe.weight_scales()
     backend = choose_backend("auto", recipe, device)
     convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories, weight_scales=scales)
     histories.to(device)

@@ -207,8 +207,7 @@ class Engine:
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
-            if self.recipe is not None and self.histories is not None:
-                self.weight_scales = WeightScales(self.recipe.operand("weight").fmt, self.recipe.fp8_margin)
+            self.weight_scales = self.recipe.weight_scales() if self.recipe is not None else None
             self.loss_scale = LossScale(self.loss_scale.config) if self.loss_scale is not None else None
         self.backend, self.device, self.model = backend, device, model
         self.conversion = convert_layers(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
@@ -274,7 +275,8 @@ class _LinearFunction(torch.autograd.Function):
             total = ctx.gradient.take() if ctx.gives_out else None
             return None if total is None else total[: ctx.rows], None, None, None
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
-            if torch.is_grad_enabled() or _is_batched(grad_output):
+            # A gradient that stands for many (``is_grads_batched``, ``vmap``) is one that no kernel quantizes.
+            if torch.is_grad_enabled() or is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
                 return differentiable_backward(ctx, grad_output)
             return _LinearFunction._backward(ctx, grad_output)
 
@@ -333,12 +335,6 @@ class _LinearFunction(torch.autograd.Function):
 def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
     """The gradient of all rows of a weight, zero but for those of ``part``, which is ``values``."""
     return F.pad(values, (0, 0, part[0], all_rows - part[1]))
-
-
-def _is_batched(grad_output: Tensor) -> bool:
-    """Whether a gradient stands for many (``is_grads_batched``, ``vmap``): no kernel quantizes these."""
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(grad_output) or functorch.is_batchedtensor(grad_output)
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats.block import MX_32, NVFP4_ROW_16, NVFP4_SQUARE_16, ROW_128, SQUARE_128, BlockLayout
 from nemo_lowprec.formats.delayed import DelayedScaling, Slot
 from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
@@ -158,3 +159,7 @@ class Recipe:
             self.fp8_margin,
             self.interval,
         )
+
+    def weight_scales(self) -> WeightScales | None:
+        """A new table of the scales of weights, for delayed scaling."""
+        return WeightScales(self.operand("weight").fmt, self.fp8_margin) if self.scaling == "delayed" else None

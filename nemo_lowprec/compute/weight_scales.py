@@ -197,17 +197,17 @@ class WeightScales:
             scale.note()
             local = local_of(weight)
             data = weight_data(local)
-            if data.numel() and not isinstance(local, ScaledTensor | Fp8Gathered):
+            if data.numel() and not isinstance(local, ScaledTensor | Fp8Gathered):  # these have scales of their own
                 by_dtype.setdefault(data.dtype, []).append((i, data))
         if not self.scales:
             return
-        amax = torch.zeros_like(self.amax)
+        norms = [torch.zeros((), device=self.amax.device)] * len(self.scales)
         for found in by_dtype.values():
-            norms = torch.stack(torch._foreach_norm([data for _, data in found], math.inf)).float()
-            if len(found) == len(amax):
-                amax = norms
-            else:
-                amax[[i for i, _ in found]] = norms
+            for (i, _), norm in zip(found, torch._foreach_norm([data for _, data in found], math.inf), strict=True):
+                norms[i] = norm
+        if len({norm.dtype for norm in norms}) > 1:
+            norms = [norm.float() for norm in norms]
+        amax = torch.stack(norms).float()
         if self.reduce_amax is not None:
             self.reduce_amax(amax)
         if self._gathered_as is not None:

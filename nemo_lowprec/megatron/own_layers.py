@@ -43,9 +43,10 @@ class OwnLayers:
         self._first = True
         revert_layers(module)  # those of an earlier stage of the same Trainer
         self.histories = recipe.histories() if recipe is not None else None
+        self.weight_scales = recipe.weight_scales() if recipe is not None else None
         fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
         self.conversion = convert_layers(
-            module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad
+            module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad, self.weight_scales
         )  # fmt: skip
         cast_parameters(module, settings)
         if fp32_wgrad:
@@ -55,6 +56,8 @@ class OwnLayers:
         if self.histories is not None:
             self.histories.to(device)
             self.histories.reduce_amax = partial(reduce_amax, group=dist.group.WORLD)
+        if self.weight_scales is not None:
+            self.weight_scales.settle(device)
         self._stack = ExitStack()
         self._stack.enter_context(prefer_attention(options.attention))
 
@@ -76,13 +79,17 @@ class OwnLayers:
 
     def nonfinite(self) -> Tensor | None:
         """Whether an amax of this step is not finite, on any process; None without delayed scaling."""
-        return self.histories.nonfinite() if self.histories is not None else None
+        if self.histories is None or self.weight_scales is None:
+            return None
+        return self.histories.nonfinite() | self.weight_scales.nonfinite()
 
     def after_step(self, stepped: bool) -> None:
         """Roll the amax histories, or leave those of a skipped step out."""
         self._first = True
         if self.histories is not None:
             (self.histories.update if stepped else self.histories.discard)()
+        if self.weight_scales is not None and stepped:
+            self.weight_scales.forget()  # the weights of other processes' parts may still be on their way
 
     def remove(self) -> None:
         """Give the module its own layers back."""

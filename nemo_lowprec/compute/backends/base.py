@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _get_tracing_state
 
 from nemo_lowprec.compute.recipe import Operand, Recipe
 from nemo_lowprec.formats import ScaledTensor
@@ -27,7 +28,7 @@ __all__ = ["Backend", "Part", "Quantized", "is_transformed", "rms_norm"]
 
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or ``torch.jit.trace`` is at work, which know torch's operations only."""
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+    return _are_functorch_transforms_active() or _get_tracing_state() is not None
 
 
 _BLOCK_FORMATS = {"e8m0": "mxfp8", "e4m3": "nvfp4"}
