@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -186,7 +186,7 @@ class FolderWriter(dcp.FileSystemWriter):
             raise OSError(found.errno, found.strerror) from error
 
 
-def check_folder(folder: Path, together: Callable[[Exception | None], None] = raise_together) -> None:
+def check_folder(folder: Path) -> None:
     """Compare all checksums, and look that objects beside tensors are plain: for a reader that does neither.
 
     Called on all processes, each of which takes its part of the tensors.
@@ -208,7 +208,7 @@ def check_folder(folder: Path, together: Callable[[Exception | None], None] = ra
                 _check_plain(folder, item, info)
     except ValueError as found:
         error = found
-    together(error)
+    raise_together(error)
 
 
 def _check_plain(folder: Path, item: MetadataIndex, info: _StorageInfo) -> None:

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ class _Structure(pickle.Unpickler):
     """Reads which storages a pickle of torch refers to, without a class or function of the pickle's own."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return _Node
+        return type(name, (_Node,), {})  # one of its own, as a pickle may change a class
 
     def persistent_load(self, pid: Any) -> Any:
         return _Storage(pid[2])
@@ -207,8 +207,11 @@ def check_zip(
         )
     if not has_checksums:
         return
-    with ThreadPoolExecutor(_THREADS) as threads:
-        intact = list(threads.map(lambda member: _is_intact(zipped, members[member]), wanted))
+    # zlib computes without the interpreter's lock; threads for a small tensor would cost more than it does.
+    is_large = sum(members[member].file_size for member in wanted) > _PIECE
+    with ThreadPoolExecutor(_THREADS) if is_large else nullcontext() as threads:
+        each = threads.map if threads is not None else map
+        intact = list(each(lambda member: _is_intact(zipped, members[member]), wanted))
     bad = [member for member, good in zip(wanted, intact, strict=True) if not good]
     if bad:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""

@@ -32,10 +32,11 @@ class PartialGradients:
 
     Attributes:
         pending: whether a backward pass has run since the last step.
+        running: whether a backward pass or a step has begun and not ended, as where an error has stopped it.
     """
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending = self.running = False
         self._saved: dict[str, Any] | None = None
         self._warned = False
 
@@ -44,10 +45,11 @@ class PartialGradients:
         """Plain values; nothing between two steps. Called on all processes."""
         if module is None or module._trainer is None or module.trainer.state.fn != "fit":
             return {}
-        if not _is_saved(engine):
+        if self.running or not _is_saved(engine):
             # Megatron-core's strategy runs without the plugin's hooks.
             loop = module.trainer.fit_loop.epoch_loop
             unfinished = self.pending if engine.model is not None else loop._should_accumulate()
+            unfinished = unfinished or self.running
             if unfinished and not self._warned:
                 self._warned = True
                 _warn("saved")
@@ -84,7 +86,7 @@ class PartialGradients:
 
     def forget(self) -> None:
         """The run is over."""
-        self.pending, self._saved = False, None
+        self.pending, self.running, self._saved = False, False, None
 
 
 def _is_saved(engine: Engine) -> bool:

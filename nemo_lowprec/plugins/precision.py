@@ -219,8 +219,13 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        self._partial.pending = True
+        self._partial.running = True
         return super().pre_backward(self.engine.scale(tensor), module)
+
+    @override
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        self._partial.pending, self._partial.running = True, False
+        return super().post_backward(tensor, module)
 
     @override
     def backward(  # type: ignore[override]
@@ -235,10 +240,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        try:
-            return self._step(optimizer, model, closure, **kwargs)
-        finally:
-            self._partial.pending = False
+        result = self._step(optimizer, model, closure, **kwargs)
+        self._partial.pending = self._partial.running = False
+        return result
 
     def _step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         assert isinstance(optimizer, Optimizer)
@@ -249,6 +253,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         result = closure()
         if result is None and model.automatic_optimization:
             return None  # training_step asked to skip the batch
+        self._partial.running = True
         self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         self.engine.step(optimizer, **kwargs)

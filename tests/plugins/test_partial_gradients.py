@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from support import CASES, FP16_HALF, Net, assert_same, level_of, loader, plugin, stateful_loader, train
 
 from nemo_lowprec.formats import GradientTensor
@@ -96,6 +96,35 @@ def test_manual_optimization(case, tmp_path):
     whole = train(Manual(), dynamic(case), data=data(), **options)
     train(Manual(), dynamic(case), SaveAfter(tmp_path / "x.ckpt", 3), data=data(), **options | {"max_steps": 2})
     assert_same(train(Manual(), dynamic(case), data=data(), ckpt=tmp_path / "x.ckpt", **options).state, whole.state)
+
+
+class Breaks(Net):
+    """In the forward or the backward pass of the fifth micro-batch."""
+
+    def __init__(self, where):
+        super().__init__(dropout=0.2, stepwise=True)
+        self.where, self.calls = where, 0
+
+    def training_step(self, batch, batch_idx):
+        self.calls += 1
+        if self.calls == 5 and self.where == "forward":
+            raise InterruptedError
+        loss = super().training_step(batch, batch_idx)
+        if self.calls == 5:
+            loss.register_hook(lambda grad: (_ for _ in ()).throw(InterruptedError))
+        return loss
+
+
+@pytest.mark.parametrize("where", ["forward", "backward, whose part is lost"])
+def test_what_is_saved_where_an_error_has_stopped_a_micro_batch(where, tmp_path):
+    """The gradients of the one before; where a pass has begun, nothing, which is said."""
+    saving = OnExceptionCheckpoint(tmp_path, "x")
+    with pytest.raises(InterruptedError), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train(Breaks(where), "msamp_o2", saving, data=data(), enable_checkpointing=True, **OPTIONS)
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=True)["LowPrecision"]["partial_gradients"]
+    said = sum(LOST in str(w.message) for w in seen)
+    assert (bool(saved), said) == ((True, 0) if where == "forward" else (False, 1))
 
 
 class Gradients(Callback):
