@@ -14,6 +14,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +30,7 @@ from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
+from nemo_lowprec.plugins.signals import StopTogether
 from nemo_lowprec.plugins.summary import print_summary
 
 __all__ = ["SKIPPED", "LowPrecision"]
@@ -65,6 +67,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         )  # fmt: skip
         self._resume = ResumeState()
         self._module: pl.LightningModule | None = None
+        self._signals: StopTogether | None = None
 
     def __repr__(self) -> str:
         defaults = option_defaults(self.level)
@@ -100,6 +103,17 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         """Called by such a strategy before every step."""
         self._resume.before_first_step(self._module)
 
+    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
+        """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
+        if self._signals is not None:
+            self._signals.remove()
+        self._signals = StopTogether(trainer, evaluates_in_step) if trainer.world_size > 1 else None
+
+    def before_evaluation_step(self) -> None:
+        """Called before each step of an evaluation."""
+        if self._signals is not None:
+            self._signals.before_evaluation_step()
+
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
         nemo.before_build(self.level)
@@ -110,6 +124,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         trainer = getattr(module, "_trainer", None)
         if trainer is not None and nemo.runs(trainer.strategy):
             return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
+        if trainer is not None and isinstance(trainer.strategy, ParallelStrategy):
+            self.stop_together(trainer, evaluates_in_step=self.engine.sharding is not None)
         device = trainer.strategy.root_device if trainer is not None else _device_of(module)
         if trainer is not None and trainer.state.fn == "fit":
             assert isinstance(module, pl.LightningModule)
@@ -154,6 +170,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self.engine.revert()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
+        if self._signals is not None:
+            self._signals.remove()
+            self._signals = None
         self.engine.sharding = None  # another Trainer may have another strategy
         if self._module is not None:
             release_schedulers(self._module)
@@ -164,6 +183,27 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
         with self.engine.forward_context():
+            yield
+
+    @override
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        self.before_evaluation_step()
+        with self.forward_context():
+            yield
+
+    @override
+    @contextmanager
+    def test_step_context(self) -> Generator[None, None, None]:
+        self.before_evaluation_step()
+        with self.forward_context():
+            yield
+
+    @override
+    @contextmanager
+    def predict_step_context(self) -> Generator[None, None, None]:
+        self.before_evaluation_step()
+        with self.forward_context():
             yield
 
     @override

@@ -158,6 +158,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
         pipelined, fits = isinstance(module, PipelinedModule), trainer.state.fn == TrainerFn.FITTING
+        plugin.stop_together(trainer, evaluates_in_step=True)
         settings = plugin.megatron(own_layers=not pipelined)
         check_device(settings.level)
         if fits:
@@ -251,6 +252,8 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         return self._evaluate("predict_step", *args, **kwargs)
 
     def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.precision_plugin, LowPrecision)
+        self.precision_plugin.before_evaluation_step()
         with self.engine.evaluation():
             return getattr(self.lightning_module, hook)(*args, **kwargs)
 

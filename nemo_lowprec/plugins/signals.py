@@ -1,0 +1,108 @@
+"""Signals that end or requeue a run of several processes: all of them act between the same two training steps.
+
+Lightning's handlers call collectives at once, wherever the signal finds a process: inside another collective, or a
+different number of them behind the other processes. Here handlers note the signal, and the flag that Lightning's loop
+exchanges before each batch carries it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from nemo_lowprec.comm.agree import bookkeeping
+from nemo_lowprec.grads import FoundInf
+
+__all__ = ["StopTogether"]
+
+_NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # a stronger wish is a larger number
+_EXCHANGE = "_broadcast_sigterm_tensor"  # of Lightning's training loop, from 2.6 on: of what the first process knows
+
+
+class StopTogether:
+    """Takes the place of Lightning's handlers of SIGTERM and of SLURM's requeue signal, while a Trainer runs.
+
+    Args:
+        trainer: with several processes, whose process group there is.
+        evaluates_in_step: whether every step of an evaluation has collectives, so that a process cannot leave alone.
+    """
+
+    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
+        self._trainer = trainer
+        self._evaluates_in_step = evaluates_in_step
+        self._wanted = _NOTHING
+        self._signum = 0
+        self._answers: dict[bool, FoundInf] = {}  # of training, and of an evaluation, which is not requeued
+        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+        self._requeue = connector._slurm_sigusr_handler_fn
+        self._replaced: list[tuple[Any, str]] = []
+        if not hasattr(loop, _EXCHANGE):  # then handlers call no collectives
+            return
+        for owner, name, own in (
+            (connector, "_sigterm_notifier_fn", self._on_end),
+            (connector, "_slurm_sigusr_handler_fn", self._on_requeue),
+            (loop, _EXCHANGE, self._before_batch),
+        ):
+            owner.__dict__[name] = own
+            self._replaced.append((owner, name))
+
+    def remove(self) -> None:
+        """Give Lightning its methods back; of handlers that are registered still, nothing comes."""
+        for owner, name in self._replaced:
+            owner.__dict__.pop(name, None)
+        self._replaced.clear()
+
+    def before_evaluation_step(self) -> None:
+        """Called on every process before each of its steps of an evaluation.
+
+        Raises:
+            SIGTERMException: where the run is to end; on all processes, if they evaluate in step.
+        """
+        if self._replaced and self._evaluates_in_step:
+            self._exchange(self._wanted if self._wanted == _END else _NOTHING, evaluates=True)
+        elif self._replaced and self._wanted == _END:
+            self._end()
+
+    def _on_end(self, signum: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if self._wanted != _END and launcher is not None:
+            launcher.kill(signum)  # type: ignore[attr-defined]
+        self._wanted = _END
+
+    def _on_requeue(self, signum: int, frame: Any) -> None:
+        self._wanted, self._signum = max(self._wanted, _REQUEUE), signum
+
+    def _before_batch(self) -> None:
+        self._exchange(self._wanted)
+
+    def _exchange(self, wanted: float, evaluates: bool = False) -> None:
+        """Ask all processes what they want, and do it: on a GPU one step later, when the answer is on the host."""
+        device = self._trainer.strategy.root_device
+        if device.type == "cuda" and self._act(evaluates):
+            return
+        flag = torch.full((), wanted, device=device)
+        with bookkeeping():
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        self._answers[evaluates] = FoundInf(flag)
+        if device.type != "cuda":
+            self._act(evaluates)
+
+    def _act(self, evaluates: bool) -> bool:
+        """Do what the last answer says; whether it said anything."""
+        answer = self._answers.pop(evaluates, None)
+        if answer is None or not answer:
+            return False
+        if float(answer.on_device) == _END:
+            self._end()
+        if self._wanted == _REQUEUE:  # done; an end that was asked for since comes next
+            self._wanted = _NOTHING
+        self._requeue(self._signum, None)  # type: ignore[arg-type]
+        return True
+
+    def _end(self) -> None:
+        self._trainer._signal_connector.received_sigterm = True
+        raise SIGTERMException
