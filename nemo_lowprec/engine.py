@@ -36,7 +36,8 @@ from nemo_lowprec.compute import (
     revert_layers,
     te_layers,
 )
-from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.formats import DelayedScaling, StoredTensor
+from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.grads import (
     FoundInf,
     LossScale,
@@ -57,6 +58,14 @@ _ENGINE = "_lowprec_engine"
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _writes(params: list[Tensor]) -> list[tuple[int, int, int]] | None:
+    """Changes when a gradient is written or replaced; None with stored ones, which know whether they are finite."""
+    grads = [(p.grad, local_of(p.grad)) for p in params if p.grad is not None]
+    if any(isinstance(local, StoredTensor) for _, local in grads):
+        return None
+    return [(id(grad), grad._version, local._version) for grad, local in grads]
 
 
 def _follow(optimizer: Optimizer, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
@@ -142,6 +151,7 @@ class Engine:
         self._released: set[int] = set()
         self._handles: list[Any] = []
         self._found_inf: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
+        self._unscaled: WeakKeyDictionary[Optimizer, tuple[Tensor, Any]] = WeakKeyDictionary()
         self._saturated: Tensor | None = None
         self._has_te_layers = False
         self._share_flag: Callable[[Tensor], None] | None = None
@@ -487,6 +497,7 @@ class Engine:
             self.masters.before_backward()
         self.cover_gradients()
         self._found_inf.clear()
+        self._unscaled.clear()
         if self.loss_scale is None:
             return loss
         before, scale = self.loss_scale.used, self.loss_scale.begin()
@@ -504,23 +515,34 @@ class Engine:
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Make the optimizer's gradients true gradients, once a backward pass."""
-        if self.loss_scale is None or optimizer in self._found_inf:
+        if self.loss_scale is None or optimizer in self._unscaled or optimizer in self._found_inf:
             return
-        self._note(optimizer, unscale_(_params(optimizer), self.loss_scale.used, self.device))
+        params = _params(optimizer)
+        found = unscale_(params, self.loss_scale.used, self.device)
+        self._unscaled[optimizer] = found, _writes(params)  # callbacks may write gradients until the step
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scale the optimizer's true gradients down to ``max_norm``. The norm tells, too, whether they are finite."""
         self.unscale(optimizer)
         norm = clip_grad_norm_(_params(optimizer), max_norm)
-        if self.loss_scale is None:
-            self._note(optimizer, (~norm.isfinite()).float().to(self.device))
+        found, _ = self._unscaled.pop(optimizer, (None, None))
+        if self.loss_scale is None or found is not None:
+            infinite = (~norm.isfinite()).float().to(self.device)
+            self._note(optimizer, infinite if found is None else torch.maximum(infinite, found))
 
     def look(self, optimizer: Optimizer) -> None:
-        """Find out whether the optimizer's gradients are finite, where neither ``unscale`` nor ``clip`` has."""
+        """Find out whether the optimizer's gradients are finite, where ``clip`` has not."""
         self.unscale(optimizer)
         # With gradient release it is too late.
-        if optimizer not in self._found_inf and not self.low_bit.gradient_release:
-            self._note(optimizer, find_nonfinite(_params(optimizer), self.device))
+        if optimizer in self._found_inf or self.low_bit.gradient_release:
+            return
+        params = _params(optimizer)
+        found, writes = self._unscaled.pop(optimizer, (None, None))
+        if found is None:
+            found = find_nonfinite(params, self.device)
+        elif writes is None or writes != _writes(params):
+            found = torch.maximum(found, find_nonfinite(params, self.device))
+        self._note(optimizer, found)
 
     def _note(self, optimizer: Optimizer, found: Tensor) -> None:
         """Keep whether the optimizer's gradients are finite, for ``step``.

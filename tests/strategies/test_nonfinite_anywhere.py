@@ -111,8 +111,7 @@ def every_case(rank):
                 found[f"{case} {strategy} {name}"] = run(rank, case, strategy, **options)
             found[f"{case} {strategy} vector"] = run(rank, case, strategy, spoiler=Spoiler("head.bias"))
             found[f"{case} {strategy} manual"] = run(rank, case, strategy, TwoOptimizers())
-            if not level_of(case).has_loss_scale:  # which looks at gradients when it unscales them, before
-                found[f"{case} {strategy} late"] = run(rank, case, strategy, spoiler=ByHook("mid.weight"))
+            found[f"{case} {strategy} late"] = run(rank, case, strategy, spoiler=ByHook("mid.weight"))
     return found
 
 
@@ -124,8 +123,7 @@ def ranks(tmp_path_factory):
 
 WAYS = [
     *((case, "plain") for case in ALL),
-    *((case, name) for case in SOME for name in (*OPTIONS, "vector", "manual")),
-    *((case, "late") for case in SOME if not level_of(case).has_loss_scale),
+    *((case, name) for case in SOME for name in (*OPTIONS, "vector", "manual", "late")),
 ]
 
 
