@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.levels import register_levels
+from nemo_lowprec.models.architecture import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,6 +154,7 @@ def run_with_overrides(
     _check_overrides(overrides)
 
     failures: list[Exception] = []
+    begun: list[DictConfig] = []
     is_multirun = bool(_MULTIRUN & set(overrides))
     if is_multirun and not writes:
         raise ValueError(f"{command} writes nothing, and -m a record of its runs. Call it once for each combination.")
@@ -162,6 +165,7 @@ def run_with_overrides(
     own = sys.argv
 
     def run(cfg: DictConfig) -> Any:
+        begun.append(cfg)
         # Lightning starts its other processes with the command line of this one.
         of_hydra, sys.argv = sys.argv, own
         try:
@@ -182,6 +186,11 @@ def run_with_overrides(
             raise failures[0]
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(one_sentence(error)) from error
+    except Exception as error:
+        if begun:
+            raise
+        # Nothing of ours has run: the folder of the run, or a setting of Hydra's own.
+        raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {one_line(error)}") from error
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -193,6 +202,9 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         raise ValueError(one_sentence(error)) from error
     levels: list[str] = []
     for override in parsed:
+        group, _, setting = override.key_or_group.partition(".")
+        if group == "hydra" and setting.partition(".")[0] not in HydraConf.__dataclass_fields__:
+            raise TypeError(f"hydra.{setting} is no setting of Hydra's.")
         if override.key_or_group == "precision" and override.type is not OverrideType.DEL:
             levels += _choices(override)
         elif override.key_or_group in _GROUPS and override.type is not OverrideType.DEL:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from nemo_lowprec.models.architecture import one_line
+
 __all__ = ["GptArchitecture", "build_gpt", "gpt_architecture"]
 
 # transformers' model types of this shape, with what the type itself decides and no field of the config says.
@@ -146,7 +148,11 @@ def build_gpt(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
-    config = TransformerConfig(**architecture.transformer, **{**_FUSIONS, **fields})
+    try:
+        config = TransformerConfig(**architecture.transformer, **{**_FUSIONS, **fields})
+    except Exception as error:  # assertions among them
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"Megatron-core makes no TransformerConfig of this: {one_line(error)}") from error
     rows, ranks = architecture.gpt["vocab_size"], config.tensor_model_parallel_size
     if rows % ranks:
         raise ValueError(f"A vocabulary of {rows} does not split over {ranks} tensor-parallel ranks: pad it.")

@@ -111,6 +111,10 @@ MET = [
     ("model._target_=nowhere.Model", "model._target_='nowhere.Model' cannot be imported"),
     ("output_dir=${nowhere}", "nowhere"),
     ("trainer.max_steps=0", "max_steps=0 trains nothing"),
+    ("hydra.run.dir=/dev/null/x", "Hydra cannot begin with these settings of its own (hydra.*): "),
+    ("hydra.verbose=3", "Hydra cannot begin with these settings of its own (hydra.*): "),
+    ("+hydra.nobody=3", "hydra.nobody is no setting of Hydra's"),
+    (["-m", "model.lr=inf,nan"], "model.lr=inf must be a number greater than 0"),
 ]  # fmt: skip
 
 
