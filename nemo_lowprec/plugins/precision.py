@@ -115,17 +115,6 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if self._signals is not None:
             self._signals.before_evaluation_step()
 
-    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
-        """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
-        if self._signals is not None:
-            self._signals.remove()
-        self._signals = StopTogether(trainer, evaluates_in_step) if trainer.world_size > 1 else None
-
-    def before_evaluation_step(self) -> None:
-        """Called before each step of an evaluation."""
-        if self._signals is not None:
-            self._signals.before_evaluation_step()
-
     @override
     def module_init_context(self) -> AbstractContextManager[Any]:
         nemo.before_build(self.level)
