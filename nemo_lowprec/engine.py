@@ -485,7 +485,11 @@ class Engine:
         assert self.reducer is not None and self.model is not None
         self.forget_weight_scales()
         tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
-        return broadcast_weights(tensors, self.reducer.group)
+        changed = broadcast_weights(tensors, self.reducer.group)
+        for weights in (self.masters, self.stored):
+            if weights is not None:
+                weights.note_frozen()  # nobody has written them by hand
+        return changed
 
     def wire_dtype(self, param: Tensor) -> torch.dtype:
         """Dtype of a parameter's gradient on the wire."""

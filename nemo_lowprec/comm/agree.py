@@ -58,9 +58,12 @@ def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None 
             for part in tensor.parts() if isinstance(tensor, StoredTensor) else () if tensor is None else (tensor,):
                 plain = part.detach()
                 plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
-                before = plain.clone()
-                dist.broadcast(plain, source, group)
-                changed.append((plain != before).any())
+                there = plain.to(param.device)  # what a frozen weight came with waits on the CPU
+                before = there.clone()
+                dist.broadcast(there, source, group)
+                changed.append((there != before).any())
+                if there is not plain:
+                    plain.copy_(there)
     return bool(torch.stack(changed).any()) if changed else False
 
 

@@ -144,6 +144,13 @@ class MasterWeights:
                 take_over(param, master)
                 _give_back(param, master)
 
+    def note_frozen(self) -> None:
+        """Frozen parameters were written together with the values that they came with."""
+        for param in self._frozen.values():
+            master = master_of(param)
+            if master is not None and not isinstance(param, ScaledTensor):
+                note(param, master)
+
     def before_backward(self) -> None:
         """Let new gradients be stored in their dtype again: unscaling the last ones allowed for FP32."""
         if not self.grad_fp32:

@@ -129,7 +129,8 @@ class StoredWeights:
         else:
             stored = CastTensor.from_float(param.data, self.reads_as, storage)
             swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
-        note_frozen(param)
+        if not param.requires_grad:
+            note_frozen(param)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -172,6 +173,11 @@ class StoredWeights:
                     swap(param, nn.Parameter(_values(param), requires_grad=False))
                 else:
                     param.data = param.data.float()
+
+    def note_frozen(self) -> None:
+        """Frozen parameters are as they were stored."""
+        for param in self._frozen.values():
+            note_frozen(param)
 
     def _before_storing(self, param: nn.Parameter) -> None:
         param.grad = None
