@@ -17,7 +17,6 @@ from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats.hooks import weakly
-from nemo_lowprec.formats.local import is_sharded
 
 __all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
 
@@ -33,7 +32,7 @@ def refuse_sharded(model: nn.Module) -> None:
         return
     from torch.distributed.fsdp import FSDPModule
 
-    if any(isinstance(m, FSDPModule) for m in model.modules()) or any(is_sharded(p) for p in model.parameters()):
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "This model's parameters are sharded (by fully_shard), which initialize cannot train. Use a Trainer with "
             "strategy='lowprec_sharded', which shards the model, or takes over what fully_shard has cut; or leave "

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,17 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder.parent / f"{folder.name}_prepared"
     prepare_data(out, source=folder, vocab_size=400, validation_fraction=0.2)
     return out
+
+
+@pytest.fixture
+def logging_as_it_was() -> Iterator[None]:
+    """Undoes what Hydra does to the logging of the whole process, for tests that call a command in theirs."""
+    root, level, handlers = logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:]
+    # Hydra's dictConfig closes every handler there is, and absl's (fiddle brings it) closes its stream with it unless
+    # that is the real stderr: under pytest it would be the file that pytest captures to.
+    absl = sys.modules.get("absl.logging")
+    if absl is not None:
+        absl.get_absl_handler().python_handler.stream = sys.__stderr__
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

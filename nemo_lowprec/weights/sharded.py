@@ -74,7 +74,7 @@ class ShardedWeights:
             local = local_of(param)
             if isinstance(local, Shard):
                 continue  # tied to one that was met before
-            if place in in_fp8:
+            if place in in_fp8 and (param.requires_grad or not self.low_bit):  # as ``StoredWeights``
                 kind = BlockShard.of if self.low_bit else PlainShard
                 param._local_tensor = kind(local, self.reads_as, self.margin)
             elif id(param) in in_fp32:

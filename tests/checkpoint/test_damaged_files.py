@@ -191,6 +191,7 @@ def test_objects_that_the_user_trusts_open(checkpoint, tmp_path):
     assert fit_on.global_step == 2
 
 
+@pytest.mark.usefixtures("logging_as_it_was")
 @pytest.mark.parametrize("harm", ["a bit of a tensor", "cut short", "a pipe", "a folder"])
 def test_pretrain_and_the_command_say_it(data_dir, checkpoint, tmp_path, harm, capsys, monkeypatch):
     path = copied(checkpoint, tmp_path / "harmed")
