@@ -443,7 +443,8 @@ def test_wrappers_that_take_parameters_away_are_refused_with_the_way_out(ranks, 
         assert "Leave DeepSpeed out" in found["DeepSpeed"]
         assert found["tensor-parallel"].startswith("0.weight is a DTensor")
         assert "FSDP gives it such" in found["FSDP1's own parameters after"]
-        for name in ("FSDP1 after", "FSDP1 within after", "FSDP2 after"):
+        assert "are sharded (by fully_shard)" in found["FSDP2 after"]
+        for name in ("FSDP1 after", "FSDP1 within after"):
             assert found[name].startswith("FSDP has taken the parameters"), name
         assert found["DataParallel after"].startswith("DataParallel computes with copies")
         assert found["none of its"].startswith("This module has parameters that are none of the model's")
