@@ -57,6 +57,7 @@ def _start(
     rank: int, world: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's seed_everything: strategies seed by it again
     os.environ.update(environment(rank, world, port))
     if backend == "nccl":
         with suppress(ImportError):  # before anything touches CUDA

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from support import CASES, MASTER_LEVELS, Net, is_low_bit, kept, level_of, loader, plugin, train, trainer, values_of
+from support import CASES, Net, is_low_bit, kept, level_of, loader, train, values_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
@@ -251,7 +251,3 @@ def test_weights_that_are_unfrozen_train_as_any(case, dtype):
     # Updates of 1e-4 are lost in BF16 weights of 0.1, and not in masters.
     assert (moved > 0).float().mean() > 0.9 and moved.max() < 5e-4
     assert observed.grads[1]["mid.weight"].any()
-
-
-def test_levels_of_these_tests():
-    assert MASTER_LEVELS and trainer(plugin("bf16_mixed"))

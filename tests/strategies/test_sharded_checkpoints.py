@@ -23,11 +23,9 @@ class End(Watch):
         self.state = trainer.precision_plugin.engine.state_dict()
 
 
-def run(
-    case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=False, backend=None, dropout=0.2, **options
-):
+def run(case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=False, backend=None, **options):
     make = None if adam else linear_optimizer(case, 0.1)
-    model, end = Blocks(dropout=dropout, optimizer=make), End()
+    model, end = Blocks(dropout=0.2, optimizer=make), End()
     torch.manual_seed(5 + (rank or 0))
     if rank is not None:
         strategy = LowPrecisionShardedStrategy(**FORMS[form])
@@ -168,7 +166,7 @@ def test_another_level_starts_from_the_same_values(ranks):
 
 def both_alone(rank):
     """Losses of a process alone, sharded and not: with the same number of threads, which sums depend on."""
-    return {case: [run(case, r, 1, adam=True, dropout=0.0)["losses"] for r in (rank, None)] for case in SOME}
+    return {case: [run(case, r, 1, adam=True)["losses"] for r in (rank, None)] for case in SOME}
 
 
 @pytest.fixture(scope="module")
