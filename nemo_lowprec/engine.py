@@ -234,6 +234,7 @@ class Engine:
             self.gradients = StoredGradients(weakly(self._step_at_once) if self.low_bit.gradient_release else None)
         elif self.level.has_half_weights:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
+            self.masters.measures = self.weight_scales is not None
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
                 self.masters.store_in_fp8(self.conversion.weights, self.recipe.fp8_margin)

@@ -1,9 +1,9 @@
 """Scales of weights under delayed scaling: each comes from the weight at hand, not from a history.
 
-The amax of a weight is known as soon as the optimizer has stepped, so that nothing has to be predicted: one pass over
-all weights after a step gives all scales. A weight that anything else has written (``load_state_dict``, ``copy_``, a
-callback) is measured when its layer runs next, and the layer's input and output gradient start new histories: theirs
-belong to the weight that was there.
+The amax of a weight is known as soon as the optimizer has stepped, so that nothing has to be predicted: a kernel that
+writes weights leaves it on them (``amax_of_step``), and one pass measures the others. A weight that anything else has
+written (``load_state_dict``, ``copy_``, a callback) is measured when its layer runs next, and the layer's input and
+output gradient start new histories: theirs belong to the weight that was there.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class WeightScale:
         if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
             self.restart()
         self._measured = state
+        _left_by_a_step(weight)
         if not isinstance(weight, ScaledTensor):
             amax = compute_amax(values).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
@@ -101,6 +102,8 @@ class WeightScale:
     def forget(self) -> None:
         """Measure the weight when its layer runs next; what the histories hold belongs to that weight."""
         self._measured = None
+        if self.weight is not None:
+            _left_by_a_step(local_of(self.weight))
 
     def leave(self) -> None:
         """The layer is converted no more: remember the weight's state."""
@@ -122,6 +125,12 @@ def _state_of(weight: Tensor) -> tuple[int, int]:
     """Changes when somebody writes ``weight`` or gives it other data."""
     version = -1 if weight.is_inference() else weight._version
     return version, weight_data(local_of(weight)).data_ptr()
+
+
+def _left_by_a_step(local: Tensor) -> Tensor | None:
+    """The amax, FP32 scalar, that the kernel of the last step has left on a weight, once; None where none has."""
+    left: Tensor | None = local.__dict__.pop("amax_of_step", None)
+    return left
 
 
 class WeightScales:
@@ -189,6 +198,7 @@ class WeightScales:
     def renew(self) -> None:
         """After a step: the scales of all weights from what they are now. The host waits for nothing."""
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        norms: list[Tensor | None] = [None] * len(self.scales)
         for i, scale in enumerate(self.scales.values()):
             weight = scale.weight
             if weight is None:  # computed anew for each forward
@@ -197,17 +207,20 @@ class WeightScales:
             scale.note()
             local = local_of(weight)
             data = weight_data(local)
-            if data.numel() and not isinstance(local, ScaledTensor | Fp8Gathered):  # these have scales of their own
+            norms[i] = _left_by_a_step(local)
+            has_own = isinstance(local, ScaledTensor | Fp8Gathered)
+            if norms[i] is None and data.numel() and not has_own:
                 by_dtype.setdefault(data.dtype, []).append((i, data))
         if not self.scales:
             return
-        norms = [torch.zeros((), device=self.amax.device)] * len(self.scales)
         for found in by_dtype.values():
             for (i, _), norm in zip(found, torch._foreach_norm([data for _, data in found], math.inf), strict=True):
                 norms[i] = norm
-        if len({norm.dtype for norm in norms}) > 1:
-            norms = [norm.float() for norm in norms]
-        amax = torch.stack(norms).float()
+        zero = torch.zeros((), device=self.amax.device)
+        known = [zero if norm is None else norm for norm in norms]
+        if len({norm.dtype for norm in known}) > 1:
+            known = [norm.float() for norm in known]
+        amax = torch.stack(known).float()
         if self.reduce_amax is not None:
             self.reduce_amax(amax)
         if self._gathered_as is not None:

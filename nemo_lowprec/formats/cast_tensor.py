@@ -22,9 +22,11 @@ class CastTensor(StoredTensor):
 
     Attributes:
         data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that came so.
+        amax_of_step: what a fused optimizer step has found out about the values that it wrote; None where none has.
     """
 
     PARTS = ("data_fp16",)
+    amax_of_step: Tensor | None = None
     data_fp16: Tensor
 
     @staticmethod

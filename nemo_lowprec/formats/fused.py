@@ -6,7 +6,7 @@ import importlib
 from functools import lru_cache
 from types import ModuleType
 
-__all__ = ["block_kernels", "fused_kernels"]
+__all__ = ["block_kernels", "copy_kernels", "fused_kernels"]
 
 
 def fused_kernels() -> ModuleType | None:
@@ -19,7 +19,12 @@ def block_kernels() -> ModuleType | None:
     return _load("nemo_lowprec.formats.triton_blocks")
 
 
-@lru_cache(maxsize=2)
+def copy_kernels() -> ModuleType | None:
+    """The kernel of half copies; None likewise."""
+    return _load("nemo_lowprec.formats.triton_copy")
+
+
+@lru_cache(maxsize=3)
 def _load(name: str) -> ModuleType | None:
     try:
         cast = importlib.import_module("nemo_lowprec.formats.triton_cast")

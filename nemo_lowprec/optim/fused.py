@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, Fp8Gathered, GradientTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, Fp8Gathered, GradientTensor, ScaledTensor
 from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.formats.row_blocks import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
@@ -96,6 +96,7 @@ class FusedStep:
         weight_decay = float(group["weight_decay"])
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
         rate = 0.0 if lr_tensor is not None else float(lr)
+        measures = _is_measured(one.param)
         none = tables.coefficients  # stands for a tensor that is not there and not read
         with torch.cuda.device(device):
             kernels.prepare_kernel[(len(updates),)](
@@ -116,9 +117,10 @@ class FusedStep:
                 DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
                 HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
                 **how, FIRST_STREAM=STREAMS["exp_avg"], SECOND_STREAM=STREAMS["exp_avg_sq"],
-                FP8_MAX=E4M3.max, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+                FP8_MAX=E4M3.max, HAS_AMAX=measures, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
-            if isinstance(one.param, Fp8Gathered):
+            if measures:
                 assert tables.amax is not None
                 for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
@@ -163,7 +165,12 @@ def _kind(update: Update) -> tuple[Any, ...]:
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
     margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
     weight = isinstance(update.param, BlockTensor), weight_storage(update.param).dtype
-    return (*storage, *weight, margin, in_row % 128 == 0, update.param.device)
+    return (*storage, *weight, margin, _is_measured(update.param), in_row % 128 == 0, update.param.device)
+
+
+def _is_measured(param: Tensor) -> bool:
+    """Whether others scale an FP8 form of ``param`` by its amax (an FP8 weight's scale is fitted here)."""
+    return isinstance(param, CastTensor | Fp8Gathered)
 
 
 def _is_fused(update: Update) -> bool:

@@ -154,10 +154,10 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
         scaled = round_stochastic(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST)
     stored = scaled.to(dtype)
     tl.store(place[0] + offset, stored, mask=inside)
+    values = stored.to(tl.float32)
     if BLOCKED:
-        return stored.to(tl.float32) * power_of_two(exponent)[:, None]
-    else:
-        return x
+        values = values * power_of_two(exponent)[:, None]
+    return values
 
 
 @triton.jit
@@ -190,11 +190,13 @@ def adam_kernel(
     DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
     EXP_AVG_HOW: tl.constexpr, EXP_AVG_SQ_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
-    SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
+    SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, HAS_AMAX: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Unscale, decay, update and store a tile of one parameter and its states."""
     tensor, first, block, live, base, offset, inside = _tile(tl.program_id(0), tensor_of_ptr, grid_ptr, ALIGNED, BLOCKS)
     row = address_ptr + tensor * _WIDTH
+    all_blocks, everywhere = live, inside
     if HAS_FOUND:
         goes = tl.load(found_inf_ptr) == 0.0
         live, inside = live & goes, inside & goes
@@ -213,7 +215,8 @@ def adam_kernel(
         master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
         value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
     else:
-        value = _read(weight_at, WEIGHT_BLOCKED, 1.0, block, live, offset, inside)
+        value = _read(weight_at, WEIGHT_BLOCKED, 1.0, block, all_blocks, offset, everywhere)
+        before = value
 
     if HAS_SCALE:
         grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
@@ -249,8 +252,10 @@ def adam_kernel(
             tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
     else:
         value = _store(weight_at, WEIGHT_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
-        if WEIGHT_BLOCKED:  # a shard that an FP8 weight is gathered from
-            _raise_amax(amax_ptr + tensor, value, inside)
+        if HAS_AMAX:  # of what the weight now is, after a step that was skipped, too
+            if HAS_FOUND:
+                value = tl.where(goes, value, before)
+            _raise_amax(amax_ptr + tensor, value, everywhere)
 
 
 @triton.jit

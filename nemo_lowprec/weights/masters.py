@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.formats.fused import copy_kernels
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
@@ -47,6 +48,9 @@ class MasterWeights:
     Args:
         half: dtype of the copies.
         grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
+
+    Attributes:
+        measures: whether ``refresh`` leaves the amaxes of matrices on them, as ``amax_of_step``.
     """
 
     def __init__(self, half: torch.dtype, grad_fp32: bool) -> None:
@@ -58,6 +62,8 @@ class MasterWeights:
         self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
+        self.measures = False
+        self._copier: Any = None
 
     @torch.no_grad()
     def install(self, model: nn.Module) -> None:
@@ -170,13 +176,29 @@ class MasterWeights:
         for param, master in pairs:
             if isinstance(param, ScaledTensor) and master is not None:
                 param.quantize_(master)
-        same = [(p, m) for p, m in plain if p.device == m.device]
+        same = self._copy_measuring([(p, m) for p, m in plain if p.device == m.device])
         if same:
             torch._foreach_copy_([p for p, _ in same], [m for _, m in same])
         for param, master in plain:
             if param.device != master.device:
                 param.copy_(master)
             note(param, master)
+
+    def _copy_measuring(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Write those of ``pairs`` that a kernel measures on the way; returns the others."""
+        kernels = copy_kernels() if self.measures and pairs and pairs[0][0].is_cuda else None
+        if kernels is None:
+            return pairs
+        device = pairs[0][0].device
+        takes = [p.device == device and p.ndim > 1 and p.numel() and _in_one_order(p, m) for p, m in pairs]
+        taken = [pair for pair, taking in zip(pairs, takes, strict=True) if taking]
+        if taken:
+            if self._copier is None:
+                self._copier = kernels.FusedCopy()
+            amaxes = self._copier.copy([m for _, m in taken], [p for p, _ in taken]).unbind()
+            for (param, _), amax in zip(taken, amaxes, strict=True):
+                param.amax_of_step = amax  # type: ignore[attr-defined]
+        return [pair for pair, taking in zip(pairs, takes, strict=True) if not taking]
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
         """Give the parameters their FP32 values back and forget the masters.
@@ -292,6 +314,10 @@ class MasterWeights:
 def needs_fp32(module: nn.Module) -> bool:
     """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and computed weights."""
     return computes_weight(module) or isinstance(module, nn.modules.batchnorm._NormBase)
+
+
+def _in_one_order(param: Tensor, master: Tensor) -> bool:
+    return param.is_contiguous() and master.is_contiguous()
 
 
 def _give_back(param: nn.Parameter, master: Tensor) -> None:
