@@ -18,7 +18,7 @@ from nemo_lowprec.formats.triton_blocks import GROUP
 
 __all__ = ["FusedCopy"]
 
-_BLOCKS, _WARPS = 32, 4
+_BLOCKS, _WARPS = 16, 4
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -29,17 +29,24 @@ def _copy_kernel(
     """Round a tile of one tensor to HALF; ``amax_ptr`` has the bits of FP32 numbers."""
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
-    elements = tl.load(grid_ptr + tensor * 4 + 1)
+    grid = grid_ptr + tensor * 4
+    elements, total = tl.load(grid + 1), tl.load(grid + 3)
     source = tl.load(address_ptr + tensor * 2).to(tl.pointer_type(tl.float32))
     target = tl.load(address_ptr + tensor * 2 + 1).to(tl.pointer_type(HALF))
+    first = (tile - tl.load(grid)) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    # A condition on whole blocks leaves 16 bytes at once readable.
+    inside = (block < total - first)[:, None] & (lane >= 0)[None, :]
+    offset = first * 128 + (block[:, None] * 128 + lane[None, :])
     if ALIGNED:
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-    first = (tile - tl.load(grid_ptr + tensor * 4)) * (BLOCKS * 128)
-    lane = tl.arange(0, BLOCKS * 128)
-    inside = lane < elements - first
-    half = tl.load(source + first + lane, mask=inside, other=0.0).to(HALF)
-    tl.store(target + first + lane, half, mask=inside)
-    largest = tl.max(half.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    else:
+        inside = inside & (offset < elements)
+    half = tl.load(source + offset, mask=inside, other=0.0).to(HALF)
+    tl.store(target + offset, half, mask=inside)
+    bits = half.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.max(bits, axis=1), axis=0)
     if largest > tl.load(amax_ptr + tensor):
         tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
 
@@ -71,7 +78,7 @@ class FusedCopy:
         with torch.cuda.device(device):
             _copy_kernel[(self._tiles.tiles,)](
                 self._tiles.tensor_of, self._tiles.grid, addresses, amax, HALF=_TYPES[half],
-                ALIGNED=self._pointers.aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
+                ALIGNED=self._tiles.aligned and self._pointers.aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
             )  # fmt: skip
         torch.autograd.graph.increment_version(list(targets))
         return amax.view(torch.float32)
