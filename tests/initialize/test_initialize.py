@@ -6,6 +6,7 @@ import io
 import itertools
 import weakref
 
+import accelerate
 import pytest
 import torch
 from low_bit import OwnStep, values
@@ -428,7 +429,6 @@ def test_te_is_asked_for_where_there_is_none():
 @AT_LEVELS
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_accelerate_prepares_what_initialize_returns_and_not_the_other_way_round(level, precision):
-    accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
     try:
         model = Net()
