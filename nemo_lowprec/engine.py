@@ -156,6 +156,7 @@ class Engine:
         self.device = torch.device("cpu")
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self.when_adopted: Callable[[Optimizer], None] | None = None
+        self.when_gathered: Callable[[list[Tensor]], None] | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._released: set[int] = set()
         self._handles: list[Any] = []
@@ -358,6 +359,8 @@ class Engine:
     def _meet_gathered(self, params: list[Tensor]) -> None:
         if self.gradients is not None and self.shards is not None:
             self.gradients.cover(p for p in params if self.shards.is_matrix(p))
+        if self.when_gathered is not None:
+            self.when_gathered(params)
 
     def _fit_shard_reducer(self) -> None:
         """Reduce the gradients of the matrices that were gathered by now."""

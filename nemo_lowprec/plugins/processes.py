@@ -16,7 +16,7 @@ from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.agreement import facts_at_start, facts_of_data, facts_of_optimizers, facts_of_resume
 
-__all__ = ["average_gradients", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
+__all__ = ["average_gradients", "averages", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -111,6 +111,13 @@ def release_ddp(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
     """Once ``model`` is wrapped: DDP lets go of the parameters of a level that averages by itself."""
     if isinstance(model, DistributedDataParallel) and _replaces_ddp(strategy, engine):
         take_from_ddp(model)
+
+
+def averages(strategy: Strategy, engine: Engine) -> bool:
+    """Whether gradients are averaged in the backward passes that a plugin runs only; FSDP2 reduces them in all."""
+    if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
+        return False
+    return engine.sharding is None or engine.level.is_low_bit
 
 
 def synchronizes(strategy: Strategy) -> bool:

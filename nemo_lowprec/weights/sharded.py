@@ -135,16 +135,20 @@ class ShardedWeights:
         """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
         return self.low_bit and StoredWeights.is_matrix(local_of(param))
 
-    def matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """(whole, sharded) of every matrix that was gathered so far, each once and in the model's order."""
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
         assert self._model is not None
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for module in self._model.modules():
             for name in module._parameters:
                 whole = self._whole.get((id(module), name))
-                if whole is not None and self.is_matrix(whole):
+                if whole is not None:
                     found.setdefault(id(whole), (whole, self._sharded[id(module), name]))
         return list(found.values())
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]]:
+        """The same of every matrix."""
+        return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
     @torch.no_grad()
     def renew_scales(self) -> None:
