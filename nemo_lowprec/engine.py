@@ -362,6 +362,14 @@ class Engine:
         if self.when_gathered is not None:
             self.when_gathered(params)
 
+    def unreduced_gradients(self) -> dict[int, Tensor]:
+        """Gradients of whole parameters that wait to be reduced onto shards, by the ids of the sharded parameters."""
+        if self.shards is None:
+            return {}
+        apart = (self.gradients.apart if self.gradients is not None else None) or {}
+        matrices = {id(sharded): apart[id(whole)] for whole, sharded in self.shards.matrices() if id(whole) in apart}
+        return {**self.shards.unreduced(), **matrices}
+
     def _fit_shard_reducer(self) -> None:
         """Reduce the gradients of the matrices that were gathered by now."""
         assert self.shards is not None and self.gradients is not None and self.sharding is not None

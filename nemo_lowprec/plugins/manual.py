@@ -67,10 +67,11 @@ class ManualPasses:
             yield
         finally:
             self._announced = False
-        self.was_announced()
+        self._passes += 1
 
-    def was_announced(self) -> None:
-        """Gradients are there that are scaled, and averaged."""
+    def take_restored(self, params: Iterable[Tensor]) -> None:
+        """Parameters were given the gradients that an interrupted run had made."""
+        self._new |= {id(param) for param in params}
         self._passes += 1
 
     def check(self, optimizer: Optimizer) -> None:
@@ -109,12 +110,12 @@ class ManualPasses:
         finally:
             self._in_step = False
         there = list(self._gradients(optimizer))
-        self._new -= {id(param) for param, _, _ in there}
+        self._new -= {id(one) for *both, _ in there for one in both}
         self._stepped[optimizer] = self._passes, [ref(grad) for _, _, grad in there]
 
     def new_gradients(self) -> set[int]:
         """Ids of the module's parameters that have a gradient which no step has used."""
-        return {id(owner) for param, owner, _ in self._gradients() if id(param) in self._new}
+        return {id(owner) for param, owner, _ in self._gradients() if {id(param), id(owner)} & self._new}
 
     def remove(self) -> None:
         """Take the hooks away."""
@@ -137,12 +138,11 @@ class ManualPasses:
 
     def _gradients(self, optimizer: Optimizer | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(parameter that takes part in a pass, the one that the module has, its gradient) where there is one."""
-        shards, gradients = self._engine.shards, self._engine.gradients
+        shards, waiting = self._engine.shards, self._engine.unreduced_gradients()
         mine = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         pairs = [(p, p) for p in self._module.parameters()] if shards is None else shards.gathered()
-        kept = (gradients.apart if gradients is not None else None) or {}
         for param, owner in pairs:
-            grad = kept.get(id(param), owner.grad)
+            grad = waiting.get(id(owner), owner.grad)
             if grad is not None and (mine is None or id(owner) in mine):
                 yield param, owner, grad
 

@@ -104,13 +104,16 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
         self._resume.before_first_step(self._module)
-        self._partial.before_first_step(self.engine, self._module)
+        restored = self._partial.before_first_step(self.engine, self._module)
+        if restored and self._manual is not None:
+            self._manual.take_restored(restored)
 
-    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
+    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
         """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
         if self._signals is not None:
             self._signals.remove()
-        self._signals = StopTogether(trainer, evaluates_in_step) if trainer.world_size > 1 else None
+        several = trainer.world_size > 1
+        self._signals = StopTogether(trainer, evaluates_in_step, between_steps) if several else None
 
     def before_evaluation_step(self) -> None:
         """Called before each step of an evaluation."""
@@ -305,7 +308,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        partial = self._partial.state_dict(self.engine, self._module)  # first: it shares this step's amaxes
+        new = None if self._manual is None else self._manual.new_gradients()
+        partial = self._partial.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
         return {**self.engine.state_dict(), **self._resume.state_dict(self._module), **partial}
 
     @override

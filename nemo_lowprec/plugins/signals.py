@@ -29,11 +29,13 @@ class StopTogether:
     Args:
         trainer: with several processes, whose process group there is.
         evaluates_in_step: whether every step of an evaluation has collectives, so that a process cannot leave alone.
+        between_steps: whether to wait for the last micro-batch of a step, whose gradients no checkpoint would hold.
     """
 
-    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
+    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
         self._trainer = trainer
         self._evaluates_in_step = evaluates_in_step
+        self._between_steps = between_steps
         self._wanted = _NOTHING
         self._signum = 0
         self._answers: dict[bool, FoundInf] = {}  # of training, and of an evaluation, which is not requeued
@@ -77,6 +79,8 @@ class StopTogether:
         self._wanted, self._signum = max(self._wanted, _REQUEUE), signum
 
     def _before_batch(self) -> None:
+        if self._between_steps and self._trainer.fit_loop.epoch_loop._should_accumulate():
+            return
         self._exchange(self._wanted)
 
     def _exchange(self, wanted: float, evaluates: bool = False) -> None:

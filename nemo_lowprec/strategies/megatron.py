@@ -30,6 +30,7 @@ from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, i
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.strategies.agreed import AgreesOnResume
+from nemo_lowprec.strategies.between_steps import check_saves
 from nemo_lowprec.strategies.replace import recover, remove
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         assert self.accelerator is not None and module is not None
         self.accelerator.setup(trainer)
         pipelined, fits = isinstance(module, PipelinedModule), trainer.state.fn == TrainerFn.FITTING
-        plugin.stop_together(trainer, evaluates_in_step=True)
+        plugin.stop_together(trainer, evaluates_in_step=True, between_steps=True)
         settings = plugin.megatron(own_layers=not pipelined)
         check_device(settings.level)
         if fits:
@@ -224,6 +225,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        check_saves(trainer)
         batches, in_step = trainer.num_training_batches, trainer.accumulate_grad_batches
         if batches < float("inf") and (trainer.max_steps == -1 or trainer.max_steps > batches // in_step):
             last = "The last step of an epoch (a loader with drop_last, or limit_train_batches, can leave it out)"
