@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.comm import meet
+from nemo_lowprec.plugins import nemo
 
 __all__ = [
     "facts_at_start",
@@ -57,7 +59,7 @@ _OF_CALLBACKS = ("save_top_k", "save_last", "_save_on_train_epoch_end", "patienc
 
 
 def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | None) -> None:
-    """Compare the settings, for a strategy of ours that has its process group and has called no collective yet.
+    """Compare the settings, for a strategy that has its process group and has called no collective yet.
 
     Args:
         made_group: whether the process group was made just now, so that all processes are here within seconds.
@@ -185,3 +187,21 @@ def _of_callback(callback: Any) -> str:
 def is_grouped() -> bool:
     """Whether there is a process group already."""
     return dist.is_available() and dist.is_initialized()
+
+
+# No hook of a Precision plugin comes before the collectives of callbacks, data and loggers, in which processes that
+# disagree would wait for each other (a ModelCheckpoint on one of them: at once): only the strategy's own method does.
+
+_setup_environment = DDPStrategy.setup_environment
+
+
+@wraps(_setup_environment)
+def _setup_environment_and_meet(self: DDPStrategy) -> None:
+    made_group = not is_grouped()
+    _setup_environment(self)
+    has_level = getattr(self.precision_plugin, "meets_at_start", False) and not nemo.runs(self)
+    if has_level or hasattr(self, "agreement"):
+        meet_at_start(self, made_group, self._timeout)
+
+
+DDPStrategy.setup_environment = _setup_environment_and_meet  # type: ignore[method-assign]

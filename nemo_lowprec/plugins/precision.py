@@ -55,6 +55,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     """
 
     reads_with_own_io = True  # see checkpoint_io.py
+    meets_at_start = True  # see agreement.py
 
     def __init__(self, level: str, **options: Any) -> None:
         self.parsed = parsed = parse_options(get_level(level), options)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.plugins.agreement import facts_at_start, facts_of_data, facts_of_optimizers, facts_of_resume
+from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, facts_of_resume
 
 __all__ = ["average_gradients", "averages", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
 
@@ -38,7 +38,6 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
         )
     check_same(
         {
-            **(facts_at_start(trainer, strategy.precision_plugin) if isinstance(strategy, DDPStrategy) else {}),
             **facts_of_data(trainer),
             **({} if strategy.restore_checkpoint_after_setup else facts_of_resume(trainer)),
             **versions(),

@@ -26,7 +26,7 @@ from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_tables, settings_tables
 from nemo_lowprec.plugins import processes
-from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, is_grouped, meet_at_start
+from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.strategies.agreed import AgreesOnResume
@@ -123,9 +123,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     @override
     def setup_environment(self) -> None:
         self.layout.check_world(self.num_nodes * self.num_processes)
-        made_group = not is_grouped()
         super().setup_environment()
-        meet_at_start(self, made_group, self._timeout)
         self.expect_resume()
         self.layout.initialize()
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.data.loader import ResumableLoader
@@ -67,7 +68,14 @@ def attempt(rank, strategy="ddp", model=None, callbacks=(), data=None, ckpt=None
     data = data or ResumableLoader(Samples(32), 4, 3, rank, 2)
     # Of the same lengths: max_steps ends the training.
     options = {"max_steps": 2, **options}
-    fit = trainer(plugin(case), *callbacks, devices=2, strategy=strategy, use_distributed_sampler=False, **options)
+    fit = trainer(
+        plugin(case) if case else None,
+        *callbacks,
+        devices=2,
+        strategy=strategy,
+        use_distributed_sampler=False,
+        **options,
+    )
     start = time.monotonic()
     try:
         fit.fit(model or Net(), *(data if isinstance(data, tuple) else (data,)), ckpt_path=ckpt)
@@ -131,7 +139,7 @@ def every_case(rank, folder):
         found[strategy, "ckpt_path "] = attempt(rank, strategy, ckpt=ckpt if rank else other, max_steps=4)
         found[strategy, "resumed"] = attempt(rank, strategy, ckpt=ckpt)
     steps = {"callbacks": [ModelCheckpoint(folder / "x", every_n_train_steps=1 + rank)]}
-    for strategy in ("lowprec_ddp", "lowprec_sharded"):
+    for strategy in STRATEGIES.values():
         name = "the callbacks that save, end or change the training"
         found[strategy, name] = attempt(rank, strategy, **steps)
         found[strategy, f"{name} "] = attempt(rank, strategy, callbacks=[ModelCheckpoint(folder / "x")] * rank)
@@ -147,6 +155,7 @@ def every_case(rank, folder):
         rank, LowPrecisionDDPStrategy(bucket_cap_mb=1 + rank)
     )
     found["either", "the strategy"] = attempt(rank, "lowprec_ddp" if rank else "lowprec_sharded")
+    found["any", "the strategy"] = attempt(rank, "lowprec_ddp" if rank else "ddp")
     found["either", "the level"] = attempt(rank, "lowprec_ddp", case="bf16_mixed" if rank else "te_fp8")
     return found
 
@@ -192,12 +201,17 @@ def test_a_message_says_which_process_has_what(ranks):
     )
 
 
-def mixed(rank, seconds):
-    """One process has torch's DDP, whose first collective comes before it could say so."""
-    return attempt(rank, LowPrecisionDDPStrategy(timeout=timedelta(seconds=seconds)) if rank else "ddp")
+def mixed(rank, strategy, seconds):
+    """One process has no level, and comes to collectives of callbacks and data at once."""
+    kind = LowPrecisionDDPStrategy if strategy == "lowprec_ddp" else DDPStrategy
+    return attempt(
+        rank, kind(timeout=timedelta(seconds=seconds)) if rank else "ddp", case="bf16_mixed" if rank else None
+    )
 
 
-def test_a_process_that_does_not_come_is_waited_for_no_longer_than_it_may_take(tmp_path):
-    first, second = on_processes(2, tmp_path, mixed, 2)
-    assert first[0] and "Rank 0 has not come to the start of LowPrecisionDDPStrategy within 2 s" in second[0]
+@pytest.mark.parametrize("strategy", ["ddp", "lowprec_ddp"])
+def test_a_process_that_does_not_come_is_waited_for_no_longer_than_it_may_take(tmp_path, strategy):
+    first, second = on_processes(2, tmp_path, mixed, strategy, 2)
+    kind = "LowPrecisionDDPStrategy" if strategy == "lowprec_ddp" else "DDPStrategy"
+    assert first[0] and f"Rank 0 has not come to the start of {kind} within 2 s" in second[0]
     assert max(first[1], second[1]) < 30
