@@ -28,7 +28,9 @@ from nemo_lowprec.plugins import nemo
 
 __all__ = [
     "facts_at_start",
+    "facts_of_batches",
     "facts_of_data",
+    "facts_of_evaluation",
     "facts_of_optimizers",
     "facts_of_resume",
     "is_grouped",
@@ -120,6 +122,27 @@ def facts_of_resume(trainer: pl.Trainer) -> dict[str, str]:
 def name_of(path: Any) -> str:
     """The name of a checkpoint, for comparison."""
     return "None" if path is None else os.path.basename(os.path.normpath(str(path)))
+
+
+def facts_of_batches(trainer: pl.Trainer) -> dict[str, str]:
+    """How many batches the epoch that begins has, as far as ``max_steps`` lets it run."""
+    batches, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.max_steps != -1:
+        if not trainer.lightning_module.automatic_optimization:
+            return {}  # a batch may make any number of steps
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        batches = min(batches, progress.current.completed + left)
+    return {"the number of batches in an epoch (limit_train_batches cuts them alike)": str(batches)}
+
+
+def facts_of_evaluation(trainer: pl.Trainer) -> dict[str, str] | None:
+    """How many batches each loader of an evaluation has, when a loop begins with one of them; else None."""
+    loop: Any = trainer._active_loop
+    if loop.batch_progress.current.started != 1:
+        return None
+    limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+    how = limit.get(str(getattr(trainer.state.stage, "value", "")), "limit_val_batches")
+    return {f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)}
 
 
 def facts_of_optimizers(

@@ -71,6 +71,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
         self._manual: ManualPasses | None = None
+        self._compared = False  # whether this training's epochs were, over the processes
 
     def __repr__(self) -> str:
         defaults = option_defaults(self.level)
@@ -104,6 +105,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
+        if not self._compared and self._module is not None and self._module._trainer is not None:
+            self._compared = True
+            processes.check_batches(self._module.trainer)
         self._resume.before_first_step(self._module)
         restored = self._partial.before_first_step(self.engine, self._module)
         if restored and self._manual is not None:
@@ -115,10 +119,13 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             self._signals.remove()
         several = trainer.world_size > 1
         self._signals = StopTogether(trainer, evaluates_in_step, between_steps) if several else None
+        self._compared = False
 
     def before_evaluation_step(self) -> None:
         """Called before each step of an evaluation."""
         if self._signals is not None:
+            if self._signals.evaluates_in_step:
+                processes.check_evaluation(self._signals.trainer)
             self._signals.before_evaluation_step()
 
     @override

@@ -14,9 +14,25 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, facts_of_resume
+from nemo_lowprec.plugins.agreement import (
+    facts_of_batches,
+    facts_of_data,
+    facts_of_evaluation,
+    facts_of_optimizers,
+    facts_of_resume,
+)
 
-__all__ = ["average_gradients", "averages", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
+__all__ = [
+    "average_gradients",
+    "averages",
+    "check_batches",
+    "check_evaluation",
+    "check_optimizers",
+    "prepare",
+    "release_ddp",
+    "synchronizes",
+    "versions",
+]
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -90,6 +106,19 @@ def check_optimizers(optimizers: list[Optimizer], schedulers: list[Any], strateg
     """Raise ValueError where processes are about to step with something else."""
     if isinstance(strategy, ParallelStrategy):
         check_same(facts_of_optimizers(optimizers, schedulers))
+
+
+def check_batches(trainer: pl.Trainer) -> None:
+    """Before the first step: raise ValueError where a process would come to an epoch's end before the others do."""
+    if trainer.world_size > 1:
+        check_same(facts_of_batches(trainer))
+
+
+def check_evaluation(trainer: pl.Trainer) -> None:
+    """Before each step of an evaluation that has collectives: the same, for the loader that it begins with."""
+    facts = facts_of_evaluation(trainer) if trainer.world_size > 1 else None
+    if facts is not None:
+        check_same(facts)
 
 
 def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:

@@ -16,7 +16,7 @@ from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy
 from tests.processes import on_processes
-from tests.support import Net, Samples, plugin, save_at, trainer
+from tests.support import Net, Samples, loader, plugin, save_at, trainer
 
 AGREE = "Processes that train one model must agree on "
 STRATEGIES = {"ddp": "ddp", "lowprec_ddp": "lowprec_ddp", "lowprec_sharded": "lowprec_sharded"}
@@ -119,6 +119,10 @@ class Said(Callback):
     """A callback that only reports."""
 
 
+EPOCH = "the number of batches in an epoch (limit_train_batches cuts them alike)"
+EVALUATION = "the number of batches in an evaluation (limit_val_batches cuts them alike)"
+
+
 def every_case(rank, folder):
     found = {}
     for strategy in STRATEGIES.values():
@@ -129,6 +133,14 @@ def every_case(rank, folder):
         for name, options in DATA.items():
             found[strategy, name] = text(rank, strategy, folder, name, **options)
         found[strategy, "the seed (seed_everything)"] = seeded(rank, strategy, [1, 2])
+        epochs = {"max_steps": -1, "max_epochs": 2}
+        uneven, same = loader(4, 12 if rank else 16), loader(4, 16)
+        found[strategy, EPOCH] = attempt(rank, strategy, data=uneven, **epochs)
+        found[strategy, EPOCH + " "] = attempt(rank, strategy, data=uneven, accumulate_grad_batches=2, **epochs)
+        found[strategy, "as far as max_steps"] = attempt(rank, strategy, data=uneven, max_steps=3)
+        name = EVALUATION if strategy == "lowprec_sharded" else "evaluated by itself"
+        found[strategy, name] = attempt(rank, strategy, data=(same, uneven), val_check_interval=1)
+        found[strategy, name + " "] = attempt(rank, strategy, data=(same, uneven), num_sanity_val_steps=-1)
         # Everything the same, and what may differ.
         found[strategy, ""] = attempt(rank, strategy, callbacks=[Said()] * rank)
         found[strategy, "workers"] = text(rank, strategy, folder, "", num_workers=[0, 1])
@@ -179,7 +191,7 @@ def test_what_differs_is_named_on_every_process(ranks):
     for first, second in zip(*(rank.items() for rank in ranks), strict=True):
         (strategy, name), (mine, seconds) = first
         theirs, others = second[1]
-        if name in ("", "workers", "resumed"):
+        if name.strip() in ("", "workers", "resumed", "as far as max_steps", "evaluated by itself"):
             assert mine == theirs == "", (strategy, name)
             continue
         assert mine == theirs, (strategy, name)
