@@ -156,6 +156,7 @@ class Engine:
         self.device = torch.device("cpu")
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self.when_adopted: Callable[[Optimizer], None] | None = None
+        self.when_gathered: Callable[[list[Tensor]], None] | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._released: set[int] = set()
         self._handles: list[Any] = []
@@ -359,6 +360,16 @@ class Engine:
     def _meet_gathered(self, params: list[Tensor]) -> None:
         if self.gradients is not None and self.shards is not None:
             self.gradients.cover(p for p in params if self.shards.is_matrix(p))
+        if self.when_gathered is not None:
+            self.when_gathered(params)
+
+    def unreduced_gradients(self) -> dict[int, Tensor]:
+        """Gradients of whole parameters that wait to be reduced onto shards, by the ids of the sharded parameters."""
+        if self.shards is None:
+            return {}
+        apart = (self.gradients.apart if self.gradients is not None else None) or {}
+        matrices = {id(sharded): apart[id(whole)] for whole, sharded in self.shards.matrices() if id(whole) in apart}
+        return {**self.shards.unreduced(), **matrices}
 
     def _fit_shard_reducer(self) -> None:
         """Reduce the gradients of the matrices that were gathered by now."""

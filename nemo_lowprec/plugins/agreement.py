@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,10 +24,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.comm import meet
+from nemo_lowprec.plugins import nemo
 
 __all__ = [
     "facts_at_start",
+    "facts_of_batches",
     "facts_of_data",
+    "facts_of_evaluation",
     "facts_of_optimizers",
     "facts_of_resume",
     "is_grouped",
@@ -57,7 +61,7 @@ _OF_CALLBACKS = ("save_top_k", "save_last", "_save_on_train_epoch_end", "patienc
 
 
 def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | None) -> None:
-    """Compare the settings, for a strategy of ours that has its process group and has called no collective yet.
+    """Compare the settings, for a strategy that has its process group and has called no collective yet.
 
     Args:
         made_group: whether the process group was made just now, so that all processes are here within seconds.
@@ -118,6 +122,27 @@ def facts_of_resume(trainer: pl.Trainer) -> dict[str, str]:
 def name_of(path: Any) -> str:
     """The name of a checkpoint, for comparison."""
     return "None" if path is None else os.path.basename(os.path.normpath(str(path)))
+
+
+def facts_of_batches(trainer: pl.Trainer) -> dict[str, str]:
+    """How many batches the epoch that begins has, as far as ``max_steps`` lets it run."""
+    batches, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
+    if trainer.max_steps != -1:
+        if not trainer.lightning_module.automatic_optimization:
+            return {}  # a batch may make any number of steps
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        batches = min(batches, progress.current.completed + left)
+    return {"the number of batches in an epoch (limit_train_batches cuts them alike)": str(batches)}
+
+
+def facts_of_evaluation(trainer: pl.Trainer) -> dict[str, str] | None:
+    """How many batches each loader of an evaluation has, when a loop begins with one of them; else None."""
+    loop: Any = trainer._active_loop
+    if loop.batch_progress.current.started != 1:
+        return None
+    limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
+    how = limit.get(str(getattr(trainer.state.stage, "value", "")), "limit_val_batches")
+    return {f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)}
 
 
 def facts_of_optimizers(
@@ -185,3 +210,21 @@ def _of_callback(callback: Any) -> str:
 def is_grouped() -> bool:
     """Whether there is a process group already."""
     return dist.is_available() and dist.is_initialized()
+
+
+# No hook of a Precision plugin comes before the collectives of callbacks, data and loggers, in which processes that
+# disagree would wait for each other (a ModelCheckpoint on one of them: at once): only the strategy's own method does.
+
+_setup_environment = DDPStrategy.setup_environment
+
+
+@wraps(_setup_environment)
+def _setup_environment_and_meet(self: DDPStrategy) -> None:
+    made_group = not is_grouped()
+    _setup_environment(self)
+    has_level = getattr(self.precision_plugin, "meets_at_start", False) and not nemo.runs(self)
+    if has_level or hasattr(self, "agreement"):
+        meet_at_start(self, made_group, self._timeout)
+
+
+DDPStrategy.setup_environment = _setup_environment_and_meet  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ the micro-batches that are left.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import GradientTensor, StoredTensor
+from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
 
 __all__ = ["PartialGradients"]
 
@@ -27,8 +29,9 @@ class PartialGradients:
     """Saves the gradients of an unfinished step, and puts them back before the first step of the resumed run.
 
     One process saves the bits that it has. Several save the mean of theirs, in FP32: that each of them starts from
-    it again has the same mean at the step's end, up to the rounding of sums, on any number of processes. Sharded
-    gradients, and those in Megatron-core's buffers, are not saved, which is said.
+    it again has the same mean at the step's end, up to the rounding of sums, on any number of processes. Of sharded
+    parameters each process saves its rows of the mean, and goes on from them. Gradients in Megatron-core's buffers are
+    not saved, which is said.
 
     Attributes:
         pending: whether a backward pass has run since the last step.
@@ -41,28 +44,43 @@ class PartialGradients:
         self._warned = False
 
     @torch.no_grad()
-    def state_dict(self, engine: Engine, module: pl.LightningModule | None) -> dict[str, Any]:
-        """Plain values; nothing between two steps. Called on all processes."""
+    def state_dict(
+        self, engine: Engine, module: pl.LightningModule | None, new: set[int] | None = None
+    ) -> dict[str, Any]:
+        """Plain values, and shards; nothing between two steps. Called on all processes.
+
+        Args:
+            new: ids of parameters whose gradients no step has used; None for all that have one, if ``pending``.
+        """
         if module is None or module._trainer is None or module.trainer.state.fn != "fit":
             return {}
-        if self.running or not _is_saved(engine):
+        pending = self.pending if new is None else bool(new)
+        if self.running or engine.model is None:
             # Megatron-core's strategy runs without the plugin's hooks.
             loop = module.trainer.fit_loop.epoch_loop
-            unfinished = self.pending if engine.model is not None else loop._should_accumulate()
+            unfinished = pending if engine.model is not None else loop._should_accumulate()
             unfinished = unfinished or self.running
             if unfinished and not self._warned:
                 self._warned = True
                 _warn("saved")
             return {_KEY: {}} if unfinished else {}
-        if not self.pending:
-            return {}
-        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        scale = engine.loss_scale.used if engine.loss_scale is not None else 1.0
-        if module.trainer.world_size > 1:
+        params, waiting = _parameters(engine, module), engine.unreduced_gradients()
+        mine = {
+            name: param for name, param in params.items()
+            if pending and (new is None or id(param) in new) and (param.grad is not None or id(param) in waiting)
+        }  # fmt: skip
+        grads: dict[str, Any] = {}
+        if module.trainer.world_size == 1 and engine.shards is None:
+            grads = {name: _plain(param.grad) for name, param in mine.items()}
+        elif names := _of_all(mine):
             if engine.histories is not None:
                 engine.histories.nonfinite()  # this step's amaxes become everybody's, as at its end
-            return {_KEY: {"scale": scale, "grads": _mean(grads, module)}}
-        return {_KEY: {"scale": scale, "grads": {name: _plain(grad) for name, grad in grads.items()}}}
+            for name in names:
+                mean = _mean(params[name], name in mine, waiting)
+                if mean is not None:
+                    grads[name] = mean
+        scale = engine.loss_scale.used if engine.loss_scale is not None else 1.0
+        return {_KEY: {"scale": scale, "grads": grads}} if grads else {}
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
         """Keep what was saved for the first step."""
@@ -70,27 +88,29 @@ class PartialGradients:
             self._saved = state.get(_KEY)
 
     @torch.no_grad()
-    def before_first_step(self, engine: Engine, module: pl.LightningModule | None) -> None:
-        """Called before every training step."""
+    def before_first_step(self, engine: Engine, module: pl.LightningModule | None) -> list[Tensor]:
+        """Called before every training step. Returns the parameters that were given a gradient."""
         if self._saved is None or module is None:
-            return
+            return []
         saved, self._saved = self._saved, None
-        if not saved or not _is_saved(engine):
+        if not saved or engine.model is None:
             _warn("resumed")
-            return
+            return []
         factor = (engine.loss_scale.used if engine.loss_scale is not None else 1.0) / saved["scale"]
-        for name, param in module.named_parameters():
-            if name in saved["grads"] and param.requires_grad:
-                param.grad = _as_stored(saved["grads"][name], param, factor, engine)
+        params = _parameters(engine, module)
+        found = {name: p for name, p in params.items() if name in saved["grads"] and p.requires_grad}
+        for name, param in found.items():
+            param.grad = _as_stored(saved["grads"][name], param, factor, engine)
         self.pending = True
+        return list(found.values())
 
     def forget(self) -> None:
         """The run is over."""
         self.pending, self.running, self._saved = False, False, None
 
 
-def _is_saved(engine: Engine) -> bool:
-    return engine.model is not None and engine.sharding is None
+def _parameters(engine: Engine, module: pl.LightningModule) -> dict[str, Any]:
+    return dict(module.named_parameters()) if engine.shards is None else engine.shards.named()
 
 
 def _plain(grad: Tensor) -> Any:
@@ -105,38 +125,51 @@ def _values(grad: Tensor) -> Tensor:
     return (values.to_dense() if values.is_sparse else values).float()
 
 
-def _mean(grads: dict[str, Tensor], module: pl.LightningModule) -> dict[str, Tensor]:
-    """By name, on the first process: means over the processes, of which not all need have the same gradients."""
-    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(names, list(grads))
-    found, params = {}, dict(module.named_parameters())
-    for name in dict.fromkeys(name for theirs in names for name in theirs):
-        mine = grads.get(name)
-        total = torch.zeros(params[name].shape, device=params[name].device) if mine is None else _values(mine).clone()
-        total /= dist.get_world_size()
+def _of_all(names: Iterable[str]) -> list[str]:
+    """The names that any process has, in the same order on all."""
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, list(names))
+    return list(dict.fromkeys(name for theirs in found for name in theirs))
+
+
+def _mean(param: Any, is_mine: bool, waiting: dict[int, Tensor]) -> Tensor | None:
+    """Of a parameter's gradients over the processes, in FP32: on the first process, or cut as ``param`` is.
+
+    Args:
+        is_mine: whether this process has one; not all need.
+        waiting: of sharded parameters, what is to be added to the gradients that were reduced onto shards.
+    """
+    mine = waiting.get(id(param)) if is_sharded(param) else param.grad
+    total = torch.zeros(param.shape, device=param.device) if mine is None or not is_mine else _values(mine).clone()
+    total /= dist.get_world_size()
+    if not is_sharded(param):
         dist.reduce(total, 0)
-        if dist.get_rank() == 0:
-            found[name] = total.cpu()
-    return found
+        return total.cpu() if dist.get_rank() == 0 else None
+    dist.all_reduce(total)
+    rows = rows_of(total, param).clone()
+    if is_mine and param.grad is not None:
+        rows += _values(local_of(param.grad))
+    return as_shard_of(rows, param)
 
 
 def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tensor:
     """A gradient in the format that this level stores it in: the very bits where they were saved in that one."""
-    in_fp8 = engine.stored is not None and engine.stored.is_matrix(param)
+    weights = engine.stored if engine.shards is None else engine.shards
+    in_fp8 = weights is not None and weights.is_matrix(param)
     if isinstance(saved, dict):
         grad = GradientTensor(*(part.to(param.device) for part in saved["parts"]))
         grad.multiplied, grad.additions = saved["multiplied"], saved["additions"]
-        if not in_fp8 or factor != 1:
+        if not in_fp8 or factor != 1 or engine.shards is not None:
             saved = grad.dequantize()
     if not isinstance(saved, dict):
-        values = saved.to(param.device)
+        values = rows_of(saved, param).to(param.device)
         values = values * factor if factor != 1 else values
         if not in_fp8:
-            return values.to(param.grad_dtype or torch.float32)
+            return as_shard_of(values.to(param.grad_dtype or torch.float32), param)
         grad = GradientTensor.from_float(values)
     if engine.gradients is not None:
         grad.overflowed = engine.gradients.overflowed
-    return grad
+    return as_shard_of(grad, param)
 
 
 def _warn(when: str) -> None:
@@ -144,5 +177,5 @@ def _warn(when: str) -> None:
         f"This checkpoint is {when} between two micro-batches of a step, whose gradients so far it does not hold: the "
         "resumed run makes that step with the rest of its micro-batches alone. Save at the end of steps "
         "(ModelCheckpoint's every_n_train_steps, a val_check_interval that accumulate_grad_batches divides), or use "
-        "lowprec_ddp, whose checkpoints hold them."
+        "lowprec_ddp or lowprec_sharded, whose checkpoints hold them."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,6 +27,7 @@ from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
 from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.manual import ManualPasses
 from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
@@ -54,6 +55,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     """
 
     reads_with_own_io = True  # see checkpoint_io.py
+    meets_at_start = True  # see agreement.py
 
     def __init__(self, level: str, **options: Any) -> None:
         self.parsed = parsed = parse_options(get_level(level), options)
@@ -68,6 +70,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._partial = PartialGradients()
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
+        self._manual: ManualPasses | None = None
+        self._compared = False  # whether this training's epochs were, over the processes
 
     def __repr__(self) -> str:
         defaults = option_defaults(self.level)
@@ -101,18 +105,27 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
+        if not self._compared and self._module is not None and self._module._trainer is not None:
+            self._compared = True
+            processes.check_batches(self._module.trainer)
         self._resume.before_first_step(self._module)
-        self._partial.before_first_step(self.engine, self._module)
+        restored = self._partial.before_first_step(self.engine, self._module)
+        if restored and self._manual is not None:
+            self._manual.take_restored(restored)
 
-    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
+    def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
         """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
         if self._signals is not None:
             self._signals.remove()
-        self._signals = StopTogether(trainer, evaluates_in_step) if trainer.world_size > 1 else None
+        several = trainer.world_size > 1
+        self._signals = StopTogether(trainer, evaluates_in_step, between_steps) if several else None
+        self._compared = False
 
     def before_evaluation_step(self) -> None:
         """Called before each step of an evaluation."""
         if self._signals is not None:
+            if self._signals.evaluates_in_step:
+                processes.check_evaluation(self._signals.trainer)
             self._signals.before_evaluation_step()
 
     @override
@@ -160,6 +173,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if isinstance(module, pl.LightningModule):
             self._module = module
             hold_back_skipped(module, self.engine, lr_schedulers)
+            if strategy is not None and not module.automatic_optimization:
+                self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
+                self._manual.watch(optimizers)
             if optimizers:
                 print_summary(self.engine, self)
         return model, optimizers, lr_schedulers
@@ -168,6 +184,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def teardown(self) -> None:
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
+        if self._manual is not None:
+            self._manual.remove()
+            self._manual = None
         self.engine.revert()
         self._partial.forget()
         if self.engine.model is not None:
@@ -214,6 +233,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         self.before_step()
+        if self._manual is not None:
+            self._manual.before_training_step()
         with self.forward_context():
             yield
 
@@ -233,19 +254,30 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     ) -> None:
         # Manual optimization comes here from inside training_step, whose autocast would round the GEMMs to half.
         wanted = model._trainer is None or processes.synchronizes(model.trainer.strategy)
-        with torch.autocast(self.engine.device.type, enabled=False), self.engine.averaging(wanted):
+        announced = nullcontext() if self._manual is None else self._manual.announced()
+        with torch.autocast(self.engine.device.type, enabled=False), self.engine.averaging(wanted), announced:
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        result = self._step(optimizer, model, closure, **kwargs)
+        assert isinstance(optimizer, Optimizer)
+        if self._manual is None:
+            result = self._step(optimizer, model, closure, **kwargs)
+        else:
+            with self._manual.step_of(optimizer):
+                result = self._step(optimizer, model, closure, **kwargs)
         self._partial.pending = self._partial.running = False
         return result
 
-    def _step(self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        assert isinstance(optimizer, Optimizer)
+    def _step(self, optimizer: Optimizer, model: pl.LightningModule, run: Callable[[], Any], **kwargs: Any) -> Any:
+        def closure() -> Any:
+            result = run()
+            if self._manual is not None:
+                self._manual.check(optimizer)
+            return result
+
         self.engine.attach(optimizer)
         if needs_closure(optimizer):
             wrapped = lambda: self._wrap_closure(model, optimizer, closure)  # noqa: E731
@@ -284,7 +316,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        partial = self._partial.state_dict(self.engine, self._module)  # first: it shares this step's amaxes
+        new = None if self._manual is None else self._manual.new_gradients()
+        partial = self._partial.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
         return {**self.engine.state_dict(), **self._resume.state_dict(self._module), **partial}
 
     @override

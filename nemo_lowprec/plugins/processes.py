@@ -14,9 +14,25 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.plugins.agreement import facts_at_start, facts_of_data, facts_of_optimizers, facts_of_resume
+from nemo_lowprec.plugins.agreement import (
+    facts_of_batches,
+    facts_of_data,
+    facts_of_evaluation,
+    facts_of_optimizers,
+    facts_of_resume,
+)
 
-__all__ = ["average_gradients", "check_optimizers", "prepare", "release_ddp", "synchronizes", "versions"]
+__all__ = [
+    "average_gradients",
+    "averages",
+    "check_batches",
+    "check_evaluation",
+    "check_optimizers",
+    "prepare",
+    "release_ddp",
+    "synchronizes",
+    "versions",
+]
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -38,7 +54,6 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
         )
     check_same(
         {
-            **(facts_at_start(trainer, strategy.precision_plugin) if isinstance(strategy, DDPStrategy) else {}),
             **facts_of_data(trainer),
             **({} if strategy.restore_checkpoint_after_setup else facts_of_resume(trainer)),
             **versions(),
@@ -93,6 +108,19 @@ def check_optimizers(optimizers: list[Optimizer], schedulers: list[Any], strateg
         check_same(facts_of_optimizers(optimizers, schedulers))
 
 
+def check_batches(trainer: pl.Trainer) -> None:
+    """Before the first step: raise ValueError where a process would come to an epoch's end before the others do."""
+    if trainer.world_size > 1:
+        check_same(facts_of_batches(trainer))
+
+
+def check_evaluation(trainer: pl.Trainer) -> None:
+    """Before each step of an evaluation that has collectives: the same, for the loader that it begins with."""
+    facts = facts_of_evaluation(trainer) if trainer.world_size > 1 else None
+    if facts is not None:
+        check_same(facts)
+
+
 def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
     """Once ``model`` is wrapped, and its weights are stored: average its gradients, and let all start from the same."""
     if not isinstance(strategy, DDPStrategy):
@@ -111,6 +139,13 @@ def release_ddp(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
     """Once ``model`` is wrapped: DDP lets go of the parameters of a level that averages by itself."""
     if isinstance(model, DistributedDataParallel) and _replaces_ddp(strategy, engine):
         take_from_ddp(model)
+
+
+def averages(strategy: Strategy, engine: Engine) -> bool:
+    """Whether gradients are averaged in the backward passes that a plugin runs only; FSDP2 reduces them in all."""
+    if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
+        return False
+    return engine.sharding is None or engine.level.is_low_bit
 
 
 def synchronizes(strategy: Strategy) -> bool:

@@ -29,11 +29,13 @@ class StopTogether:
     Args:
         trainer: with several processes, whose process group there is.
         evaluates_in_step: whether every step of an evaluation has collectives, so that a process cannot leave alone.
+        between_steps: whether to wait for the last micro-batch of a step, whose gradients no checkpoint would hold.
     """
 
-    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool) -> None:
-        self._trainer = trainer
-        self._evaluates_in_step = evaluates_in_step
+    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
+        self.trainer = trainer
+        self.evaluates_in_step = evaluates_in_step
+        self._between_steps = between_steps
         self._wanted = _NOTHING
         self._signum = 0
         self._answers: dict[bool, FoundInf] = {}  # of training, and of an evaluation, which is not requeued
@@ -62,13 +64,13 @@ class StopTogether:
         Raises:
             SIGTERMException: where the run is to end; on all processes, if they evaluate in step.
         """
-        if self._replaced and self._evaluates_in_step:
+        if self._replaced and self.evaluates_in_step:
             self._exchange(self._wanted if self._wanted == _END else _NOTHING, evaluates=True)
         elif self._replaced and self._wanted == _END:
             self._end()
 
     def _on_end(self, signum: int, frame: Any) -> None:
-        launcher = self._trainer.strategy.launcher
+        launcher = self.trainer.strategy.launcher
         if self._wanted != _END and launcher is not None:
             launcher.kill(signum)  # type: ignore[attr-defined]
         self._wanted = _END
@@ -77,11 +79,13 @@ class StopTogether:
         self._wanted, self._signum = max(self._wanted, _REQUEUE), signum
 
     def _before_batch(self) -> None:
+        if self._between_steps and self.trainer.fit_loop.epoch_loop._should_accumulate():
+            return
         self._exchange(self._wanted)
 
     def _exchange(self, wanted: float, evaluates: bool = False) -> None:
         """Ask all processes what they want, and do it: on a GPU one step later, when the answer is on the host."""
-        device = self._trainer.strategy.root_device
+        device = self.trainer.strategy.root_device
         if device.type == "cuda" and self._act(evaluates):
             return
         flag = torch.full((), wanted, device=device)
@@ -104,5 +108,5 @@ class StopTogether:
         return True
 
     def _end(self) -> None:
-        self._trainer._signal_connector.received_sigterm = True
+        self.trainer._signal_connector.received_sigterm = True
         raise SIGTERMException

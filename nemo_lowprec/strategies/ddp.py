@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["LowPrecisionDDPStrategy"]
@@ -53,12 +52,6 @@ class LowPrecisionDDPStrategy(DDPStrategy):
     def agreement(self) -> dict[str, Any]:
         """Settings that all processes must have the same of."""
         return {**self._ddp_kwargs, "broadcast_buffers": self._broadcast_buffers}
-
-    @override
-    def setup_environment(self) -> None:
-        made_group = not is_grouped()
-        super().setup_environment()
-        meet_at_start(self, made_group, self._timeout)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

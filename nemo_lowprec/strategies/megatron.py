@@ -26,13 +26,15 @@ from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_tables, settings_tables
 from nemo_lowprec.plugins import processes
-from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers, is_grouped, meet_at_start
+from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.strategies.agreed import AgreesOnResume
+from nemo_lowprec.strategies.between_steps import check_saves
 from nemo_lowprec.strategies.replace import recover, remove
 
 if TYPE_CHECKING:
+    from nemo_lowprec.megatron import MegatronSettings
     from nemo_lowprec.megatron.engine import MegatronEngine
 
 __all__ = ["MegatronStrategy"]
@@ -120,11 +122,15 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     # Setting up
 
     @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._resolve(model)  # before data are prepared, and the model is built
+
+    @override
     def setup_environment(self) -> None:
         self.layout.check_world(self.num_nodes * self.num_processes)
-        made_group = not is_grouped()
         super().setup_environment()
-        meet_at_start(self, made_group, self._timeout)
+        check_device(self.precision_plugin.level)  # type: ignore[attr-defined]
         self.expect_resume()
         self.layout.initialize()
 
@@ -154,17 +160,12 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         from nemo_lowprec.megatron.engine import MegatronEngine, PipelinedModule
         from nemo_lowprec.megatron.optimizer import check_optimizer
 
-        plugin, module = self.precision_plugin, self.lightning_module
-        if not isinstance(plugin, LowPrecision):
-            raise ValueError("MegatronStrategy needs a level of nemo_lowprec among the Trainer's plugins.")
-        assert self.accelerator is not None and module is not None
+        module: Any = self.lightning_module
+        plugin, settings = self._resolve(module)
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
         pipelined, fits = isinstance(module, PipelinedModule), trainer.state.fn == TrainerFn.FITTING
-        plugin.stop_together(trainer, evaluates_in_step=True)
-        settings = plugin.megatron(own_layers=not pipelined)
-        check_device(settings.level)
-        if fits:
-            self._check(trainer, module, pipelined)
+        plugin.stop_together(trainer, evaluates_in_step=True, between_steps=True)
         check_same({**facts_of_data(trainer), **processes.versions()})
         overlaps = dict(self._overlaps)
         if overlaps["overlap_param_gather"] is None:
@@ -190,6 +191,22 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
                 Console().print(table)
             if problem:
                 rank_zero_warn(problem)
+
+    def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
+        """The level and its settings for ``module``.
+
+        Raises:
+            ValueError: no level, or one that Megatron-core cannot train; see ``_check``.
+        """
+        from nemo_lowprec.megatron.engine import PipelinedModule
+
+        plugin, pipelined = self.precision_plugin, isinstance(module, PipelinedModule)
+        if not isinstance(plugin, LowPrecision):
+            raise ValueError("MegatronStrategy needs a level of nemo_lowprec among the Trainer's plugins.")
+        settings = plugin.megatron(own_layers=not pipelined)
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._check(module.trainer, module, pipelined)  # again in ``setup``, with the callbacks of the module
+        return plugin, settings
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, pipelined: bool) -> None:
         """What cannot be trained so."""
@@ -224,6 +241,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        check_saves(trainer)
         batches, in_step = trainer.num_training_batches, trainer.accumulate_grad_batches
         if batches < float("inf") and (trainer.max_steps == -1 or trainer.max_steps > batches // in_step):
             last = "The last step of an epoch (a loader with drop_last, or limit_train_batches, can leave it out)"

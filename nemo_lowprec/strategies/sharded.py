@@ -39,7 +39,14 @@ from nemo_lowprec.strategies.shard import (
     sharding_over,
     take_over_units,
 )
-from nemo_lowprec.strategies.sharded_checkpoint import in_full, is_folder, read_folder, restore, write_folder
+from nemo_lowprec.strategies.sharded_checkpoint import (
+    in_full,
+    is_folder,
+    partial_gradients,
+    read_folder,
+    restore,
+    write_folder,
+)
 
 __all__ = ["LowPrecisionShardedStrategy"]
 
@@ -239,6 +246,8 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         elif self.broadcast(path.is_dir()):
             raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
         else:
+            gradients = partial_gradients(checkpoint)
+            gradients.update(in_full(gradients))
             with failing_together(self):
                 if self.is_global_zero:
                     self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)

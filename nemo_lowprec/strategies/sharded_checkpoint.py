@@ -38,6 +38,7 @@ __all__ = [
     "is_folder",
     "on_first",
     "open_folder",
+    "partial_gradients",
     "probe",
     "read_folder",
     "read_weights",
@@ -47,7 +48,8 @@ __all__ = [
 ]
 
 META = "meta.pt"
-_MODEL = "model."  # of the keys of weights; the others are the optimizers'
+_MODEL = "model."  # of the keys of weights; the others are the optimizers', and
+_PARTIAL = "partial."  # of the gradients of an unfinished step
 _READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
 
 
@@ -63,6 +65,12 @@ def in_full(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(in_full(v) for v in tree)
     return tree.full_tensor().cpu() if is_sharded(tree) else tree
+
+
+def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Of an unfinished step, by name: a dict within ``checkpoint``, in the plugin's state; an empty one for none."""
+    states = (value for value in checkpoint.values() if isinstance(value, dict))
+    return next((s["partial_gradients"].get("grads", {}) for s in states if "partial_gradients" in s), {})
 
 
 class FolderContents:
@@ -85,6 +93,9 @@ class FolderContents:
                     else:
                         plain.setdefault(key, {})[name] = value
             rest.append({"state": plain, "param_groups": state["param_groups"]})
+        gradients = partial_gradients(checkpoint)
+        tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
+        gradients.clear()
         self._tensors = (
             {k: _copied(v) if isinstance(v, Tensor) else v for k, v in tensors.items()} if copied else tensors
         )
@@ -202,7 +213,9 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
     tensors: dict[str, Tensor] = {}
     for key, meta in found.items():
         kind, _, name = key.partition(".")
-        if kind == "model":
+        if kind == "partial" and not optimizers:
+            continue
+        if kind in ("model", "partial"):
             like = named.get(name)
         else:
             index, number, _ = name.split(".", 2)
@@ -216,6 +229,8 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
         kind, _, name = key.partition(".")
         if kind == "model":
             checkpoint["state_dict"][name] = value
+        elif kind == "partial":
+            partial_gradients(checkpoint)[name] = value
         else:
             index, number, name = name.split(".", 2)
             states[int(index)]["state"].setdefault(int(number), {})[name] = value

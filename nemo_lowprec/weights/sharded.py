@@ -7,7 +7,7 @@ gathered, which is FSDP2's own work. At the MS-AMP levels, and with ``fp8_params
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,20 +131,55 @@ class ShardedWeights:
         """The sharded parameter ``name`` of ``module``, also while a whole one is in its place."""
         return self._sharded.get((id(module), name))
 
+    def named(self) -> dict[str, Any]:
+        """The sharded parameters by their names, each once, also while whole ones are in their places."""
+        assert self._model is not None
+        found: dict[int, tuple[str, Any]] = {}
+        for path, module in self._model.named_modules():
+            for name in module._parameters:
+                param = self._sharded.get((id(module), name))
+                if param is not None:
+                    found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
+        return dict(found.values())
+
+    def unreduced(self) -> dict[int, Tensor]:
+        """What FSDP2 has of whole parameters' gradients and has not reduced, by the ids of the sharded ones."""
+        found = {}
+        for unit in self._fsdp_params():
+            whole = getattr(unit, "_unsharded_param", None)
+            grad = unit.unsharded_accumulated_grad
+            grad = whole.grad if grad is None and whole is not None else grad
+            if grad is not None:
+                found[id(unit.sharded_param)] = grad
+        return found
+
+    def _fsdp_params(self) -> Iterator[Any]:
+        """What FSDP2 keeps of each parameter."""
+        from torch.distributed.fsdp import FSDPModule
+
+        assert self._model is not None
+        for module in self._model.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            yield from group.fsdp_params if group is not None else ()
+
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
         return self.low_bit and StoredWeights.is_matrix(local_of(param))
 
-    def matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """(whole, sharded) of every matrix that was gathered so far, each once and in the model's order."""
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
         assert self._model is not None
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for module in self._model.modules():
             for name in module._parameters:
                 whole = self._whole.get((id(module), name))
-                if whole is not None and self.is_matrix(whole):
+                if whole is not None:
                     found.setdefault(id(whole), (whole, self._sharded[id(module), name]))
         return list(found.values())
+
+    def matrices(self) -> list[tuple[Tensor, Tensor]]:
+        """The same of every matrix."""
+        return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
     @torch.no_grad()
     def renew_scales(self) -> None:
@@ -170,6 +205,10 @@ class ShardedWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for unit in self._fsdp_params():  # of a step that was not made; ``zero_grad`` does not see it
+            unit.unsharded_accumulated_grad = None
+            if hasattr(unit, "_unsharded_param"):
+                unit._unsharded_param.grad = None
         for param in self._sharded.values():
             local = local_of(param)
             param.grad = None

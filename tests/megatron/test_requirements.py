@@ -2,12 +2,15 @@
 
 import sys
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.megatron.requirements import check_device
 from nemo_lowprec.strategies import MegatronStrategy
+from tests.support import Net, loader, plugin
 
 
 def test_without_a_gpu(monkeypatch):
@@ -68,6 +71,47 @@ def test_options_are_lightnings_and_not_torchs(monkeypatch):
     assert MegatronStrategy(process_group_backend="nccl").process_group_backend == "nccl"
     with pytest.raises(TypeError, match="MegatronStrategy has no find_unused_parameters"):
         MegatronStrategy(find_unused_parameters=True)
+
+
+class Untouched(Net):
+    """Says where a Trainer has gone on to build it."""
+
+    def prepare_data(self):
+        raise AssertionError("the data were prepared")
+
+    setup = configure_model = configure_optimizers = prepare_data
+
+
+class ByHand(Untouched):
+    automatic_optimization = False
+
+
+REFUSED = {
+    "level": (lambda: plugin("msamp_o2"), {}, Untouched, r"msamp_o2 keeps FP16 weights.*Use msamp_o2\(half='fp16'\)"),
+    "own layers": (lambda: plugin("msamp_o3+fp16"), {}, Untouched, "msamp_o3 stores weights in FP8.*Use msamp_o2"),
+    "fp8_params": (lambda: plugin("bf16_with_fp8_mixed+fp8_params"), {}, Untouched, "without fp8_params"),
+    "none": (lambda: None, {}, Untouched, "MegatronStrategy needs a level of nemo_lowprec"),
+    "manual": (lambda: plugin("bf16_mixed"), {}, ByHand, "set automatic_optimization = True"),
+    "clipping": (
+        lambda: plugin("bf16_mixed"), {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, Untouched,
+        "Megatron-core clips by norm",
+    ),
+    "averaging": (
+        lambda: plugin("bf16_mixed"), {"callbacks": [StochasticWeightAveraging(1e-2)]}, Untouched, "each process steps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_said_before_anything_is_built(name, monkeypatch):
+    monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: None)  # of this machine
+    precision, options, model, message = REFUSED[name]
+    fit = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=MegatronStrategy(), plugins=precision(), logger=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        fit.fit(model(), loader())
 
 
 def test_another_optimizer_is_refused_with_the_way_out():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.data.loader import ResumableLoader
@@ -15,7 +16,7 @@ from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy
 from tests.processes import on_processes
-from tests.support import Net, Samples, plugin, save_at, trainer
+from tests.support import Net, Samples, loader, plugin, save_at, trainer
 
 AGREE = "Processes that train one model must agree on "
 STRATEGIES = {"ddp": "ddp", "lowprec_ddp": "lowprec_ddp", "lowprec_sharded": "lowprec_sharded"}
@@ -67,7 +68,14 @@ def attempt(rank, strategy="ddp", model=None, callbacks=(), data=None, ckpt=None
     data = data or ResumableLoader(Samples(32), 4, 3, rank, 2)
     # Of the same lengths: max_steps ends the training.
     options = {"max_steps": 2, **options}
-    fit = trainer(plugin(case), *callbacks, devices=2, strategy=strategy, use_distributed_sampler=False, **options)
+    fit = trainer(
+        plugin(case) if case else None,
+        *callbacks,
+        devices=2,
+        strategy=strategy,
+        use_distributed_sampler=False,
+        **options,
+    )
     start = time.monotonic()
     try:
         fit.fit(model or Net(), *(data if isinstance(data, tuple) else (data,)), ckpt_path=ckpt)
@@ -111,6 +119,10 @@ class Said(Callback):
     """A callback that only reports."""
 
 
+EPOCH = "the number of batches in an epoch (limit_train_batches cuts them alike)"
+EVALUATION = "the number of batches in an evaluation (limit_val_batches cuts them alike)"
+
+
 def every_case(rank, folder):
     found = {}
     for strategy in STRATEGIES.values():
@@ -121,6 +133,14 @@ def every_case(rank, folder):
         for name, options in DATA.items():
             found[strategy, name] = text(rank, strategy, folder, name, **options)
         found[strategy, "the seed (seed_everything)"] = seeded(rank, strategy, [1, 2])
+        epochs = {"max_steps": -1, "max_epochs": 2}
+        uneven, same = loader(4, 12 if rank else 16), loader(4, 16)
+        found[strategy, EPOCH] = attempt(rank, strategy, data=uneven, **epochs)
+        found[strategy, EPOCH + " "] = attempt(rank, strategy, data=uneven, accumulate_grad_batches=2, **epochs)
+        found[strategy, "as far as max_steps"] = attempt(rank, strategy, data=uneven, max_steps=3)
+        name = EVALUATION if strategy == "lowprec_sharded" else "evaluated by itself"
+        found[strategy, name] = attempt(rank, strategy, data=(same, uneven), val_check_interval=1)
+        found[strategy, name + " "] = attempt(rank, strategy, data=(same, uneven), num_sanity_val_steps=-1)
         # Everything the same, and what may differ.
         found[strategy, ""] = attempt(rank, strategy, callbacks=[Said()] * rank)
         found[strategy, "workers"] = text(rank, strategy, folder, "", num_workers=[0, 1])
@@ -131,7 +151,7 @@ def every_case(rank, folder):
         found[strategy, "ckpt_path "] = attempt(rank, strategy, ckpt=ckpt if rank else other, max_steps=4)
         found[strategy, "resumed"] = attempt(rank, strategy, ckpt=ckpt)
     steps = {"callbacks": [ModelCheckpoint(folder / "x", every_n_train_steps=1 + rank)]}
-    for strategy in ("lowprec_ddp", "lowprec_sharded"):
+    for strategy in STRATEGIES.values():
         name = "the callbacks that save, end or change the training"
         found[strategy, name] = attempt(rank, strategy, **steps)
         found[strategy, f"{name} "] = attempt(rank, strategy, callbacks=[ModelCheckpoint(folder / "x")] * rank)
@@ -147,6 +167,7 @@ def every_case(rank, folder):
         rank, LowPrecisionDDPStrategy(bucket_cap_mb=1 + rank)
     )
     found["either", "the strategy"] = attempt(rank, "lowprec_ddp" if rank else "lowprec_sharded")
+    found["any", "the strategy"] = attempt(rank, "lowprec_ddp" if rank else "ddp")
     found["either", "the level"] = attempt(rank, "lowprec_ddp", case="bf16_mixed" if rank else "te_fp8")
     return found
 
@@ -170,7 +191,7 @@ def test_what_differs_is_named_on_every_process(ranks):
     for first, second in zip(*(rank.items() for rank in ranks), strict=True):
         (strategy, name), (mine, seconds) = first
         theirs, others = second[1]
-        if name in ("", "workers", "resumed"):
+        if name.strip() in ("", "workers", "resumed", "as far as max_steps", "evaluated by itself"):
             assert mine == theirs == "", (strategy, name)
             continue
         assert mine == theirs, (strategy, name)
@@ -192,12 +213,17 @@ def test_a_message_says_which_process_has_what(ranks):
     )
 
 
-def mixed(rank, seconds):
-    """One process has torch's DDP, whose first collective comes before it could say so."""
-    return attempt(rank, LowPrecisionDDPStrategy(timeout=timedelta(seconds=seconds)) if rank else "ddp")
+def mixed(rank, strategy, seconds):
+    """One process has no level, and comes to collectives of callbacks and data at once."""
+    kind = LowPrecisionDDPStrategy if strategy == "lowprec_ddp" else DDPStrategy
+    return attempt(
+        rank, kind(timeout=timedelta(seconds=seconds)) if rank else "ddp", case="bf16_mixed" if rank else None
+    )
 
 
-def test_a_process_that_does_not_come_is_waited_for_no_longer_than_it_may_take(tmp_path):
-    first, second = on_processes(2, tmp_path, mixed, 2)
-    assert first[0] and "Rank 0 has not come to the start of LowPrecisionDDPStrategy within 2 s" in second[0]
+@pytest.mark.parametrize("strategy", ["ddp", "lowprec_ddp"])
+def test_a_process_that_does_not_come_is_waited_for_no_longer_than_it_may_take(tmp_path, strategy):
+    first, second = on_processes(2, tmp_path, mixed, strategy, 2)
+    kind = "LowPrecisionDDPStrategy" if strategy == "lowprec_ddp" else "DDPStrategy"
+    assert first[0] and f"Rank 0 has not come to the start of {kind} within 2 s" in second[0]
     assert max(first[1], second[1]) < 30

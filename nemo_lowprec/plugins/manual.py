@@ -1,0 +1,152 @@
+"""Gradients that manual optimization makes without the plugin: their loss is not scaled, and nobody averages them.
+
+``self.manual_backward(loss)`` goes through the plugin, ``loss.backward()`` does not, and neither do gradients that are
+written by hand. Lightning says nothing of it: under its DDP, too, processes drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats.hooks import weakly
+
+__all__ = ["ManualPasses"]
+
+
+class ManualPasses:
+    """Watches the backward passes of a module with ``automatic_optimization = False``.
+
+    Args:
+        module: whose parameters, and what FSDP2 gathers of them, get a hook.
+        engine: that has converted it.
+        averages: whether gradients are averaged in the passes that the plugin runs, and in no others.
+    """
+
+    def __init__(self, module: pl.LightningModule, engine: Engine, averages: bool) -> None:
+        self._module, self._engine, self._averages = module, engine, averages
+        self._handles: dict[int, Any] = {}
+        self._announced = self._in_step = False
+        self._direct: set[int] = set()  # ids of parameters whose gradients a pass made that was not announced
+        self._new: set[int] = set()  # of those that have got a gradient since their optimizer's last step
+        self._passes = 0
+        self._stepped: WeakKeyDictionary[Optimizer, tuple[int, list[ReferenceType[Tensor]]]] = WeakKeyDictionary()
+        engine.when_gathered = weakly(self.cover)
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse steps that go around the plugin, where gradients are scaled."""
+        if self._engine.loss_scale is not None:
+            for optimizer in optimizers:
+                self._handles[id(optimizer)] = optimizer.register_step_pre_hook(weakly(self._before_step))
+
+    def cover(self, params: Iterable[Tensor]) -> None:
+        """Watch parameters that are trained by now."""
+        for param in params:
+            if param.requires_grad and id(param) not in self._handles:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(weakly(self._arrived))
+
+    def before_training_step(self) -> None:
+        """Watch parameters that were unfrozen; of sharded ones only what is gathered gets gradients by a pass."""
+        if self._engine.shards is None:
+            self.cover(self._module.parameters())
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """A backward pass that the plugin runs."""
+        if self._direct:
+            self._direct &= {id(param) for param, _, _ in self._gradients()}
+        self._announced = True
+        try:
+            yield
+        finally:
+            self._announced = False
+        self._passes += 1
+
+    def take_restored(self, params: Iterable[Tensor]) -> None:
+        """Parameters were given the gradients that an interrupted run had made."""
+        self._new |= {id(param) for param in params}
+        self._passes += 1
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Look at the gradients of a step, before anything is changed.
+
+        Raises:
+            RuntimeError: they are not as the level declares them.
+        """
+        scales = self._engine.loss_scale is not None
+        if not scales and not self._averages:
+            return
+        lacks = [f"is not scaled as {self._engine.level.name} asks"] * scales
+        lacks += ["is not averaged over the processes"] * self._averages
+        there = list(self._gradients(optimizer))
+        direct = [names for *names, _ in there if id(names[0]) in self._direct]
+        if direct:
+            raise RuntimeError(
+                f"The gradient of {self._name(*direct[0])} comes from loss.backward(): it {' and '.join(lacks)}. In "
+                "training_step, call self.manual_backward(loss) in its place."
+            )
+        passes, stepped = self._stepped.get(optimizer, (0, []))
+        before = {id(grad) for one in stepped if (grad := one()) is not None}
+        by_hand = [names for *names, grad in there if id(grad) not in before]
+        if scales and by_hand and passes == self._passes:
+            raise RuntimeError(
+                f"The gradient of {self._name(*by_hand[0])} was written by hand: it {lacks[0]}, and this step would "
+                "divide it by the loss scale. Call self.manual_backward(loss), or use a level without loss scaling."
+            )
+
+    @contextmanager
+    def step_of(self, optimizer: Optimizer) -> Iterator[None]:
+        """A step that the plugin makes, once ``check`` has found nothing."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+        there = list(self._gradients(optimizer))
+        self._new -= {id(one) for *both, _ in there for one in both}
+        self._stepped[optimizer] = self._passes, [ref(grad) for _, _, grad in there]
+
+    def new_gradients(self) -> set[int]:
+        """Ids of the module's parameters that have a gradient which no step has used."""
+        return {id(owner) for param, owner, _ in self._gradients() if {id(param), id(owner)} & self._new}
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._engine.when_gathered = None
+
+    def _arrived(self, param: Tensor) -> None:
+        self._new.add(id(param))
+        if not self._announced:
+            self._direct.add(id(param))
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._in_step:
+            raise RuntimeError(
+                f"{self._engine.level.name} scales the loss, and a step of torch's own {type(optimizer).__name__} "
+                "would take the scaled gradients. Step with the optimizer that self.optimizers() returns."
+            )
+
+    def _gradients(self, optimizer: Optimizer | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(parameter that takes part in a pass, the one that the module has, its gradient) where there is one."""
+        shards, waiting = self._engine.shards, self._engine.unreduced_gradients()
+        mine = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+        pairs = [(p, p) for p in self._module.parameters()] if shards is None else shards.gathered()
+        for param, owner in pairs:
+            grad = waiting.get(id(owner), owner.grad)
+            if grad is not None and (mine is None or id(owner) in mine):
+                yield param, owner, grad
+
+    def _name(self, *wanted: Tensor) -> str:
+        """Of a parameter, sharded or gathered: the module has one of the two."""
+        ids = {id(param) for param in wanted}
+        return next((name for name, param in self._module.named_parameters() if id(param) in ids), "a parameter")
