@@ -39,6 +39,7 @@ from nemo_lowprec.compute import (
     prefer_attention,
     revert_layers,
     take_fp32_input,
+    take_it_without_autocast,
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling, StoredTensor
@@ -203,7 +204,7 @@ class Engine:
         backend = choose_backend(self.backend_name, self.recipe, device)
         if other is not None:
             other.revert()
-        self._check_weights(model)
+        self._check_weights(model, training)
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
@@ -224,6 +225,8 @@ class Engine:
         )
         if self.level.has_half_weights:
             take_fp32_input(model, device.type == "cpu")
+            if self.reads_as != torch.float32:  # else the loop decides on autocast
+                self._handles += take_it_without_autocast(model)
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:
@@ -233,7 +236,7 @@ class Engine:
             self.stored.install(model)
             self.gradients = StoredGradients(weakly(self._step_at_once) if self.low_bit.gradient_release else None)
         elif self.level.has_half_weights:
-            self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
+            self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32", training=training)
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
                 self.masters.store_in_fp8(self.conversion.weights, self.recipe.fp8_margin)
@@ -263,16 +266,21 @@ class Engine:
                 f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here."
             )
 
-    def _check_weights(self, model: nn.Module) -> None:
+    def _check_weights(self, model: nn.Module, training: bool) -> None:
         if self.level.is_low_bit:
             StoredWeights(self.reads_as).check(model)
-        if self.loss_scale is None or self.level.has_half_weights:
+        if self.level.has_half_weights:
             return
+        refused = {torch.float16} if self.loss_scale is not None else set()
+        if training:
+            refused = {torch.float16, torch.bfloat16}
         for name, param in model.named_parameters():
-            if param.dtype == torch.float16 and param.requires_grad:
+            if param.dtype in refused and param.requires_grad:
+                half = {torch.float16: "fp16", torch.bfloat16: "bf16"}[param.dtype]
+                instead = f"{half}_with_fp8_mixed" if self.level.has_fp8 else f"{half}_mixed"
                 raise ValueError(
-                    f"{self.level.name} trains FP32 weights, and {name} is FP16: its step would lose small updates. "
-                    "Use fp16_mixed, which has FP32 masters, or model.float()."
+                    f"{self.level.name} trains FP32 weights, and {name} is {half.upper()}: its step would lose small "
+                    f"updates. Use {instead}, which has FP32 masters, or model.float()."
                 )
 
     def revert(self) -> None:
@@ -549,8 +557,10 @@ class Engine:
 
     def before_forward(self) -> None:
         """Follow what happened to the parameters since the last step: some may be frozen no more, or written."""
-        if self.shards is not None and self.shards.were_written():
-            self.weights_were_written()
+        if self.shards is not None:
+            self.shards.check_unfrozen()
+            if self.shards.were_written():
+                self.weights_were_written()
         for weights in (self.masters, self.stored):
             if weights is not None:
                 weights.before_forward()

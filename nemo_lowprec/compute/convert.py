@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import HEAD, LayerFilter
-from nemo_lowprec.compute.half_layers import fp32_input_class
+from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
@@ -35,10 +35,14 @@ __all__ = [
     "linear_weights",
     "revert_layers",
     "take_fp32_input",
+    "take_it_without_autocast",
 ]
 
 _ORIGINAL = "_lowprec_original"  # (class, attributes as they were) on a converted module
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
+
+# Beside the layers with a GEMM plan: embeddings take no input of floating point.
+_SEE_TO_THEMSELVES = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
 
 
 class _ABSENT:
@@ -122,6 +126,16 @@ def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
         cls = fp32_input_class(module, on_cpu)
         if cls is not None:
             _swap(module, cls)
+
+
+def take_it_without_autocast(model: nn.Module) -> list[Any]:
+    """Let ``model`` and its parts take FP32 input where nobody has opened autocast, too. Returns handles of hooks."""
+
+    def needs_it(module: nn.Module) -> bool:
+        own = any(p is not None for p in module._parameters.values())
+        return own and not isinstance(module, _SEE_TO_THEMSELVES) and not gemm_plans(module)
+
+    return open_autocast(module for module in model.modules() if module is model or needs_it(module))
 
 
 def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:

@@ -25,6 +25,7 @@ from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
+from nemo_lowprec.weights.widened import Widened, as_it_came, came_as
 from nemo_lowprec.weights.written import (
     Samples,
     copy_exactly,
@@ -47,11 +48,14 @@ class MasterWeights:
     Args:
         half: dtype of the copies.
         grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
+        training: whether the model is trained: else its parameters are given back in the dtypes in which they came.
     """
 
-    def __init__(self, half: torch.dtype, grad_fp32: bool) -> None:
+    def __init__(self, half: torch.dtype, grad_fp32: bool, training: bool = True) -> None:
         self.half = half
         self.grad_fp32 = grad_fp32
+        self.training = training
+        self._widened = Widened(training)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._fp8: set[str] = set()
@@ -69,9 +73,12 @@ class MasterWeights:
             own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
             if not own:
                 continue
-            if not needs_fp32(module):
-                for param in own:
+            for param in own:
+                if needs_fp32(module):
+                    self._widened.add(param)
+                else:
                     self._split(param)
+            self._widened.add_statistics(module)
             self._handles += install_hooks(module)
 
     def _split(self, param: nn.Parameter) -> None:
@@ -84,6 +91,8 @@ class MasterWeights:
                     self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
         if master_of(param) is None:
+            if not self.training:
+                came_as(param, param.dtype)
             self._give_master(param, param.detach().to(torch.float32, copy=True))
         self._set_grad_dtype(param)
 
@@ -127,8 +136,9 @@ class MasterWeights:
         """Give parameters that were unfrozen their masters.
 
         A frozen one that came in another dtype and that somebody writes by hand, as averages of other weights are, is
-        given back what it came in: the next update would be too small for a half copy.
+        FP32 from then on: the next update would be too small for a half copy.
         """
+        self._widened.follow()
         for param in list(self._frozen.values()):
             master = master_of(param)
             if param.requires_grad:
@@ -141,6 +151,7 @@ class MasterWeights:
                 self._set_grad_dtype(param)
             elif master is not None and not isinstance(param, ScaledTensor) and was_written(param, master):
                 del self._frozen[id(param)]
+                master.data = master.data.float()
                 take_over(param, master)
                 _give_back(param, master)
 
@@ -179,7 +190,7 @@ class MasterWeights:
             note(param, master)
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the parameters their FP32 values back and forget the masters.
+        """Give the parameters their exact values back and forget the masters.
 
         Returns the parameters that others had to take the places of.
         """
@@ -195,11 +206,14 @@ class MasterWeights:
                 param.grad_dtype = param.dtype
                 if isinstance(param, ScaledTensor):
                     delattr(param, MASTER)
-                    plain = nn.Parameter(master.data.to(param.device), requires_grad=param.requires_grad)
+                    values = as_it_came(param, master.data.to(param.device))
+                    came_as(param, None)
+                    plain = nn.Parameter(values, requires_grad=param.requires_grad)
                     swap_or_replace(self._model, param, plain, replaced)
                 else:
                     take_over_written(param, master)
                     _give_back(param, master)
+            self._widened.remove()
         self._frozen.clear()
         self._model = None
         return replaced
@@ -298,7 +312,8 @@ def _give_back(param: nn.Parameter, master: Tensor) -> None:
     """Give a half copy its master's values and dtype."""
     delattr(param, MASTER)
     forget(param)
-    param.data = master.data.to(param.device)
+    param.data = as_it_came(param, master.data.to(param.device))
+    came_as(param, None)
     param.grad_dtype = param.dtype
 
 

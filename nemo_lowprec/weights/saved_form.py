@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
 from nemo_lowprec.formats.stored import MASTER
+from nemo_lowprec.weights.widened import as_it_came
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
 __all__ = ["MASTER", "install_hooks", "master_of"]
@@ -47,6 +48,11 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
                 state_dict[prefix + name] = param.data_fp16
             elif isinstance(param, StoredTensor):
                 state_dict[prefix + name] = param.detach().dequantize()
+            else:
+                state_dict[prefix + name] = as_it_came(param, state_dict[prefix + name])
+    for name, buffer in module._buffers.items():
+        if buffer is not None and prefix + name in state_dict:
+            state_dict[prefix + name] = as_it_came(buffer, state_dict[prefix + name])
 
 
 def _load_masters(
