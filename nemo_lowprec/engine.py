@@ -56,7 +56,7 @@ from nemo_lowprec.grads import (
 )
 from nemo_lowprec.late_optimizers import watch_for_optimizers
 from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
-from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
+from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights, check_memory
 
 __all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
 
@@ -205,6 +205,8 @@ class Engine:
         if other is not None:
             other.revert()
         self._check_weights(model, training)
+        if training and (self.level.has_half_weights or self.sharding is not None):
+            check_memory(model)
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
@@ -689,7 +691,7 @@ class Engine:
         overflow = bool(found)
         if written:
             assert self.masters is not None
-            self.masters.refuse_written(optimizer)
+            self.masters.refuse_written()
         if self.loss_scale is not None and found is not None:
             self.loss_scale.learn(overflow)
         if overflow:

@@ -38,7 +38,7 @@ __all__ = [
     "take_it_without_autocast",
 ]
 
-_ORIGINAL = "_lowprec_original"  # (class, attributes as they were) on a converted module
+_ORIGINAL = "_lowprec_original"  # (class, attributes as they were, class of ours) on a converted module
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
 
 # Beside the layers with a GEMM plan: embeddings take no input of floating point.
@@ -276,20 +276,26 @@ def revert_layers(model: nn.Module) -> None:
     """Give every converted module its own class back."""
     for module in model.modules():
         if _ORIGINAL in module.__dict__:
-            original, before = module.__dict__.pop(_ORIGINAL)
+            original, before, ours = module.__dict__.pop(_ORIGINAL)
             for name, value in before.items():
                 if value is _ABSENT:
                     del module.__dict__[name]
                 else:
                     module.__dict__[name] = value
-            module.__class__ = original
+            module.__class__ = original if type(module) is ours else _rebased(type(module), original)
+
+
+def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """The class that a parametrization has derived from one of ours, derived from ``original``."""
+    inherited = ("__dict__", "__weakref__")
+    return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
 
 
 def _swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
     # Through __dict__: nn.Module.__setattr__ would register and check, and ``revert_layers`` undoes it exactly.
     before = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
     module.__dict__.update(attributes)
-    module.__dict__[_ORIGINAL] = (type(module), before)
+    module.__dict__[_ORIGINAL] = (type(module), before, cls)
     module.__class__ = cls
 
 

@@ -23,13 +23,15 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import E4M3, ScaledTensor
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
-from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import Widened, as_it_came, came_as
 from nemo_lowprec.weights.written import (
     Samples,
+    Whole,
     copy_exactly,
     forget,
+    master_was_written,
     moved,
     note,
     take_over,
@@ -62,6 +64,8 @@ class MasterWeights:
         self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._compared: Samples | Whole | None = None
 
     @torch.no_grad()
     def install(self, model: nn.Module) -> None:
@@ -79,7 +83,8 @@ class MasterWeights:
                 else:
                     self._split(param)
             self._widened.add_statistics(module)
-            self._handles += install_hooks(module)
+            install_hooks(module)
+        self._handles += cover_new_modules(model)
 
     def _split(self, param: nn.Parameter) -> None:
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
@@ -133,12 +138,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Give parameters that were unfrozen their masters.
+        """Give parameters that were unfrozen their masters, and copies the values of masters that somebody has written.
 
         A frozen one that came in another dtype and that somebody writes by hand, as averages of other weights are, is
         FP32 from then on: the next update would be too small for a half copy.
         """
         self._widened.follow()
+        written = [
+            p for p in self.copies()
+            if (m := master_of(p)) is not None
+            and master_was_written(m) and (isinstance(p, ScaledTensor) or not was_written(p, m))
+        ]  # fmt: skip
+        if written:
+            self.refresh([*written])
         for param in list(self._frozen.values()):
             master = master_of(param)
             if param.requires_grad:
@@ -181,6 +193,7 @@ class MasterWeights:
         for param, master in pairs:
             if isinstance(param, ScaledTensor) and master is not None:
                 param.quantize_(master)
+                note(param, master)
         same = [(p, m) for p, m in plain if p.device == m.device]
         if same:
             torch._foreach_copy_([p for p, _ in same], [m for _, m in same])
@@ -198,6 +211,8 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        assert self._model is not None
+        remove_hooks(self._model)
         with torch.no_grad():
             for param in list(self.copies()):
                 master = master_of(param)
@@ -244,30 +259,48 @@ class MasterWeights:
             (p, m) for p, m in found
             if m is not None and id(p) not in self._frozen and not isinstance(p, ScaledTensor) and not was_written(p, m)
         ]  # fmt: skip
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if steps & (steps - 1) == 0:
+            self._compared = Whole(pairs)
+            return self._compared.differ()
         samples = self._samples.get(optimizer)
         if samples is None or not samples.are_of(pairs):
             samples = self._samples[optimizer] = Samples(pairs)
+        self._compared = samples
         return samples.differ()
 
-    def refuse_written(self, optimizer: Optimizer) -> None:
+    def refuse_written(self) -> None:
         """Say which copy was written through ``.data``.
 
         Raises:
             RuntimeError: always.
         """
-        assert self._model is not None
-        written = {id(param) for param in self._samples[optimizer].which()}
-        names = [name for name, param in self._model.named_parameters() if id(param) in written]
+        assert self._compared is not None
+        name = self._name(self._compared.which())
         raise RuntimeError(
-            f"{names[0] if names else 'A weight'} was written in place through .data, which nothing tells of, and this "
+            f"{name} was written in place through .data, which nothing tells of, and this "
             "step has overwritten it from its master. Write to the parameter itself, under torch.no_grad(): "
             "param.clamp_(-1, 1) instead of param.data.clamp_(-1, 1)."
         )
 
+    def _name(self, written: list[Tensor]) -> str:
+        assert self._model is not None
+        wanted = {id(param) for param in written}
+        return next((name for name, param in self._model.named_parameters() if id(param) in wanted), "A weight")
+
     def _after_step(self, optimizer: Optimizer) -> None:
-        masters = (m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of"))
+        masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
         stepped = [m._copy_of for m in masters if m.grad is not None]
+        written = [
+            m._copy_of for m in masters if not isinstance(m._copy_of, ScaledTensor) and was_written(m._copy_of, m)
+        ]
         self.swap_out(optimizer)
+        if written:
+            raise RuntimeError(
+                f"{self._name(written)} was written while its optimizer stepped, by a hook that was registered after "
+                "the training had begun: the step has not seen it. Write weights before optimizer.step() or after it, "
+                "or register the hook in configure_optimizers."
+            )
         self.refresh(stepped)
 
     def swap_in(self, optimizer: Optimizer) -> None:
@@ -275,6 +308,11 @@ class MasterWeights:
         for group in optimizer.param_groups:
             params = group["params"]
             for i, param in enumerate(params):
+                if self._lacks_master(param):  # put into the model, or swapped by torch, since
+                    grad = param.grad
+                    self._give_master(param, param.detach().to(torch.float32, copy=True))
+                    self._set_grad_dtype(param)
+                    param.grad = grad
                 master = master_of(param)
                 if master is None or id(param) in self._frozen:
                     continue
@@ -287,6 +325,9 @@ class MasterWeights:
                 params[i] = master
                 if param in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(param)
+
+    def _lacks_master(self, param: Tensor) -> bool:
+        return param.dtype == self.half and param.requires_grad and master_of(param) is None
 
     def swap_out(self, optimizer: Optimizer) -> None:
         """Put the copies back."""

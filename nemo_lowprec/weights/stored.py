@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
-from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import Widened
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
@@ -106,7 +106,8 @@ class StoredWeights:
         average_masters()
         for module in model.modules():
             if any(p is not None for p in module._parameters.values()):
-                self._handles += install_hooks(module)
+                install_hooks(module)
+        self._handles += cover_new_modules(model)
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self._model is not None
@@ -213,6 +214,8 @@ class StoredWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        assert self._model is not None
+        remove_hooks(self._model)
         with torch.no_grad():
             for param in list(self.matrices()):
                 master = master_of(param)
