@@ -205,8 +205,6 @@ class Engine:
         if other is not None:
             other.revert()
         self._check_weights(model, training)
-        if training and (self.level.has_half_weights or self.sharding is not None):
-            check_memory(model)
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
@@ -271,6 +269,8 @@ class Engine:
     def _check_weights(self, model: nn.Module, training: bool) -> None:
         if self.level.is_low_bit:
             StoredWeights(self.reads_as).check(model)
+        if training and (self.level.has_half_weights or self.sharding is not None):
+            check_memory(model)
         if self.level.has_half_weights:
             return
         refused = {torch.float16} if self.loss_scale is not None else set()

@@ -124,9 +124,10 @@ def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine
     """As ``ShardedWeights`` stores it."""
     level, policy = engine.level, policy_for(engine.level)
     rows = -(-param.shape[0] // shards)
-    local = torch.empty(rows, *param.shape[1:], dtype=param.dtype, device="meta")
+    dtype = torch.float32 if param.requires_grad else param.dtype  # as ``shard_model`` makes it
+    local = torch.empty(rows, *param.shape[1:], dtype=dtype, device="meta")
     shard: Tensor = local
-    gathered = param.dtype if in_fp32 else policy.param_dtype or param.dtype
+    gathered = dtype if in_fp32 else policy.param_dtype or dtype
     low_bit = level.is_low_bit and param.dim() > 1 and not in_fp32
     if in_fp8:
         gathered = torch.float8_e4m3fn
@@ -134,7 +135,7 @@ def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine
             shard = BlockShard.of(local, engine.reads_as, 0)
         else:
             shard = PlainShard(local, engine.half, 0)
-    elif low_bit and param.dtype == torch.float32:
+    elif low_bit and dtype == torch.float32:
         shard = HalfShard(local.to(torch.float16), engine.reads_as)
         gathered = torch.float16
     stays_half = level.has_half_weights and level.weight_grad != "fp32" and not level.is_low_bit
