@@ -63,13 +63,17 @@ class Units:
     """All parameters of a model, in its order.
 
     Attributes:
-        before, after: what is in no block, before the first and behind it: together the root unit.
+        before, after: what is in no block, before the first and behind it: together the root unit. Parameters that a
+            module around blocks holds itself may be used at any time, and count as behind: their gradients then are
+            there while those of blocks come and go.
         blocks: one unit each.
+        params: all, in the model's order.
     """
 
     before: list[ShardedParam]
     blocks: list[list[ShardedParam]]
     after: list[ShardedParam]
+    params: list[ShardedParam]
 
     @cached_property
     def root(self) -> list[ShardedParam]:
@@ -80,11 +84,6 @@ class Units:
     def all(self) -> list[list[ShardedParam]]:
         """The units in the order of forward."""
         return [self.root, *self.blocks]
-
-    @cached_property
-    def params(self) -> list[ShardedParam]:
-        """In the model's order."""
-        return [*self.before, *(p for block in self.blocks for p in block), *self.after]
 
 
 def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
@@ -107,16 +106,22 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
         return [_sharded(p, part_of[id(p)], id(p) in in_fp8, id(p) in in_fp32, engine, shards) for p in params]
 
     seen: set[int] = set()
-    blocks = []
+    blocks, modules = [], set()
     for block in blocks_of(model):
         blocks.append([p for p in block.parameters() if id(p) not in seen])
         seen |= {id(p) for p in blocks[-1]}
+        modules.add(id(block))
+    around = [m for m in model.modules() if any(id(inner) in modules for inner in m.modules())]
+    anytime = {id(p) for m in around for p in m._parameters.values()} - seen
     order = list(model.parameters())
     first = next((i for i, p in enumerate(order) if id(p) in seen), len(order))
+    before = {id(p) for p in order[:first]} - anytime
+    of = dict(zip(map(id, order), sharded(order), strict=True))
     return Units(
-        sharded(order[:first]),
-        [sharded(block) for block in blocks],
-        sharded([p for p in order[first:] if id(p) not in seen]),
+        [of[i] for i in of if i in before],
+        [[of[id(p)] for p in block] for block in blocks],
+        [of[i] for i in of if i not in before and i not in seen],
+        list(of.values()),
     )
 
 
