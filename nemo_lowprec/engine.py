@@ -39,6 +39,7 @@ from nemo_lowprec.compute import (
     prefer_attention,
     revert_layers,
     take_fp32_input,
+    take_it_without_autocast,
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling, StoredTensor
@@ -55,7 +56,7 @@ from nemo_lowprec.grads import (
 )
 from nemo_lowprec.late_optimizers import watch_for_optimizers
 from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
-from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights
+from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights, check_memory
 
 __all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
 
@@ -204,7 +205,7 @@ class Engine:
         backend = choose_backend(self.backend_name, self.recipe, device)
         if other is not None:
             other.revert()
-        self._check_weights(model)
+        self._check_weights(model, training)
         if model is not self.model:
             self.revert()
             self.histories = self.recipe.histories() if self.recipe is not None else None
@@ -225,6 +226,8 @@ class Engine:
         )
         if self.level.has_half_weights:
             take_fp32_input(model, device.type == "cpu")
+            if self.reads_as != torch.float32:  # else the loop decides on autocast
+                self._handles += take_it_without_autocast(model)
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:
@@ -234,7 +237,7 @@ class Engine:
             self.stored.install(model)
             self.gradients = StoredGradients(weakly(self._step_at_once) if self.low_bit.gradient_release else None)
         elif self.level.has_half_weights:
-            self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32")
+            self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32", training=training)
             self.masters.measures = self.weight_scales is not None
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
@@ -265,16 +268,23 @@ class Engine:
                 f"{self.level.name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here."
             )
 
-    def _check_weights(self, model: nn.Module) -> None:
+    def _check_weights(self, model: nn.Module, training: bool) -> None:
         if self.level.is_low_bit:
             StoredWeights(self.reads_as).check(model)
-        if self.loss_scale is None or self.level.has_half_weights:
+        if training and (self.level.has_half_weights or self.sharding is not None):
+            check_memory(model)
+        if self.level.has_half_weights:
             return
+        refused = {torch.float16} if self.loss_scale is not None else set()
+        if training:
+            refused = {torch.float16, torch.bfloat16}
         for name, param in model.named_parameters():
-            if param.dtype == torch.float16 and param.requires_grad:
+            if param.dtype in refused and param.requires_grad:
+                half = {torch.float16: "fp16", torch.bfloat16: "bf16"}[param.dtype]
+                instead = f"{half}_with_fp8_mixed" if self.level.has_fp8 else f"{half}_mixed"
                 raise ValueError(
-                    f"{self.level.name} trains FP32 weights, and {name} is FP16: its step would lose small updates. "
-                    "Use fp16_mixed, which has FP32 masters, or model.float()."
+                    f"{self.level.name} trains FP32 weights, and {name} is {half.upper()}: its step would lose small "
+                    f"updates. Use {instead}, which has FP32 masters, or model.float()."
                 )
 
     def revert(self) -> None:
@@ -561,8 +571,10 @@ class Engine:
 
     def before_forward(self) -> None:
         """Follow what happened to the parameters since the last step: some may be frozen no more, or written."""
-        if self.shards is not None and self.shards.were_written():
-            self.weights_were_written()
+        if self.shards is not None:
+            self.shards.check_unfrozen()
+            if self.shards.were_written():
+                self.weights_were_written()
         for weights in (self.masters, self.stored):
             if weights is not None:
                 weights.before_forward()
@@ -691,7 +703,7 @@ class Engine:
         overflow = bool(found)
         if written:
             assert self.masters is not None
-            self.masters.refuse_written(optimizer)
+            self.masters.refuse_written()
         if self.loss_scale is not None and found is not None:
             self.loss_scale.learn(overflow)
         if overflow:

@@ -10,7 +10,7 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -29,10 +29,20 @@ from nemo_lowprec.checkpoint.torch_zip import check_regular, check_zip, load, re
 from nemo_lowprec.checkpoint.writing import system_error
 from nemo_lowprec.comm import raise_together
 
-__all__ = ["INDEX", "CheckedReader", "FolderWriter", "check_folder", "one_sentence", "read_index", "write_checksums"]
+__all__ = [
+    "INDEX",
+    "CheckedReader",
+    "FolderWriter",
+    "check_folder",
+    "check_sums",
+    "one_sentence",
+    "read_index",
+    "write_checksums",
+]
 
 INDEX = ".metadata"
 _CHECKSUMS = "checksums.json"
+_PIECE = 1 << 24  # bytes that are read at once
 _SUMMED = (INDEX, "metadata.json")  # the files without checksums of their own; the second is Megatron-core's
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -87,7 +97,7 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / INDEX
     check_regular(path)
-    _check_sums(folder)
+    check_sums(folder)
     try:
         with path.open("rb") as file:
             index = _Index(file).load()
@@ -112,17 +122,25 @@ def read_index(folder: Path) -> Metadata:
 
 
 def _sum(path: Path) -> str:
-    return f"{zlib.crc32(path.read_bytes()):08x}"
+    total = 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            total = zlib.crc32(piece, total)
+    return f"{total:08x}"
 
 
-def write_checksums(folder: Path) -> None:
+def write_checksums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
     """Write the CRC-32 of the files in ``folder`` that have none, the last but ``meta.pt`` to be written."""
-    sums = {name: _sum(folder / name) for name in _SUMMED if (folder / name).is_file()}
+    sums = {name: _sum(folder / name) for name in names if (folder / name).is_file()}
     (folder / _CHECKSUMS).write_text(json.dumps(sums))
 
 
-def _check_sums(folder: Path) -> None:
-    """Folders of earlier versions, and of other programs, have no checksums."""
+def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
+    """Compare what ``write_checksums`` has written; folders of earlier versions, and of other programs, have none.
+
+    Raises:
+        ValueError: a file is not what was written.
+    """
     path = folder / _CHECKSUMS
     if not path.exists():
         return
@@ -131,7 +149,7 @@ def _check_sums(folder: Path) -> None:
         saved = {str(name): str(value) for name, value in json.loads(path.read_text()).items()}
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: it is no list of checksums.") from error
-    for name in _SUMMED:
+    for name in names:
         if name in saved:
             check_regular(folder / name)
             if _sum(folder / name) != saved[name]:

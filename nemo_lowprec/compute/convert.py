@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import HEAD, LayerFilter
-from nemo_lowprec.compute.half_layers import fp32_input_class
+from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
@@ -35,10 +35,14 @@ __all__ = [
     "linear_weights",
     "revert_layers",
     "take_fp32_input",
+    "take_it_without_autocast",
 ]
 
-_ORIGINAL = "_lowprec_original"  # (class, attributes as they were) on a converted module
+_ORIGINAL = "_lowprec_original"  # (class, attributes as they were, class of ours) on a converted module
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
+
+# Beside the layers with a GEMM plan: embeddings take no input of floating point.
+_SEE_TO_THEMSELVES = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
 
 
 class _ABSENT:
@@ -122,6 +126,16 @@ def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
         cls = fp32_input_class(module, on_cpu)
         if cls is not None:
             _swap(module, cls)
+
+
+def take_it_without_autocast(model: nn.Module) -> list[Any]:
+    """Let ``model`` and its parts take FP32 input where nobody has opened autocast, too. Returns handles of hooks."""
+
+    def needs_it(module: nn.Module) -> bool:
+        own = any(p is not None for p in module._parameters.values())
+        return own and not isinstance(module, _SEE_TO_THEMSELVES) and not gemm_plans(module)
+
+    return open_autocast(module for module in model.modules() if module is model or needs_it(module))
 
 
 def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
@@ -262,20 +276,26 @@ def revert_layers(model: nn.Module) -> None:
     """Give every converted module its own class back."""
     for module in model.modules():
         if _ORIGINAL in module.__dict__:
-            original, before = module.__dict__.pop(_ORIGINAL)
+            original, before, ours = module.__dict__.pop(_ORIGINAL)
             for name, value in before.items():
                 if value is _ABSENT:
                     del module.__dict__[name]
                 else:
                     module.__dict__[name] = value
-            module.__class__ = original
+            module.__class__ = original if type(module) is ours else _rebased(type(module), original)
+
+
+def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """The class that a parametrization has derived from one of ours, derived from ``original``."""
+    inherited = ("__dict__", "__weakref__")
+    return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
 
 
 def _swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
     # Through __dict__: nn.Module.__setattr__ would register and check, and ``revert_layers`` undoes it exactly.
     before = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
     module.__dict__.update(attributes)
-    module.__dict__[_ORIGINAL] = (type(module), before)
+    module.__dict__[_ORIGINAL] = (type(module), before, cls)
     module.__class__ = cls
 
 

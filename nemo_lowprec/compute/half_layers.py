@@ -1,31 +1,44 @@
-"""Layers of torch's own whose half weights take FP32 input, too.
+"""Layers with half weights take FP32 input, too, inside of autocast and outside.
 
 On a GPU autocast sees to most of it. A CPU has no autocast rule for norms, nor for ``Bilinear``; and no device has one
 for the weights that an ``EmbeddingBag`` gives its samples.
+
+Outside of a step nobody opens autocast: a callback that calls the model, or a part of it, would have FP32 input meet
+half weights. Modules with parameters of their own open it themselves there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from threading import local
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["fp32_input_class"]
+__all__ = ["fp32_input_class", "open_autocast"]
 
 
-def _fit(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """A half parameter in FP32 where the input is FP32; else as it is."""
-    return parameter.float() if parameter is not None and x.dtype == torch.float32 else parameter
+def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias in FP32, unless both are of the dtype of ``x``: torch's norms take either, and no mixture."""
+    if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
+        return weight, bias
+    return None if weight is None else weight.float(), None if bias is None else bias.float()
 
 
 class HalfLayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        return F.layer_norm(input, self.normalized_shape, _fit(self.weight, input), _fit(self.bias, input), self.eps)
+        weight, bias = _fit(self.weight, self.bias, input)
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class HalfGroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
-        return F.group_norm(input, self.num_groups, _fit(self.weight, input), _fit(self.bias, input), self.eps)
+        weight, bias = _fit(self.weight, self.bias, input)
+        return F.group_norm(input, self.num_groups, weight, bias, self.eps)
 
 
 class HalfBilinear(nn.Bilinear):
@@ -56,3 +69,61 @@ def fp32_input_class(module: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
     if type(module) is nn.EmbeddingBag:
         return HalfEmbeddingBag
     return _ON_CPU.get(type(module)) if on_cpu else None
+
+
+class _Opened(local):
+    """Of each thread: the modules that have opened autocast, and their contexts."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[nn.Module, Any]] = []
+
+
+_opened = _Opened()
+
+
+def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
+    """Have ``modules`` with half weights run under autocast where they get FP32 input and nobody has opened one.
+
+    They return FP32 then, as from FP32 weights.
+
+    Returns:
+        The handles of the hooks.
+    """
+    handles = []
+    for module in modules:
+        handles.append(module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True))
+        handles.append(module.register_forward_hook(_leave, with_kwargs=True, always_call=True))
+    return handles
+
+
+def _half_of(module: nn.Module) -> torch.dtype | None:
+    dtypes = (p.dtype for p in module.parameters())
+    return next((dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)), None)
+
+
+def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for leaf in tree_leaves((args, kwargs)):
+        values = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(values, Tensor) and values.is_floating_point():
+            if torch.is_autocast_enabled(values.device.type):
+                return
+            if values.dtype == torch.float32 and (half := _half_of(module)) is not None:
+                context = torch.autocast(values.device.type, half)
+                context.__enter__()
+                _opened.stack.append((module, context))
+                return
+
+
+def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    if not _opened.stack or _opened.stack[-1][0] is not module:
+        return None
+    _opened.stack.pop()[1].__exit__(None, None, None)
+    return tree_map(_widen, output)
+
+
+def _widen(leaf: Any) -> Any:
+    if isinstance(leaf, PackedSequence):
+        return leaf.float()
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf

@@ -116,15 +116,15 @@ class WeightScale:
             self.restart()
         self._measured = self._left = None
 
-    def _state(self) -> tuple[int, int] | None:
+    def _state(self) -> tuple[int, ...] | None:
         weight = self.weight
         return None if weight is None or weight.is_meta else _state_of(weight)
 
 
-def _state_of(weight: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes ``weight`` or gives it other data."""
-    version = -1 if weight.is_inference() else weight._version
-    return version, weight_data(local_of(weight)).data_ptr()
+def _state_of(weight: Tensor) -> tuple[int, ...]:
+    """Changes when somebody writes ``weight``, or the tensor that holds its elements, or gives it other data."""
+    data = weight_data(local_of(weight))
+    return *(-1 if tensor.is_inference() else tensor._version for tensor in (weight, data)), data.data_ptr()
 
 
 def _left_by_a_step(local: Tensor) -> Tensor | None:

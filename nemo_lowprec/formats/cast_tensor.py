@@ -42,6 +42,8 @@ class CastTensor(StoredTensor):
     def quantize_(self, values: Tensor) -> CastTensor:
         """Store ``values`` anew."""
         self.data_fp16.copy_(values)
+        if not self.data_fp16.is_inference():  # torch counts no write that is made while it dispatches another
+            torch.autograd.graph.increment_version(self.data_fp16)
         return self
 
     def transposed(self) -> CastTensor:

@@ -125,8 +125,8 @@ class StoredTensor(Tensor):
             values = other.dequantize(torch.float32) if isinstance(other, StoredTensor) else other
             fresh: StoredTensor = self._each(torch.clone)
             # ``module.float()`` sets values that were read here: they are rounded, and no news for a master.
-            if MASTER in self.__dict__ and not torch.equal(values, self.dequantize(values.dtype).to(values.device)):
-                self._take_along(fresh).write_(values)
+            if MASTER in self.__dict__ and not torch.equal(values, self.dequantize().to(values)):
+                self._take_along(fresh, _copied).write_(values)
             elif MASTER not in self.__dict__:
                 fresh.quantize_(values)
         else:
@@ -142,6 +142,8 @@ class StoredTensor(Tensor):
             super(StoredTensor, type(self)).data.__set__(self, outer)  # type: ignore[attr-defined]
         self.__dict__.update(zip(self.PARTS, fresh.parts(), strict=True))
         self.__dict__.update(fresh._settings())
+        if other is not fresh and MASTER in fresh.__dict__:
+            self.__dict__[MASTER] = fresh.__dict__[MASTER]
 
     data = property(_get_data, _set_data)  # type: ignore[assignment]
 
@@ -153,13 +155,19 @@ class StoredTensor(Tensor):
         self.write_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array."""
+        """The values as an array, which is a copy and read-only."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy() of a tensor that requires grad: use tensor.detach().numpy().")
-        return self.dequantize().detach().numpy(force=force)
+        values = self.dequantize().detach().clone().numpy(force=force)
+        values.flags.writeable = False
+        return values
 
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A copy of the values, for other libraries."""
+        return self.dequantize().detach().__dlpack__(**options)
 
     def tolist(self) -> Any:
         """The values as nested lists."""
@@ -229,6 +237,11 @@ class StoredTensor(Tensor):
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         return _on_values(func, args, kwargs)
+
+
+def _copied(master: Tensor) -> Tensor:
+    copy = master.detach().clone()
+    return torch.nn.Parameter(copy, master.requires_grad) if isinstance(master, torch.nn.Parameter) else copy
 
 
 def _is_whole(this: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> bool:

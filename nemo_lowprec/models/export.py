@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
+from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
@@ -103,8 +104,9 @@ def export_checkpoint(
 
     A ``CausalLM``'s become a folder that ``AutoModelForCausalLM.from_pretrained(out)`` loads; those of any other
     LightningModule a ``model.safetensors`` under the module's own names. The files' metadata name the level, the
-    source and the dtype. Runs in one process without a GPU and holds the weights in memory once, in ``dtype``. The
-    folder appears when it is complete; a killed run leaves ``.NAME.*.part`` beside it, which may be deleted.
+    source and the dtype; ``checksums.json`` has their CRC-32, which safetensors lacks. Runs in one process without a
+    GPU and holds the weights in memory once, in ``dtype``. The folder appears when it is complete; a killed run leaves
+    ``.NAME.*.part`` beside it, which may be deleted.
 
     Args:
         checkpoint: a Lightning file, or the folder that ``lowprec_sharded`` or ``MegatronStrategy`` writes.
@@ -140,7 +142,9 @@ def export_checkpoint(
             written = _write_bare(part, saved, cast)
         for file in part.glob("*.safetensors"):
             _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
-        size = sum(file.stat().st_size for file in part.glob("*.safetensors"))
+        files = sorted(part.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        write_checksums(part, [file.name for file in files])
         _sync(part)
         part.rename(target)
     except Exception as error:

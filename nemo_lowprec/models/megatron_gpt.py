@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.checkpoint.dcp_folder import check_sums
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.loss import IGNORE
@@ -213,6 +214,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path in files:
         check_regular(path)
+    check_sums(folder, [path.name for path in files])  # of nemo-lowprec export
+    for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

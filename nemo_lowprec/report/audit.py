@@ -35,10 +35,11 @@ from nemo_lowprec.report.gemms import watch_gemms
 from nemo_lowprec.report.megatron_audit import MegatronLook
 from nemo_lowprec.report.traffic import Sent, Traffic
 from nemo_lowprec.strategies import MegatronStrategy
-from nemo_lowprec.weights import master_of
+from nemo_lowprec.weights import kept_in_fp32, master_of
 
 __all__ = ["Audit", "AuditReport", "Finding"]
 
+_KEPT = "kept FP32"
 _AT_SHARDED = {
     "Weight": "while it is gathered",
     "Master weight": "its shard, after the step",
@@ -126,6 +127,10 @@ class Audit(pl.Callback):
                     report.findings.append(Finding("Computation (GEMM)", part, _declared_gemm(plugin), "–", None))
                 continue
             half_weight = level.weight if level.has_half_weights else "fp32"
+            plain = "fp32" if part == _KEPT else None
+            gradient = (
+                None if plugin.engine.sharding is not None and not level.is_low_bit else plain
+            )  # FSDP2 reduces it
             vectors = level.vectors if part == "vectors" else None
             count = sum(p.numel() for p in params)  # of whole parameters
             held = sum(local_of(p).numel() for p in params)  # by this process
@@ -136,17 +141,17 @@ class Audit(pl.Callback):
             columns: list[tuple[str, str | None, Bytes, int]] = [
                 (
                     "Weight",
-                    ("fp8" if stored_fp8 else half_weight) if converted else vectors or level.rest,
+                    ("fp8" if stored_fp8 else half_weight) if converted else plain or vectors or level.rest,
                     Bytes(map(self._weight, params)),
                     count,
                 ),
                 (
                     "Master weight",
-                    level.master_weight if converted or not level.is_low_bit else None,
+                    level.master_weight if converted or not (level.is_low_bit or plain) else None,
                     Bytes(map(self._master, params)),
                     held,
                 ),
-                ("Weight gradient", vectors or level.weight_grad, self._gradients[part], count),
+                ("Weight gradient", gradient or vectors or level.weight_grad, self._gradients[part], count),
             ]
             for column, declared, found, over in columns:
                 report.findings.append(Finding(column, part, declared or "–", found.formats, found.per_param(over)))
@@ -197,12 +202,23 @@ def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[n
         weights = list(linear_weights(module).values())
     converted = {id(w): w for w in weights if w.requires_grad}
     yield "converted", list(converted.values())
-    rest = [p for p in module.parameters() if p.requires_grad and id(p) not in converted]
+    kept = _kept(plugin, module)
+    yield _KEPT, kept
+    met = {*converted, *map(id, kept)}
+    rest = [p for p in module.parameters() if p.requires_grad and id(p) not in met]
     if plugin.level.vectors is None:
         yield "rest", rest
         return
     yield "rest", [p for p in rest if p.dim() > 1]
     yield "vectors", [p for p in rest if p.dim() < 2]
+
+
+def _kept(plugin: LowPrecision, module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that torch wants in FP32, such as a batch norm's, at a level with half weights."""
+    level = plugin.level
+    ids = kept_in_fp32(module, level.is_low_bit) if level.has_half_weights else set()
+    apart = level.vectors is not None  # where a vector counts as such
+    return [p for p in module.parameters() if p.requires_grad and id(p) in ids and not (apart and p.dim() < 2)]
 
 
 def _split(sent: list[Sent], plugin: LowPrecision) -> tuple[list[Sent], list[Sent]]:
@@ -218,15 +234,22 @@ def _split(sent: list[Sent], plugin: LowPrecision) -> tuple[list[Sent], list[Sen
 
 def _sent(sent: list[Sent], trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[Finding, int]]:
     """Findings about the gradients on the wire, and their bytes. Those in FP8 travel as uint8."""
-    level = _plugin(trainer).level
-    trained = [p for p in module.parameters() if p.requires_grad]
+    level, kept = _plugin(trainer).level, _kept(_plugin(trainer), module)
+    ids = {id(p) for p in kept}
+    trained = [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
     parts = [("all", level.comm, trained, sent)]
     if level.vectors is not None:
         in_fp8 = [s for s in sent if s.dtype == torch.uint8]
+        others = [p for p in trained if p.dim() < 2] + kept
         parts = [
             ("matrices", level.comm, [p for p in trained if p.dim() > 1], in_fp8),
-            ("vectors", level.vectors, [p for p in trained if p.dim() < 2], [s for s in sent if s not in in_fp8]),
+            ("vectors", level.vectors, others, [s for s in sent if s not in in_fp8]),
         ]
+    elif kept and level.comm != "fp32" and _plugin(trainer).engine.sharding is None:
+        plain = [s for s in sent if s.dtype == torch.float32]
+        parts = [("all", level.comm, trained, [s for s in sent if s not in plain]), (_KEPT, "fp32", kept, plain)]
+    elif kept:
+        parts = [("all", level.comm, trained + kept, sent)]
     for part, declared, params, messages in parts:
         if params:
             names = {"fp8" if s.dtype == torch.uint8 else format_of(s.dtype) for s in messages}

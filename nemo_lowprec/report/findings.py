@@ -27,9 +27,10 @@ class Finding:
 
     Attributes:
         column: title as in the chart.
-        part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and
-            ``vectors`` (fewer than two dimensions) at a level that keeps these apart. For gradients on the wire,
-            ``matrices`` and ``vectors``, or ``all``.
+        part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, ``vectors`` (fewer
+            than two dimensions) at a level that keeps these apart, and ``kept FP32``, what torch computes with in FP32
+            only (batch norms, parametrizations; at the MS-AMP levels RNNs). For gradients on the wire, ``matrices`` and
+            ``vectors``, or ``all``.
         declared, observed: formats, ``+`` between several, ``–`` for none.
         bytes_per_param: bytes found over the parameters of this part; None where nothing is stored. On the wire, bytes
             that each process sends in a step.

@@ -24,12 +24,15 @@ from nemo_lowprec.formats import E4M3, ScaledTensor
 from nemo_lowprec.formats.fused import copy_kernels
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
-from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
 from nemo_lowprec.weights.swap import swap, swap_or_replace
+from nemo_lowprec.weights.widened import Widened, as_it_came, came_as
 from nemo_lowprec.weights.written import (
     Samples,
+    Whole,
     copy_exactly,
     forget,
+    master_was_written,
     moved,
     note,
     take_over,
@@ -48,20 +51,25 @@ class MasterWeights:
     Args:
         half: dtype of the copies.
         grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
+        training: whether the model is trained: else its parameters are given back in the dtypes in which they came.
 
     Attributes:
         measures: whether ``refresh`` leaves the amaxes of matrices on them, as ``amax_of_step``.
     """
 
-    def __init__(self, half: torch.dtype, grad_fp32: bool) -> None:
+    def __init__(self, half: torch.dtype, grad_fp32: bool, training: bool = True) -> None:
         self.half = half
         self.grad_fp32 = grad_fp32
+        self.training = training
+        self._widened = Widened(training)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
         self._fp8: set[str] = set()
         self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._compared: Samples | Whole | None = None
         self.measures = False
         self._copier: Any = None
 
@@ -75,10 +83,14 @@ class MasterWeights:
             own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
             if not own:
                 continue
-            if not needs_fp32(module):
-                for param in own:
+            for param in own:
+                if needs_fp32(module):
+                    self._widened.add(param)
+                else:
                     self._split(param)
-            self._handles += install_hooks(module)
+            self._widened.add_statistics(module)
+            install_hooks(module)
+        self._handles += cover_new_modules(model)
 
     def _split(self, param: nn.Parameter) -> None:
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
@@ -90,6 +102,8 @@ class MasterWeights:
                     self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
         if master_of(param) is None:
+            if not self.training:
+                came_as(param, param.dtype)
             self._give_master(param, param.detach().to(torch.float32, copy=True))
         self._set_grad_dtype(param)
 
@@ -130,11 +144,19 @@ class MasterWeights:
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Give parameters that were unfrozen their masters.
+        """Give parameters that were unfrozen their masters, and copies the values of masters that somebody has written.
 
         A frozen one that came in another dtype and that somebody writes by hand, as averages of other weights are, is
-        given back what it came in: the next update would be too small for a half copy.
+        FP32 from then on: the next update would be too small for a half copy.
         """
+        self._widened.follow()
+        written = [
+            p for p in self.copies()
+            if (m := master_of(p)) is not None
+            and master_was_written(m) and (isinstance(p, ScaledTensor) or not was_written(p, m))
+        ]  # fmt: skip
+        if written:
+            self.refresh([*written])
         for param in list(self._frozen.values()):
             master = master_of(param)
             if param.requires_grad:
@@ -147,6 +169,7 @@ class MasterWeights:
                 self._set_grad_dtype(param)
             elif master is not None and not isinstance(param, ScaledTensor) and was_written(param, master):
                 del self._frozen[id(param)]
+                master.data = master.data.float()
                 take_over(param, master)
                 _give_back(param, master)
 
@@ -176,6 +199,7 @@ class MasterWeights:
         for param, master in pairs:
             if isinstance(param, ScaledTensor) and master is not None:
                 param.quantize_(master)
+                note(param, master)
         same = self._copy_measuring([(p, m) for p, m in plain if p.device == m.device])
         if same:
             torch._foreach_copy_([p for p, _ in same], [m for _, m in same])
@@ -201,7 +225,7 @@ class MasterWeights:
         return [pair for pair, taking in zip(pairs, takes, strict=True) if not taking]
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the parameters their FP32 values back and forget the masters.
+        """Give the parameters their exact values back and forget the masters.
 
         Returns the parameters that others had to take the places of.
         """
@@ -209,6 +233,8 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        assert self._model is not None
+        remove_hooks(self._model)
         with torch.no_grad():
             for param in list(self.copies()):
                 master = master_of(param)
@@ -217,11 +243,14 @@ class MasterWeights:
                 param.grad_dtype = param.dtype
                 if isinstance(param, ScaledTensor):
                     delattr(param, MASTER)
-                    plain = nn.Parameter(master.data.to(param.device), requires_grad=param.requires_grad)
+                    values = as_it_came(param, master.data.to(param.device))
+                    came_as(param, None)
+                    plain = nn.Parameter(values, requires_grad=param.requires_grad)
                     swap_or_replace(self._model, param, plain, replaced)
                 else:
                     take_over_written(param, master)
                     _give_back(param, master)
+            self._widened.remove()
         self._frozen.clear()
         self._model = None
         return replaced
@@ -252,30 +281,48 @@ class MasterWeights:
             (p, m) for p, m in found
             if m is not None and id(p) not in self._frozen and not isinstance(p, ScaledTensor) and not was_written(p, m)
         ]  # fmt: skip
+        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if steps & (steps - 1) == 0:
+            self._compared = Whole(pairs)
+            return self._compared.differ()
         samples = self._samples.get(optimizer)
         if samples is None or not samples.are_of(pairs):
             samples = self._samples[optimizer] = Samples(pairs)
+        self._compared = samples
         return samples.differ()
 
-    def refuse_written(self, optimizer: Optimizer) -> None:
+    def refuse_written(self) -> None:
         """Say which copy was written through ``.data``.
 
         Raises:
             RuntimeError: always.
         """
-        assert self._model is not None
-        written = {id(param) for param in self._samples[optimizer].which()}
-        names = [name for name, param in self._model.named_parameters() if id(param) in written]
+        assert self._compared is not None
+        name = self._name(self._compared.which())
         raise RuntimeError(
-            f"{names[0] if names else 'A weight'} was written in place through .data, which nothing tells of, and this "
+            f"{name} was written in place through .data, which nothing tells of, and this "
             "step has overwritten it from its master. Write to the parameter itself, under torch.no_grad(): "
             "param.clamp_(-1, 1) instead of param.data.clamp_(-1, 1)."
         )
 
+    def _name(self, written: list[Tensor]) -> str:
+        assert self._model is not None
+        wanted = {id(param) for param in written}
+        return next((name for name, param in self._model.named_parameters() if id(param) in wanted), "A weight")
+
     def _after_step(self, optimizer: Optimizer) -> None:
-        masters = (m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of"))
+        masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
         stepped = [m._copy_of for m in masters if m.grad is not None]
+        written = [
+            m._copy_of for m in masters if not isinstance(m._copy_of, ScaledTensor) and was_written(m._copy_of, m)
+        ]
         self.swap_out(optimizer)
+        if written:
+            raise RuntimeError(
+                f"{self._name(written)} was written while its optimizer stepped, by a hook that was registered after "
+                "the training had begun: the step has not seen it. Write weights before optimizer.step() or after it, "
+                "or register the hook in configure_optimizers."
+            )
         self.refresh(stepped)
 
     def swap_in(self, optimizer: Optimizer) -> None:
@@ -283,6 +330,11 @@ class MasterWeights:
         for group in optimizer.param_groups:
             params = group["params"]
             for i, param in enumerate(params):
+                if self._lacks_master(param):  # put into the model, or swapped by torch, since
+                    grad = param.grad
+                    self._give_master(param, param.detach().to(torch.float32, copy=True))
+                    self._set_grad_dtype(param)
+                    param.grad = grad
                 master = master_of(param)
                 if master is None or id(param) in self._frozen:
                     continue
@@ -295,6 +347,9 @@ class MasterWeights:
                 params[i] = master
                 if param in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(param)
+
+    def _lacks_master(self, param: Tensor) -> bool:
+        return param.dtype == self.half and param.requires_grad and master_of(param) is None
 
     def swap_out(self, optimizer: Optimizer) -> None:
         """Put the copies back."""
@@ -324,7 +379,8 @@ def _give_back(param: nn.Parameter, master: Tensor) -> None:
     """Give a half copy its master's values and dtype."""
     delattr(param, MASTER)
     forget(param)
-    param.data = master.data.to(param.device)
+    param.data = as_it_came(param, master.data.to(param.device))
+    came_as(param, None)
     param.grad_dtype = param.dtype
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
 from nemo_lowprec.formats.stored import MASTER
+from nemo_lowprec.weights.widened import as_it_came
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
-__all__ = ["MASTER", "install_hooks", "master_of"]
+__all__ = ["MASTER", "cover_new_modules", "install_hooks", "master_of", "remove_hooks"]
 
 
 def master_of(param: Tensor) -> Tensor | None:
@@ -23,13 +24,47 @@ def master_of(param: Tensor) -> Tensor | None:
     return getattr(param, MASTER, None)
 
 
-def install_hooks(module: nn.Module) -> list[Any]:
-    """Let ``module`` save the exact values of its own parameters, and load into masters. Returns the handles."""
+def install_hooks(module: nn.Module) -> None:
+    """Let ``module`` save the exact values of its own parameters, and load into masters."""
+    module.register_state_dict_post_hook(_emit_values)
+    module.register_load_state_dict_pre_hook(_load_masters)
+    module.register_load_state_dict_post_hook(_refresh_after_load)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Undo ``install_hooks`` in all modules of ``model``."""
+    for module in model.modules():
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+            for key, hook in list(hooks.items()):
+                if getattr(hook, "hook", hook) in (_emit_values, _load_masters, _refresh_after_load):
+                    del hooks[key]
+
+
+def cover_new_modules(model: nn.Module) -> list[Any]:
+    """``install_hooks`` in modules that take over parameters of ``model`` later, such as parametrizations.
+
+    Returns the handles of the hooks that do.
+    """
     return [
-        module.register_state_dict_post_hook(_emit_values),
-        module.register_load_state_dict_pre_hook(_load_masters),
-        module.register_load_state_dict_post_hook(_refresh_after_load),
+        model.register_state_dict_pre_hook(_cover_for_saving),
+        model.register_load_state_dict_pre_hook(_cover_for_loading),
     ]
+
+
+def _cover_for_saving(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    _cover(model)
+
+
+def _cover_for_loading(model: nn.Module, *_: Any) -> None:
+    _cover(model)
+
+
+def _cover(model: nn.Module) -> None:
+    for module in model.modules():
+        if _emit_values not in module._state_dict_hooks.values():
+            own = [p for p in module._parameters.values() if p is not None]
+            if any(isinstance(p, StoredTensor) or master_of(p) is not None for p in own):
+                install_hooks(module)
 
 
 def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -47,6 +82,11 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
                 state_dict[prefix + name] = param.data_fp16
             elif isinstance(param, StoredTensor):
                 state_dict[prefix + name] = param.detach().dequantize()
+            else:
+                state_dict[prefix + name] = as_it_came(param, state_dict[prefix + name])
+    for name, buffer in module._buffers.items():
+        if buffer is not None and prefix + name in state_dict:
+            state_dict[prefix + name] = as_it_came(buffer, state_dict[prefix + name])
 
 
 def _load_masters(
@@ -69,6 +109,11 @@ def _load_masters(
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 f"load_state_dict(assign=True) would part {prefix + name} from its storage: use assign=False."
+            )
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise RuntimeError(
+                f"torch.__future__.set_swap_module_params_on_conversion(True) would part {prefix + name} from its "
+                "storage: set it to False for load_state_dict."
             )
         if _is_fp16(param, master) and value.numel() and float(compute_amax(value.detach())) > FP16.max:
             errors.append(

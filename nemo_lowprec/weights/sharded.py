@@ -74,7 +74,7 @@ class ShardedWeights:
             local = local_of(param)
             if isinstance(local, Shard):
                 continue  # tied to one that was met before
-            if place in in_fp8 and (param.requires_grad or not self.low_bit):  # as ``StoredWeights``
+            if place in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
                 kind = BlockShard.of if self.low_bit else PlainShard
                 param._local_tensor = kind(local, self.reads_as, self.margin)
             elif id(param) in in_fp32:
@@ -195,6 +195,16 @@ class ShardedWeights:
     def were_written(self) -> bool:
         """Whether a shard was written since ``renew_scales``. All processes write theirs together, as DTensors ask."""
         return self._versions != self._current_versions()
+
+    def check_unfrozen(self) -> None:
+        """Raise ValueError where a parameter is trained whose shards are half, and no masters."""
+        for (_, name), param in self._sharded.items():
+            if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
+                    "after it was sharded: its shards would take their updates in 16 bits. Unfreeze it before the "
+                    "Trainer starts, or call model.float()."
+                )
 
     def _current_versions(self) -> list[int]:
         return [param._version for param in self._sharded.values()]

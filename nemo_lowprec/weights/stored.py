@@ -6,7 +6,7 @@ blocks of 128 elements. Vectors (norms, biases) stay FP32: they are a thousandth
 updates below 0.0005 of a norm's weight of 1.
 
 A frozen matrix is stored in 16 bits at every level, and without a master: in BF16 or FP16 if it came so, else in FP16.
-It is stored as the others when it is unfrozen.
+It is stored as the others when it is unfrozen. A frozen vector is saved and given back in the dtype in which it came.
 
 Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor, compute_amax
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
-from nemo_lowprec.weights.saved_form import MASTER, install_hooks, master_of
+from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
 from nemo_lowprec.weights.swap import swap, swap_or_replace
+from nemo_lowprec.weights.widened import Widened
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
 __all__ = ["StoredWeights", "needs_plain_fp32"]
@@ -51,6 +52,7 @@ class StoredWeights:
         self._originals: dict[int, Tensor] = {}
         self._frozen: dict[int, nn.Parameter] = {}
         self._came_as: dict[int, torch.dtype] = {}
+        self._widened = Widened(training=not keep)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
 
@@ -104,7 +106,8 @@ class StoredWeights:
         average_masters()
         for module in model.modules():
             if any(p is not None for p in module._parameters.values()):
-                self._handles += install_hooks(module)
+                install_hooks(module)
+        self._handles += cover_new_modules(model)
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self._model is not None
@@ -115,9 +118,7 @@ class StoredWeights:
         if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, StoredTensor):
             return
         if not _is_matrix(param) or needs_plain_fp32(module):
-            if param.dtype != torch.float32:
-                param.grad = None
-                param.data = param.data.float()
+            self._widened.add(param)
             return
         storage = torch.float16
         if not param.requires_grad:
@@ -139,6 +140,7 @@ class StoredWeights:
         averages = averages_in(self._model)
         fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
         for module in self._model.modules():
+            self._widened.add_statistics(module)
             for stored in module._parameters.values():
                 if stored is not None and id(stored) not in fp8 and id(stored) not in averages:
                     self._store(stored, module)
@@ -173,6 +175,7 @@ class StoredWeights:
                     swap(param, nn.Parameter(_values(param), requires_grad=False))
                 else:
                     param.data = param.data.float()
+        self._widened.follow()
 
     def note_frozen(self) -> None:
         """Frozen parameters are as they were stored."""
@@ -203,18 +206,23 @@ class StoredWeights:
         return isinstance(param, StoredTensor) or _is_fp16_matrix(param)
 
     def remove(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the parameters their values back as plain FP32; returns those that others had to take the places of."""
+        """Give the parameters their values back, as plain FP32 or what they came as where they were not trained.
+
+        Returns those that others had to take the places of.
+        """
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        assert self._model is not None
+        remove_hooks(self._model)
         with torch.no_grad():
             for param in list(self.matrices()):
                 master = master_of(param)
                 values = _values(param if master is None else master).to(param.device)
                 original = self._originals.pop(id(param), None)
                 if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
-                    values = original.to(values)
+                    values = original.to(values.device)
                 if id(param) in self._frozen:
                     values = values.to(self._came_as[id(param)])
                 param.grad = None
@@ -226,6 +234,7 @@ class StoredWeights:
                 else:
                     param.data = values
                     param.grad_dtype = param.dtype
+            self._widened.remove()
         self._frozen.clear()
         self._came_as.clear()
         self._model = None

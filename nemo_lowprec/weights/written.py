@@ -2,8 +2,8 @@
 
 A write in place (``copy_``, ``clamp_``, ``nn.init``) moves the copy's version counter, other data
 (``param.data = values``, ``vector_to_parameters``) its address; both are looked at before every step. A write in place
-through ``.data`` moves neither. It is found by comparing values: all of them where weights are saved or given back,
-``SAMPLE`` of each weight at every step.
+through ``.data`` moves neither. It is found by comparing values: all of them where weights are saved or given back
+and at ever fewer steps (1, 2, 4, 8 and so on), ``SAMPLE`` of each weight at every step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 __all__ = [
     "Samples",
+    "Whole",
     "copy_exactly",
     "forget",
     "frozen_was_written",
+    "master_was_written",
     "moved",
     "note",
     "note_frozen",
@@ -29,17 +31,24 @@ __all__ = [
 
 SAMPLE = 512  # elements
 _STATE = "_agrees_with"  # on a master: the state, and the dtype, of the copy that was rounded from it
+_NOTED = "_noted_at"  # on a master: its own version then
 
 
 def note(param: Tensor, master: Tensor) -> None:
     """``param`` is now the rounded ``master``."""
     setattr(master, _STATE, (param._version, param.data_ptr(), param.dtype))
+    setattr(master, _NOTED, master._version)
 
 
 def was_written(param: Tensor, master: Tensor) -> bool:
     """Whether ``param`` was written, or given other data, since ``note``."""
     version, address, _ = getattr(master, _STATE)
     return version != param._version or address != param.data_ptr()
+
+
+def master_was_written(master: Tensor) -> bool:
+    """Whether ``master`` was written since ``note``, through a tensor of ``state_dict()`` for example."""
+    return getattr(master, _NOTED, master._version) != master._version
 
 
 def moved(param: Tensor, master: Tensor) -> None:
@@ -55,23 +64,24 @@ def take_over(param: nn.Parameter, master: Tensor) -> None:
     What an operation in place has left alone keeps the master's bits.
     """
     values, half = param.detach(), getattr(master, _STATE)[2]
-    if values.dtype == half and values.shape == master.shape:
+    if values.shape == master.shape:
         mine = master.detach().to(values.device)
-        changed = values != mine.to(half)
+        changed = values != mine.to(half).to(values.dtype)
         master.copy_(torch.where(changed, values.to(mine.dtype), mine))
-    else:  # other data, of another dtype perhaps
-        if values.shape == master.shape:
-            master.copy_(values)
-        else:
-            master.data = values.to(master.device, master.dtype)
+    else:
+        master.data = values.to(master.device, master.dtype)
+    if values.dtype != half:  # of module.float(), for example
         param.data = values.to(half)
     note(param, master)
 
 
 @torch.no_grad()
 def take_over_written(param: nn.Parameter, master: Tensor) -> None:
-    """``take_over`` where the values differ, whoever wrote them and however."""
-    if was_written(param, master) or not torch.equal(param.detach(), master.detach().to(param.device, param.dtype)):
+    """``take_over`` where the values differ, whoever wrote them and however; a master that was written wins."""
+    if master_was_written(master) and not was_written(param, master):
+        param.copy_(master)
+        note(param, master)
+    elif was_written(param, master) or not torch.equal(param.detach(), master.detach().to(param.device, param.dtype)):
         take_over(param, master)
 
 
@@ -110,6 +120,31 @@ def _deepcopy(master: Tensor, memo: dict[int, Any]) -> nn.Parameter:
 
 def _reduce(master: Tensor, protocol: Any) -> Any:
     return _plain(master).__reduce_ex__(protocol)
+
+
+class Whole:
+    """All elements of each copy and of its master, compared.
+
+    Args:
+        pairs: copies and their masters.
+    """
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        self._params = [param for param, _ in pairs]
+        self._found = [self._differ(param.detach(), master.detach()) for param, master in pairs]
+
+    @staticmethod
+    def _differ(copy: Tensor, master: Tensor) -> Tensor:
+        return ((copy != master.to(copy.device, copy.dtype)) & (copy == copy)).any()
+
+    def differ(self) -> Tensor | None:
+        """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies."""
+        device = self._found[0].device if self._found else None
+        return torch.stack([found.to(device) for found in self._found]).any() if self._found else None
+
+    def which(self) -> list[Tensor]:
+        """The copies that differ."""
+        return [param for param, found in zip(self._params, self._found, strict=True) if bool(found)]
 
 
 class Samples:

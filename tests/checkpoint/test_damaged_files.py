@@ -248,3 +248,20 @@ def test_all_processes_refuse_it(checkpoint, tmp_path):
     flip(path, member_at(path.read_bytes(), first))
     one, other = on_processes(2, tmp_path, of_ddp, path, tmp_path)
     assert one == other and len(one) == 6
+
+
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_a_remote_file_is_checked_too(checkpoint, stage):
+    import fsspec
+
+    url = f"memory://checkpoints/{stage}.ckpt"
+    data = bytearray(checkpoint.read_bytes())
+    run = lambda: getattr(trainer(plugin(LEVEL), max_steps=2), stage)(Net(), loader(), ckpt_path=url)  # noqa: E731
+    with fsspec.open(url, "wb") as file:
+        file.write(bytes(data))
+    run()
+    data[len(data) // 2] ^= 16
+    with fsspec.open(url, "wb") as file:
+        file.write(bytes(data))
+    with pytest.raises(ValueError, match=f"^{url} is damaged"):
+        run()

@@ -17,6 +17,7 @@ from nemo_lowprec.chart import CHART
 from nemo_lowprec.cli import main
 from nemo_lowprec.models import CausalLM, export_checkpoint
 from nemo_lowprec.models.cast import DTYPES, Cast
+from nemo_lowprec.models.megatron_gpt import _read
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.strategies.sharded_checkpoint import open_folder
 from nemo_lowprec.weights import master_of
@@ -454,7 +455,7 @@ def test_a_folder_gives_the_same_bytes_as_a_file(trained, place, tmp_path, case)
     for dtype in ("bf16", "fp32"):
         folder = exported(place / case / "folder", tmp_path / f"folder-{dtype}", dtype)
         assert folder == exported(place / case / "file", tmp_path / f"file-{dtype}", dtype)
-        assert folder.keys() == {"config.json", "generation_config.json", "model.safetensors"}
+        assert folder.keys() == {"checksums.json", "config.json", "generation_config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("case", CHART)
@@ -538,3 +539,18 @@ def test_command(checkpoint, tmp_path, capsys):
     assert stopped.value.code == 2
     with pytest.raises(ValueError, match="dtype='fp8' must be one of bf16, fp16, fp32"):
         export_checkpoint(checkpoint, tmp_path / "x", "fp8")
+
+
+def test_an_exported_folder_that_is_not_what_was_written_is_refused(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    export_checkpoint(checkpoint, out)
+    _read(out)
+    file = out / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 16  # in a tensor: safetensors itself sees nothing
+    file.write_bytes(bytes(data))
+    load_file(file)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        _read(out)
+    (out / "checksums.json").unlink()  # of another program
+    _read(out)

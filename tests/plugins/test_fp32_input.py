@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from support import CASES, Net, loader, plugin, train, trainer
+from support import CASES, Net, level_of, loader, plugin, train, trainer
 from torch import nn
+
+import nemo_lowprec
 
 LAYERS = {
     "LayerNorm": lambda: nn.LayerNorm(32),
@@ -63,3 +65,93 @@ def test_fit_and_validation(case, name):
     before = {n: p.detach().clone() for n, p in model.first.named_parameters()}
     train(model, case, max_steps=1)
     assert all(not torch.equal(p, before[n]) for n, p in model.first.named_parameters())
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 32, 8) / 8)
+
+    def forward(self, x):
+        return torch.bmm(x.expand(4, -1, -1), self.experts)
+
+
+EVERYWHERE = {
+    **{name: make for name, make in LAYERS.items() if name not in ("EmbeddingBag", "Bilinear")},
+    "Linear": lambda: nn.Linear(32, 32),
+    "a small Linear": lambda: nn.Linear(32, 5),
+    "Conv2d": lambda: nn.Conv2d(8, 8, 1),
+    "Conv3d": lambda: nn.Conv3d(8, 8, 1),
+    "ConvTranspose1d": lambda: nn.ConvTranspose1d(8, 8, 3),
+    "RNN": lambda: nn.RNN(32, 16),
+    "LSTM": lambda: nn.LSTM(32, 16, bidirectional=True),
+    "GRU": lambda: nn.GRU(32, 16),
+    "RNNCell": lambda: nn.RNNCell(32, 16),
+    "LSTMCell": lambda: nn.LSTMCell(32, 16),
+    "GRUCell": lambda: nn.GRUCell(32, 16),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(32, 32)),
+    "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(8, 8, 3)),
+    "a module of one's own": Product,
+    "layers": lambda: nn.Sequential(nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.PReLU(), nn.Flatten(), nn.Linear(32, 32)),
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0),
+}
+SHAPES = {"Conv2d": (-1, 8, 2, 2), "Conv3d": (-1, 8, 2, 2, 1), "Product": (-1, 32)}
+CHANNELS = ("Conv1d", "ConvTranspose1d", "weight_norm", "layers", "InstanceNorm", "InstanceNorm with statistics")
+
+
+def apply(name, layer, x):
+    out = layer(x.view(SHAPES.get(name, (-1, 8, 4) if name in CHANNELS else (-1, 32))))
+    return out[0] if isinstance(out, tuple) else out
+
+
+class Callbacks(Net):
+    """Calls its layers, and itself, where nobody has opened autocast."""
+
+    def __init__(self, without):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleDict({n.replace(".", ""): make() for n, make in EVERYWHERE.items() if n not in without})
+
+    def on_train_batch_start(self, batch, batch_idx):
+        x = batch["x"].repeat(4, 1)
+        self.found = {}
+        for name, layer in self.layers.items():
+            out = apply(name, layer, x)
+            self.zero_grad()
+            out.sum().backward()
+            assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters()), name
+            self.zero_grad()
+            with torch.no_grad():
+                self.found[name] = out, apply(name, layer, x), apply(name, layer.eval(), x)
+        assert not torch.is_autocast_enabled("cpu")
+        self.found["model"] = (self(x),)
+        with pytest.raises(RuntimeError):
+            self(x[:, :3])
+        assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outside_of_autocast_every_layer_computes_as_one_with_fp32_weights_would(case):
+    # A CPU has no FP16 LSTM.
+    without = {"LSTM"} if level_of(case).has_loss_scale else set()
+    model, plain = Callbacks(without), Callbacks(without)
+    train(model, case, max_steps=1)
+    x = loader().dataset.x[:4].repeat(4, 1)
+    error = 0.4 if level_of(case).compute == "nvfp4" else 0.1
+    for name, layer in plain.layers.items():
+        *training, evaluated = model.found[name]
+        for got, want in [*((got, apply(name, layer.train(), x)) for got in training), (evaluated, None)]:
+            want = apply(name, layer.eval(), x) if want is None else want
+            assert got.dtype == torch.float32, name
+            assert (got - want).norm() < error * want.norm(), (name, got, want)
+    assert model.found["model"][0].dtype == torch.float32
+    torch.testing.assert_close(model.found["model"][0], plain(x), rtol=0.1, atol=3 * error)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_in_a_plain_loop_without_autocast_layers_compute_in_fp32(level):
+    model, _ = nemo_lowprec.initialize(First("Conv1d"), opt_level=level)
+    x = loader().dataset.x
+    plain = First("Conv1d").first
+    want = nn.functional.conv1d(x.view(-1, 8, 4), plain.weight.half().float(), plain.bias, padding=1).flatten(1)
+    torch.testing.assert_close(model(x), want, rtol=1e-6, atol=1e-6)

@@ -25,7 +25,8 @@ MEASURED = [
 RUNS = [(case, "lowprec_sharded") for case in MEASURED if case != "msamp_o1"]
 RUNS += [(case, "ddp") for case in ("fp16_amp", "msamp_o1", "msamp_o3", "bf16_mixed")]
 RUNS += [(case, "lowprec_ddp") for case in ("te_fp8", "msamp_o2", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params")]
-VARIOUS = [("fp16_mixed", "lowprec_sharded"), ("msamp_o2", "lowprec_ddp")]
+VARIOUS = [(case, "lowprec_sharded") for case in ("te_fp8", "msamp_o2", "msamp_o3", "fp16_mixed")]
+VARIOUS += [("msamp_o2", "lowprec_ddp")]
 RUNS += [("msamp_o3", "accumulated"), ("bf16_mixed", "accumulated"), ("bf16_mixed", "zero2")]
 
 
@@ -50,7 +51,7 @@ class Llama(pl.LightningModule):
 
 
 class Various(pl.LightningModule):
-    """What levels keep in FP32 for torch's sake, attention with its projections in one matrix, and half of all else."""
+    """What levels keep in FP32 for torch, attention and experts in one parameter each, and half of all else."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +60,8 @@ class Various(pl.LightningModule):
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(256, 4, 512, 0.0, batch_first=True) for _ in range(2)
         )  # fmt: skip
-        self.lstm = nn.LSTM(256, 256, batch_first=True)
+        self.lstm = nn.LSTM(256, 512, batch_first=True)
+        self.experts = nn.Parameter(torch.randn(4, 512, 256) / 22)
         self.norm = nn.BatchNorm1d(256)
         self.head = nn.Linear(256, 510)
 
@@ -67,7 +69,8 @@ class Various(pl.LightningModule):
         x = self.embed(batch[:, :-1])
         for block in self.blocks:
             x = block(x)
-        x = self.norm(self.lstm(x)[0].transpose(1, 2)).transpose(1, 2)
+        x = torch.einsum("bti,eij->btj", self.lstm(x)[0], self.experts)
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), batch[:, 1:].flatten())
 
     configure_optimizers = Llama.configure_optimizers

@@ -119,8 +119,12 @@ def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> Plan
     most = max(backward.values(), default=0)
 
     def beside(index: int | None) -> int:
-        last: Tensor | None = None if index is None else buckets[index].params[-1]
-        return most if last is None else backward[id(last)]
+        if index is None:
+            return most
+        last: Tensor = buckets[index].params[-1]
+        # The last bucket is under way when FSDP2 reduces the root's, after the whole backward pass.
+        then = reduced_bytes(units.root) if index == len(buckets) - 1 else 0
+        return max(backward[id(last)], then)
 
     fp8 = buffer_bytes(buckets, layout.shards, beside)
     forward = [gathered_bytes(a) + gathered_bytes(b) for a, b in pairwise(units.all)]

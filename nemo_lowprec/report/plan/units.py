@@ -63,13 +63,17 @@ class Units:
     """All parameters of a model, in its order.
 
     Attributes:
-        before, after: what is in no block, before the first and behind it: together the root unit.
+        before, after: what is in no block, before the first and behind it: together the root unit. Parameters that a
+            module around blocks holds itself may be used at any time, and count as behind: their gradients then are
+            there while those of blocks come and go.
         blocks: one unit each.
+        params: all, in the model's order.
     """
 
     before: list[ShardedParam]
     blocks: list[list[ShardedParam]]
     after: list[ShardedParam]
+    params: list[ShardedParam]
 
     @cached_property
     def root(self) -> list[ShardedParam]:
@@ -80,11 +84,6 @@ class Units:
     def all(self) -> list[list[ShardedParam]]:
         """The units in the order of forward."""
         return [self.root, *self.blocks]
-
-    @cached_property
-    def params(self) -> list[ShardedParam]:
-        """In the model's order."""
-        return [*self.before, *(p for block in self.blocks for p in block), *self.after]
 
 
 def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
@@ -107,16 +106,22 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
         return [_sharded(p, part_of[id(p)], id(p) in in_fp8, id(p) in in_fp32, engine, shards) for p in params]
 
     seen: set[int] = set()
-    blocks = []
+    blocks, modules = [], set()
     for block in blocks_of(model):
         blocks.append([p for p in block.parameters() if id(p) not in seen])
         seen |= {id(p) for p in blocks[-1]}
+        modules.add(id(block))
+    around = [m for m in model.modules() if any(id(inner) in modules for inner in m.modules())]
+    anytime = {id(p) for m in around for p in m._parameters.values()} - seen
     order = list(model.parameters())
     first = next((i for i, p in enumerate(order) if id(p) in seen), len(order))
+    before = {id(p) for p in order[:first]} - anytime
+    of = dict(zip(map(id, order), sharded(order), strict=True))
     return Units(
-        sharded(order[:first]),
-        [sharded(block) for block in blocks],
-        sharded([p for p in order[first:] if id(p) not in seen]),
+        [of[i] for i in of if i in before],
+        [[of[id(p)] for p in block] for block in blocks],
+        [of[i] for i in of if i not in before and i not in seen],
+        list(of.values()),
     )
 
 
@@ -124,9 +129,10 @@ def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine
     """As ``ShardedWeights`` stores it."""
     level, policy = engine.level, policy_for(engine.level)
     rows = -(-param.shape[0] // shards)
-    local = torch.empty(rows, *param.shape[1:], dtype=param.dtype, device="meta")
+    dtype = torch.float32 if param.requires_grad else param.dtype  # as ``shard_model`` makes it
+    local = torch.empty(rows, *param.shape[1:], dtype=dtype, device="meta")
     shard: Tensor = local
-    gathered = param.dtype if in_fp32 else policy.param_dtype or param.dtype
+    gathered = dtype if in_fp32 else policy.param_dtype or dtype
     low_bit = level.is_low_bit and param.dim() > 1 and not in_fp32
     if in_fp8:
         gathered = torch.float8_e4m3fn
@@ -134,7 +140,7 @@ def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine
             shard = BlockShard.of(local, engine.reads_as, 0)
         else:
             shard = PlainShard(local, engine.half, 0)
-    elif low_bit and param.dtype == torch.float32:
+    elif low_bit and dtype == torch.float32:
         shard = HalfShard(local.to(torch.float16), engine.reads_as)
         gathered = torch.float16
     stays_half = level.has_half_weights and level.weight_grad != "fp32" and not level.is_low_bit
