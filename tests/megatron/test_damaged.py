@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from nemo_lowprec.checkpoint.writing import NotWrittenError
 from tests.checkpoint.damage import Trap, flip, flip_in_tensor, sprung
-from tests.megatron.cpu import CpuForCuda
+from benchmarks.cpu_for_cuda import CpuForCuda
 from tests.megatron.test_optimizer import FORMS, build, train
 from tests.processes import on_processes
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_lowprec.formats import StoredTensor
-from tests.megatron.cpu import CpuForCuda
+from benchmarks.cpu_for_cuda import CpuForCuda
 from tests.megatron_jobs import level
 from tests.processes import on_processes
 
