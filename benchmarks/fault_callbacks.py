@@ -25,7 +25,7 @@ class Killer(Callback):
     """Sends this process a signal in one phase of one step, once.
 
     Args:
-        phase: ``forward``, ``backward``, ``reduction`` (of FP8 gradients), ``after_backward`` (they are averaged),
+        phase: ``forward``, ``backward``, ``reduction`` (of FP8 gradients), ``averaged`` (they are),
             ``step`` (the optimizer has stepped), ``writing`` (a checkpoint's tensors), ``checkpoint`` (is complete, and
             not in its place) or ``validation``.
         step: of ``trainer.global_step``.
@@ -34,21 +34,24 @@ class Killer(Callback):
 
     def __init__(self, phase: str, step: int, number: int = signal.SIGKILL) -> None:
         self.phase, self.step, self.number = phase, step, number
+        self.process = 0
 
     def at(self, trainer: Any, phase: str) -> None:
         # A checkpoint in the background may be renamed a step later.
         late = phase == "checkpoint" and trainer.global_step > self.step
-        if phase == self.phase and (late or trainer.global_step == self.step):
+        is_now = late or trainer.global_step == self.step
+        if phase == self.phase and is_now and os.getpid() == self.process:  # not in one that writes for Megatron-core
             self.phase = "none"  # once, where one survives it
             os.kill(os.getpid(), self.number)
 
     def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
         self.at(trainer, "validation")
 
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.at(trainer, "after_backward")
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.at(trainer, "averaged")
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.process = os.getpid()
         module.mid.register_forward_hook(lambda *_: self.at(trainer, "forward"))
         module.mid.register_full_backward_hook(lambda *_: self.at(trainer, "backward"))
         for owner, name, phase in (
@@ -139,6 +142,9 @@ class FullDisk(Callback):
 
 class Steps(Callback):
     """Prints each step when it is made, with what tells whether the weights of this process changed."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        print(f"starts at {trainer.global_step}", flush=True)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         found = hashlib.sha256()

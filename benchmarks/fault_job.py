@@ -14,25 +14,27 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from benchmarks.fault_callbacks import Steps, values
 from benchmarks.fault_model import Net, Samples, plugin, trainer
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.strategies import LowPrecisionShardedStrategy, MegatronStrategy
+from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 from nemo_lowprec.strategies.sharded_checkpoint import in_full
 
 __all__ = ["STEPS", "STRATEGIES", "TIMEOUT", "main", "opened"]
 
 STEPS = 8
 TIMEOUT = 30  # seconds that a process waits for another one
+_WAIT = timedelta(seconds=TIMEOUT)
 STRATEGIES = {
-    "ddp": lambda: "ddp",
-    "lowprec_ddp": lambda: "lowprec_ddp",
-    "sharded": LowPrecisionShardedStrategy,
-    "async": lambda: LowPrecisionShardedStrategy(async_checkpoints=True),
-    "megatron": MegatronStrategy,
+    "ddp": lambda: DDPStrategy(timeout=_WAIT),
+    "lowprec_ddp": lambda: LowPrecisionDDPStrategy(timeout=_WAIT),
+    "sharded": lambda: LowPrecisionShardedStrategy(timeout=_WAIT),
+    "async": lambda: LowPrecisionShardedStrategy(async_checkpoints=True, timeout=_WAIT),
+    "megatron": lambda: MegatronStrategy(timeout=_WAIT),
 }
 
 
@@ -93,7 +95,7 @@ def main(
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(env)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", timeout=_WAIT)
     with _device(strategy):
         _train(rank, folder, strategy, level, callbacks, requeues, validates)
 
@@ -121,7 +123,6 @@ def _train(
     torch.manual_seed(rank)
     data = ResumableLoader(Samples(), 4, 3, rank, 2, stop_at_epoch_end=False)
     last = folder / "last.ckpt"
-    print("starts at", opened(last)["global_step"] if last.exists() else 0, flush=True)
     validation = DataLoader(Samples(), 4, generator=torch.Generator()) if validates else None
     fit.fit(model, data, validation, ckpt_path=last if last.exists() else None)
     if rank == 0 and fit.global_step == STEPS:
