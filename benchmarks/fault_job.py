@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch.utils.data import DataLoader
 
 from benchmarks.fault_callbacks import Steps, values
@@ -39,20 +40,30 @@ STRATEGIES = {
 
 
 class End(Callback):
-    """Takes down what training ends with, before the strategy lets go of it."""
+    """Takes down what a whole run ends with, before the strategy lets go of it."""
 
     found: dict[str, Any]
 
-    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        if isinstance(trainer.strategy, MegatronStrategy):
-            stepper, params = trainer.strategy.engine.optimizer, list(module.parameters())
-            mine = {"masters": stepper.masters(params), "states": stepper.states(params)}
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, _plain(mine))
-            self.found = {"weights": {n: values(p).clone() for n, p in module.named_parameters()}, "parts": parts}
-        else:
-            whole = {"weights": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}
-            self.found = _plain(in_full(whole))
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # Of a run that is resumed at its end, no hook comes later than this and before the teardown.
+        teardown = trainer.strategy.teardown
+
+        def watched() -> None:
+            if trainer.global_step == STEPS and trainer.state.status != TrainerStatus.INTERRUPTED:
+                self.found = _end(trainer, module)
+            teardown()
+
+        trainer.strategy.teardown = watched  # type: ignore[method-assign]
+
+
+def _end(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
+    if not isinstance(trainer.strategy, MegatronStrategy):
+        return _plain(in_full({"weights": module.state_dict(), "optimizer": trainer.optimizers[0].state_dict()}))
+    stepper, params = trainer.strategy.engine.optimizer, list(module.parameters())
+    assert stepper is not None
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, _plain({"masters": stepper.masters(params), "states": stepper.states(params)}))
+    return {"weights": {n: values(p).clone() for n, p in module.named_parameters()}, "parts": parts}
 
 
 def _plain(tree: Any) -> Any:

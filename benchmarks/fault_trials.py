@@ -8,8 +8,10 @@ import shutil
 import signal
 import statistics
 import subprocess
+import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -95,7 +97,7 @@ class Bench:
         return self._wholes[key]
 
     def _make(self, form: str, level: str) -> Whole:
-        place = self.place / "whole" / form / level
+        place = Path(tempfile.mkdtemp(prefix=f"whole-{form}-{level}-", dir=self.place))
         pair = Pair(place / "output", place / "run", form, level)
         pair.ends(_RUN, SECONDS)
         need(pair.codes == [0, 0], "The undisturbed run failed.", pair)
@@ -114,6 +116,8 @@ class Bench:
             FAULTS[fault][1](trial, outcome)
         except NotSurvivedError as error:
             outcome.survived, outcome.said = False, str(error)
+        except Exception:  # of what looks at the run: the other trials go on
+            outcome.survived, outcome.said = False, traceback.format_exc()
         else:
             shutil.rmtree(trial.place, ignore_errors=True)
         return outcome

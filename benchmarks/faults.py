@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
     args = parser.parse_args()
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes: their outputs are read where one fails
     mounts = may_mount()
     FORKING.set_forkserver_preload(
         ["benchmarks.fault_trials", "torch.distributed.fsdp", *(["benchmarks.cpu_for_cuda"] * ("megatron" in args.forms))]
