@@ -102,6 +102,7 @@ def main(
         requeues: whether Slurm has started it.
         validates: whether it validates after every second step.
     """
+    os.setsid()  # so that processes which this one starts are known by its number
     for descriptor in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(env)

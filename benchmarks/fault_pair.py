@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import time
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
@@ -70,20 +74,27 @@ class Pair:
         return False
 
     def ends(self, limit: float, after_first: float) -> list[float]:
-        """When each process ended, in order; those that had not after ``limit`` seconds, or ``after_first`` behind the
-        first one, are killed and left out."""
+        """When each process ended with all that it had started, in order.
+
+        Those that had not after ``limit`` seconds, or ``after_first`` behind the first one, are killed and left out.
+        """
         found: list[float] = []
         end = time.monotonic() + limit
-        left = {p.sentinel for p in self.processes}
+        left = list(self.processes)
         while left and time.monotonic() < end:
-            done = wait(left, end - time.monotonic())
+            wait([p.sentinel for p in left if p.is_alive()], 0.1)
+            done = [p for p in left if not p.is_alive() and not _started_by(p.pid)]
+            left = [p for p in left if p not in done]
             found += [time.monotonic()] * len(done)
-            left -= set(done)
-            if len(found) == 1:
+            if found:
                 end = min(end, found[0] + after_first)
+            if not all(p.is_alive() for p in left):
+                time.sleep(_POLL)  # for what one has started
         for process in self.processes:
             process.kill()
             process.join()
+            if _started_by(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
         return found
 
     @property
@@ -94,3 +105,16 @@ class Pair:
     def last_line(self, rank: int) -> str:
         """Of what a process printed: where it failed, its error."""
         return next((line for line in reversed(self.output(rank).splitlines()) if line.strip()), "")
+
+
+def _started_by(process: int | None) -> bool:
+    """Whether processes run that ``process``, which has ended, has started."""
+    try:
+        os.killpg(process, 0)  # type: ignore[arg-type]
+    except ProcessLookupError:
+        return False
+    for other in psutil.process_iter():  # where nobody waits for orphans, they stay as zombies
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(other.pid) == process and other.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
@@ -168,7 +169,7 @@ class Trial:
         need(same(end, self.whole.end), "The run ended with other weights or states than the undisturbed one.", pair)
 
     def check_ended(self, pair: Pair, ends: list[float], since: float, outcome: Outcome) -> None:
-        need(len(ends) == 2, f"A process had not ended after {SECONDS} s.", pair)
+        need(len(ends) == 2, f"A process, or one that it had started, had not ended after {SECONDS} s.", pair)
         outcome.seconds = round(ends[-1] - since, 3)
 
     def check_goes_on(self, pair: Pair, outcome: Outcome, may_lose: int) -> None:
@@ -209,7 +210,7 @@ def _at_random_moment(trial: Trial, first: int, act: Callable[[Pair], None]) -> 
         for mark in marks[: step + 1] if step else []:
             alive = alive and pair.reaches(mark, _RUN)
             times.append(time.monotonic())
-        typical = statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) if step else 1.0
+        typical = statistics.median(b - a for a, b in itertools.pairwise(times)) if step else 1.0
         time.sleep(trial.draw.uniform(0, 2 * typical))
         now = time.monotonic()
         if alive and all(p.is_alive() for p in pair.processes):

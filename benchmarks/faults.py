@@ -112,9 +112,8 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes: their outputs are read where one fails
     mounts = may_mount()
-    FORKING.set_forkserver_preload(
-        ["benchmarks.fault_trials", "torch.distributed.fsdp", *(["benchmarks.cpu_for_cuda"] * ("megatron" in args.forms))]
-    )
+    megatron = ["benchmarks.cpu_for_cuda"] if "megatron" in args.forms else []
+    FORKING.set_forkserver_preload(["benchmarks.fault_trials", "torch.distributed.fsdp", *megatron])
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
         outcomes, failures = run(Path(place), args.faults, args.forms, args.trials, args.jobs, args.seed, mounts)
     record = Record(args.out)
