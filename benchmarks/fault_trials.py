@@ -148,6 +148,12 @@ class Trial:
         self.runs += 1
         return Pair(self.place / f"output{self.runs}", self.checkpoints, self.form, self.level, callbacks)
 
+    def put_checkpoint(self) -> None:
+        """Have the next run go on from the middle of the undisturbed one."""
+        source = self.whole.checkpoint
+        self.checkpoints.mkdir(parents=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, self.last)
+
     def on(self, rank: int, callback: Any) -> tuple[Any, Any]:
         return tuple((callback,) if r == rank else () for r in range(2))  # type: ignore[return-value]
 
@@ -175,7 +181,7 @@ class Trial:
     def check_goes_on(self, pair: Pair, outcome: Outcome, may_lose: int) -> None:
         """Started again after ``pair``, the job goes on from its last checkpoint and ends as if nothing had been."""
         self.check_steps(pair)
-        done = max([0, *pair.steps(0), *pair.steps(1)])
+        done = max([pair.start() or 0, *pair.steps(0), *pair.steps(1)])
         again = self.start()
         again.ends(_RUN, SECONDS)
         self.check_end(again)
@@ -200,23 +206,36 @@ def same(a: Any, b: Any) -> bool:
 # Signals
 
 
-def _at_random_moment(trial: Trial, first: int, act: Callable[[Pair], None]) -> tuple[Pair, float]:
-    """Start a run and do ``act`` to it at a random moment after a random step, or after its start where that is 0."""
+def _at_random_moment(trial: Trial, act: Callable[[Pair], None], starting: bool = False) -> tuple[Pair, float]:
+    """Start a run and do ``act`` to it at a random moment after a random step.
+
+    Args:
+        trial: half of which go on from a checkpoint.
+        act: gets the pair of processes.
+        starting: whether the moment may be before the first step.
+
+    Returns:
+        the pair, and when that was.
+    """
     for _ in range(5):
+        first = trial.draw.choice([0, STEPS // 2])
+        if first:
+            trial.put_checkpoint()
         pair = trial.start()
-        step, times = trial.draw.randrange(first, STEPS - 1), []
-        marks = ["starts at", *(f"step {n} " for n in range(1, step + 1))]
-        alive = True
-        for mark in marks[: step + 1] if step else []:
-            alive = alive and pair.reaches(mark, _RUN)
-            times.append(time.monotonic())
-        typical = statistics.median(b - a for a, b in itertools.pairwise(times)) if step else 1.0
-        time.sleep(trial.draw.uniform(0, 2 * typical))
+        step, times = trial.draw.randrange(first if starting else first + 1, STEPS - 1), []
+        if step == first:
+            time.sleep(trial.draw.uniform(0, 1))
+        else:
+            for mark in ("starts at", *(f"step {n} " for n in range(first + 1, step + 1))):
+                pair.reaches(mark, _RUN)
+                times.append(time.monotonic())
+            time.sleep(trial.draw.uniform(0, 2 * statistics.median(b - a for a, b in itertools.pairwise(times))))
         now = time.monotonic()
-        if alive and all(p.is_alive() for p in pair.processes):
+        if all(p.is_alive() for p in pair.processes):
             act(pair)
             return pair, now
         pair.ends(SECONDS, SECONDS)  # it was over: another moment
+        need(pair.codes == [0, 0], f"The run ended with {pair.codes} before anything was done to it.", pair)
         shutil.rmtree(trial.checkpoints, ignore_errors=True)
     raise NotSurvivedError("The job was over before the fault came, five times.")
 
@@ -224,7 +243,7 @@ def _at_random_moment(trial: Trial, first: int, act: Callable[[Pair], None]) -> 
 def kill(trial: Trial, outcome: Outcome) -> None:
     """SIGKILL from outside."""
     rank = trial.draw.randrange(2)
-    pair, since = _at_random_moment(trial, 0, lambda pair: pair.processes[rank].kill())
+    pair, since = _at_random_moment(trial, lambda pair: pair.processes[rank].kill(), starting=True)
     trial.check_ended(pair, pair.ends(SECONDS, SECONDS), since, outcome)
     trial.check_goes_on(pair, outcome, 2 if trial.form == "async" else 1)
 
@@ -255,7 +274,7 @@ def _terminate(everyone: bool) -> Callable[[Trial, Outcome], None]:
                 with suppress(ProcessLookupError):
                     os.kill(pair.processes[rank].pid, signal.SIGTERM)  # type: ignore[arg-type]
 
-        pair, since = _at_random_moment(trial, 1, send)
+        pair, since = _at_random_moment(trial, send)
         trial.check_ended(pair, pair.ends(SECONDS, SECONDS), since, outcome)
         need(pair.codes == [0, 0], f"The processes ended with {pair.codes}.", pair)
         trial.check_goes_on(pair, outcome, 0)
@@ -306,10 +325,8 @@ def _damaged(harm: Callable[[random.Random, Path], str]) -> Callable[[Trial, Out
     """A checkpoint of which a file is not what was written: refused, or it was in bytes that carry nothing."""
 
     def act(trial: Trial, outcome: Outcome) -> None:
-        source = trial.whole.checkpoint
-        trial.checkpoints.mkdir(parents=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, trial.last)
-        files = [trial.last] if source.is_file() else sorted(p for p in trial.last.rglob("*") if p.is_file())
+        trial.put_checkpoint()
+        files = [trial.last] if trial.last.is_file() else sorted(p for p in trial.last.rglob("*") if p.is_file())
         file = trial.draw.choice(files)
         what = harm(trial.draw, file)
         pair = trial.start()

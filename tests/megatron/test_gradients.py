@@ -78,6 +78,18 @@ def test_a_weighted_part_leaves_the_whole_as_it_is():
     assert torch.equal(part.dequantize(), 0.75 * rounded(random(384, seed=1)))
 
 
+@pytest.mark.parametrize("multiply", [torch.Tensor.mul_, lambda g, by: torch._foreach_mul_([g], by)])
+def test_what_multiplies_a_parameters_gradient_is_stepped_with(multiply):
+    """By a callback, or by Megatron-core: the optimizer reads parts of the buffer."""
+    whole = GradientTensor.from_float(random(1024, seed=0))
+    own = part_of_gradient(whole, 256, 640)
+    before, member = own.dequantize(), MainGradient(own.data_blocks, own.exponent, whole.factor, whole.nonfinite)
+    multiply(member, 0.5)
+    assert torch.equal(part_of_gradient(whole, 256, 640).dequantize(), 0.5 * before)
+    multiply(member, torch.nan)
+    assert GradientTensor.any_nonfinite([part_of_gradient(whole, 512, 640)])
+
+
 def test_a_matrix_that_fills_no_whole_blocks_is_refused_by_name():
     module = nn.Sequential(nn.Linear(100, 3, bias=False))
     buffer = SimpleNamespace(grad_dtype=torch.float16, params=list(module.parameters()))
