@@ -45,13 +45,13 @@ class Samples(Dataset):
 
 
 class Net(pl.LightningModule):
-    """A classifier of 86,000 parameters with dropout, so that a resumed run needs the random states, too."""
+    """A classifier of 300,000 parameters with dropout, so that a resumed run needs the random states, too."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.inp, self.norm = nn.Linear(32, 256), nn.LayerNorm(256)
-        self.mid, self.drop, self.head = nn.Linear(256, 256, bias=False), nn.Dropout(0.2), nn.Linear(256, 32)
+        self.inp, self.norm = nn.Linear(32, 512), nn.LayerNorm(512)
+        self.mid, self.drop, self.head = nn.Linear(512, 512, bias=False), nn.Dropout(0.2), nn.Linear(512, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.drop(F.gelu(self.mid(self.norm(self.inp(x))))))

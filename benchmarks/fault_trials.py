@@ -148,12 +148,6 @@ class Trial:
         self.runs += 1
         return Pair(self.place / f"output{self.runs}", self.checkpoints, self.form, self.level, callbacks)
 
-    def put_checkpoint(self) -> None:
-        """Have the next run go on from the middle of the undisturbed one."""
-        source = self.whole.checkpoint
-        self.checkpoints.mkdir(parents=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, self.last)
-
     def on(self, rank: int, callback: Any) -> tuple[Any, Any]:
         return tuple((callback,) if r == rank else () for r in range(2))  # type: ignore[return-value]
 
@@ -219,11 +213,16 @@ def _at_random_moment(trial: Trial, act: Callable[[Pair], None], starting: bool 
     """
     for _ in range(5):
         first = trial.draw.choice([0, STEPS // 2])
-        if first:
-            trial.put_checkpoint()
+        if first:  # a checkpoint from elsewhere would not do: Lightning leaves one that it finds, and counts names on
+            before = trial.start(trial.on(0, Killer("forward", first)))
+            before.ends(_RUN, SECONDS)
+            need(before.codes[0] == -signal.SIGKILL, f"The run before ended with {before.codes}.", before)
         pair = trial.start()
         step, times = trial.draw.randrange(first if starting else first + 1, STEPS - 1), []
-        if step == first:
+        if step == first and first:
+            pair.reaches("Restoring", _RUN)
+            time.sleep(trial.draw.uniform(0, 0.3))
+        elif step == first:
             time.sleep(trial.draw.uniform(0, 1))
         else:
             for mark in ("starts at", *(f"step {n} " for n in range(first + 1, step + 1))):
@@ -325,7 +324,9 @@ def _damaged(harm: Callable[[random.Random, Path], str]) -> Callable[[Trial, Out
     """A checkpoint of which a file is not what was written: refused, or it was in bytes that carry nothing."""
 
     def act(trial: Trial, outcome: Outcome) -> None:
-        trial.put_checkpoint()
+        source = trial.whole.checkpoint
+        trial.checkpoints.mkdir(parents=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, trial.last)
         files = [trial.last] if trial.last.is_file() else sorted(p for p in trial.last.rglob("*") if p.is_file())
         file = trial.draw.choice(files)
         what = harm(trial.draw, file)

@@ -26,7 +26,7 @@ from benchmarks.fault_trials import FAULTS, FORMS, Bench, Outcome, levels_of
 from benchmarks.processes import FORKING
 from benchmarks.record import Record, arguments
 
-_INSIDE = "NEMO_LOWPREC_FAULTS_MOUNTS"
+_INSIDE = "NEMO_LOWPREC_FAULTS_MOUNTS"  # 1 inside of the namespace; 0: no disks are to be mounted
 
 
 def may_mount() -> bool:
@@ -94,6 +94,7 @@ def run(
             outcomes[fault, form].append(outcome)
             if not outcome.survived:
                 failures.append({"fault": fault, "form": form, "level": level, "trial": name, "said": outcome.said})
+                print(f"\n{name} {level}: {outcome.said.splitlines()[0]}", file=sys.stderr)
             made, total = sum(map(len, outcomes.values())), len(pending)
             print(
                 f"\r{made}/{total} trials, {made - len(failures)} survived, {time.monotonic() - start:.0f} s",
@@ -111,6 +112,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS))
     args = parser.parse_args()
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the processes: their outputs are read where one fails
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # processes are forked, which CUDA does not survive
     mounts = may_mount()
     megatron = ["benchmarks.cpu_for_cuda"] if "megatron" in args.forms else []
     FORKING.set_forkserver_preload(["benchmarks.fault_trials", "torch.distributed.fsdp", *megatron])
@@ -119,7 +121,8 @@ def main() -> None:
     record = Record(args.out)
     figures = [figure(fault, form, outcomes[fault, form]) for fault in args.faults for form in args.forms]
     for one in figures:
-        record.add(**one)
+        disk = {"disk": "mounted" if mounts else "a limit on the size of files"} if one["fault"] == "disk_full" else {}
+        record.add(**one, **disk)
     for failure in failures:
         record.add(benchmark="faults_failure", **failure)
     print(table(figures, args.forms))

@@ -26,7 +26,7 @@ __all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
 
 
 class _Stored(GradientTensor):
-    """Multiplied values are stored at once: whoever steps reads other parts of the buffer, and not this one's factor."""
+    """Multiplied values are stored at once: who steps reads other parts of the buffer, and not this one's factor."""
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
         values = self.dequantize()
