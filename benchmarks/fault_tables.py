@@ -8,10 +8,10 @@ from typing import Any
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import origin, rst_table
 
-__all__ = ["faults"]
+__all__ = ["FORMS", "faults"]
 
-# By their names in the results, and not from fault_trials.py, which imports what trains.
-_FAULTS = {
+# By their names in the results: of fault_kinds.py, and of strategies of fault_job.py.
+FAULTS = {
     "kill": "SIGKILL of one process at any moment",
     "dead_before": "one process dead before gradients are averaged",
     "dead_after": "one process dead after that",
@@ -24,7 +24,7 @@ _FAULTS = {
     "nan_before": "NaN on one process before gradients are averaged",
     "nan_after": "NaN on one process after that",
 }
-_FORMS = {"lowprec_ddp": "single file", "sharded": "sharded", "async": "async", "megatron": "Megatron's form"}
+FORMS = {"lowprec_ddp": "single file", "sharded": "sharded", "async": "async", "megatron": "Megatron's form"}
 
 
 def faults(path: Path = RESULTS / "faults.jsonl") -> str:
@@ -32,11 +32,11 @@ def faults(path: Path = RESULTS / "faults.jsonl") -> str:
     origins, figures = read(path)
     found = {(f["fault"], f["form"]): f for f in figures if f["benchmark"] == "faults"}
     rows = []
-    for fault, name in _FAULTS.items():
-        cells = [found[fault, form] for form in _FORMS]
+    for fault, name in FAULTS.items():
+        cells = [found[fault, form] for form in FORMS]
         lost = [cell["lost_steps_max"] for cell in cells if "lost_steps_max" in cell]
         rows.append((name, *map(_cell, cells), str(max(lost)) if lost else "–"))
-    table = rst_table(("Fault", *_FORMS.values(), "steps made again at most"), rows)
+    table = rst_table(("Fault", *FORMS.values(), "steps made again at most"), rows)
     survived, trials = (sum(f[key] for f in found.values()) for key in ("survived", "trials"))
     return f"{origin(origins)}\n\nSurvived: {survived} of {trials}.\n\n{table}"
 

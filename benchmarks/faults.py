@@ -22,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fault_trials import FAULTS, FORMS, Bench, Outcome, levels_of
+from benchmarks.fault_kinds import FAULTS
+from benchmarks.fault_tables import FORMS
+from benchmarks.fault_trials import Bench, Outcome, levels_of
 from benchmarks.processes import FORKING
 from benchmarks.record import Record, arguments
 
@@ -87,7 +89,7 @@ def run(
                 for form in forms:
                     levels = levels_of(form)
                     level, name = levels[(number + j) % len(levels)], f"{seed}-{fault}-{form}-{number}"
-                    pending[pool.submit(bench.trial, fault, form, level, name)] = (fault, form, level, name)
+                    pending[pool.submit(bench.trial, FAULTS[fault], form, level, name)] = (fault, form, level, name)
         for done in as_completed(pending):
             fault, form, level, name = pending[done]
             outcome = done.result()
@@ -115,7 +117,7 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # processes are forked, which CUDA does not survive
     mounts = may_mount()
     megatron = ["benchmarks.cpu_for_cuda"] if "megatron" in args.forms else []
-    FORKING.set_forkserver_preload(["benchmarks.fault_trials", "torch.distributed.fsdp", *megatron])
+    FORKING.set_forkserver_preload(["benchmarks.fault_kinds", "torch.distributed.fsdp", *megatron])
     with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
         outcomes, failures = run(Path(place), args.faults, args.forms, args.trials, args.jobs, args.seed, mounts)
     record = Record(args.out)
