@@ -103,8 +103,9 @@ class Pair:
         return [p.exitcode for p in self.processes]
 
     def last_line(self, rank: int) -> str:
-        """Of what a process printed: where it failed, its error."""
-        return next((line for line in reversed(self.output(rank).splitlines()) if line.strip()), "")
+        """Of what a process printed, without warnings: where it failed, its error."""
+        lines = (line for line in self.output(rank).splitlines() if line.strip() and "warn" not in line.lower())
+        return next(reversed(list(lines)), "")
 
 
 def _started_by(process: int | None) -> bool:
