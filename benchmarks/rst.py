@@ -33,6 +33,6 @@ def origin(origins: list[dict], *also: str) -> str:
         versions, names = source["versions"], ("torch", "transformer-engine", "lightning", *also)
         named = ", ".join(f"{n} {versions[n]}" for n in names if versions.get(n))
         gpu = f"{source['gpus']} × {source['gpu']}" if source["gpus"] > 1 else source["gpu"]
-        return f"``{source['command']}`` on {gpu}, {source['date']}, {named}"
+        return f"``{source['command']}`` on {gpu or 'a CPU'}, {source['date']}, {named}"
 
     return ";\n".join(map(one, origins)) + ":"

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fault_tables import faults
 from benchmarks.levels import HOPPER
 from benchmarks.megatron_tables import (
     megatron_headlines,
@@ -319,6 +320,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "megatron_step": megatron_step,
     "megatron_parity": megatron_parity,
     "megatron_seeds": megatron_seeds,
+    "faults": faults,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -15,14 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks.processes import FORKING, environment
+
 __all__ = ["FORKING", "environment", "free_port", "on_processes"]
 
 SECONDS = 120
-# Processes without a GPU are forked from one that has imported what takes seconds to import, and done nothing else.
-FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(
-    ["lightning.pytorch", "torch.distributed.fsdp", "torch.testing", "nemo_lowprec.strategies"]
-)
 
 
 def free_port() -> int:
@@ -30,13 +26,6 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torchrun sets for one process of a machine."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-    return {name: str(value) for name, value in numbers.items()} | place
 
 
 def on_processes(

@@ -9,13 +9,17 @@ pickle, which it refuses to open since 2.18.
 from __future__ import annotations
 
 import io
+import queue
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
@@ -52,7 +56,8 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
         on_first(lambda: start_part(path))
         # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
         on_first(lambda: probe(part))
-        dist_checkpointing.save(sharded, str(part))
+        with _reported_here():
+            dist_checkpointing.save(sharded, str(part))
 
         def complete() -> None:
             small = io.BytesIO()
@@ -62,6 +67,21 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
 
         dist.barrier()
         on_first(complete)
+
+
+@contextmanager
+def _reported_here() -> Iterator[None]:
+    """Let Megatron-core's writers report to this process, which waits for them.
+
+    For writing in the background Megatron-core keeps another process between them, which takes seconds to start and
+    outlives a kill of this one.
+    """
+    before = getattr(filesystem_async, "_results_queue", None)
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before
 
 
 def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A folder of Megatron-core's is looked through before Megatron-core opens it: on the CPU, over gloo."""
 
 import io
+import multiprocessing
 import pickle
 import resource
 import shutil
@@ -11,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from benchmarks.cpu_for_cuda import CpuForCuda
 from nemo_lowprec.checkpoint.writing import NotWrittenError
 from tests.checkpoint.damage import Trap, flip, flip_in_tensor, sprung
-from tests.megatron.cpu import CpuForCuda
 from tests.megatron.test_optimizer import FORMS, build, train
 from tests.processes import on_processes
 
@@ -69,6 +70,7 @@ def job(rank, place):
         engine, form = at_work(chunk, stepper), FORMS[1]  # the form that has objects beside its tensors
         rest = {"state_dict": {}, "optimizer_states": [], "global_step": 1}
         save(rest, saved, engine, form)
+        assert not multiprocessing.active_children()  # who would outlive a kill of this process
         before = sorted(path.name for path in saved.iterdir())
         for full in (0, 1):
             limit = resource.getrlimit(resource.RLIMIT_FSIZE)

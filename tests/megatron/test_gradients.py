@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.cpu_for_cuda import CpuForCuda
 from nemo_lowprec.formats import E4M3, GradientTensor
 from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
 from nemo_lowprec.megatron.gradients import MainGradient, hold_in_fp8, part_of_gradient
 from nemo_lowprec.megatron.parallel import ParallelLayout
-from tests.megatron.cpu import CpuForCuda
 from tests.processes import on_processes
 
 WORLD = 2
@@ -76,6 +76,18 @@ def test_a_weighted_part_leaves_the_whole_as_it_is():
     assert torch.equal(whole.dequantize(), before)
     part_of_gradient(whole, 256, 640).quantize_(random(384, seed=1))  # what the next step finds there
     assert torch.equal(part.dequantize(), 0.75 * rounded(random(384, seed=1)))
+
+
+@pytest.mark.parametrize("multiply", [torch.Tensor.mul_, lambda g, by: torch._foreach_mul_([g], by)])
+def test_what_multiplies_a_parameters_gradient_is_stepped_with(multiply):
+    """By a callback, or by Megatron-core: the optimizer reads parts of the buffer."""
+    whole = GradientTensor.from_float(random(1024, seed=0))
+    own = part_of_gradient(whole, 256, 640)
+    before, member = own.dequantize(), MainGradient(own.data_blocks, own.exponent, whole.factor, whole.nonfinite)
+    multiply(member, 0.5)
+    assert torch.equal(part_of_gradient(whole, 256, 640).dequantize(), 0.5 * before)
+    multiply(member, torch.nan)
+    assert GradientTensor.any_nonfinite([part_of_gradient(whole, 512, 640)])
 
 
 def test_a_matrix_that_fills_no_whole_blocks_is_refused_by_name():

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.cpu_for_cuda import CpuForCuda
 from nemo_lowprec.formats import StoredTensor
-from tests.megatron.cpu import CpuForCuda
 from tests.megatron_jobs import level
 from tests.processes import on_processes
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import fault_job
+from benchmarks.fault_callbacks import Killer
+from benchmarks.fault_job import TIMEOUT
 from nemo_lowprec.strategies.sharded_checkpoint import is_folder
 from tests.processes import FORKING, environment, free_port
-from tests.strategies import fault_job
 from tests.support import assert_same
 
 # One after the other, each at another step of the same job: strategy, phase, step.
@@ -21,22 +23,20 @@ DEATHS = {
         ("async", "checkpoint", 6), ("sharded", "checkpoint", 6), ("sharded", "writing", 7),
     ],
 }  # fmt: skip
-TIMEOUT = 30  # of the process group, in fault_job.py
 
 
 def start(folder, strategy, phase="none", step=-1):
     """(exit code, output, seconds after the first one's end) of each of two processes."""
     port = free_port()
-    outputs = [Path(tempfile.mkdtemp(dir=folder.parent)) / "output" for _ in range(2)]
-    processes = [
-        FORKING.Process(
-            target=fault_job.main, args=(r, environment(r, 2, port), outputs[r], folder, strategy, phase, step)
-        )
-        for r in range(2)
-    ]
-    for process in processes:
-        process.start()
+    # The one that writes checkpoints is killed while it does; in the other phases it is the other one.
     victim = 0 if phase == "checkpoint" else 1
+    outputs = [Path(tempfile.mkdtemp(dir=folder.parent)) / "output" for _ in range(2)]
+    processes = []
+    for rank, output in enumerate(outputs):
+        callbacks = (Killer(phase, step),) if rank == victim else ()
+        job = (rank, environment(rank, 2, port), output, folder, strategy, "msamp_o2", callbacks)
+        processes.append(FORKING.Process(target=fault_job.main, args=job))
+        processes[-1].start()
     processes[victim].join(120)
     died = time.monotonic()
     processes[1 - victim].join(120)

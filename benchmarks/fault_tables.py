@@ -1,0 +1,48 @@
+"""The table of faults that runs survive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import origin, rst_table
+
+__all__ = ["FORMS", "faults"]
+
+# By their names in the results: of fault_kinds.py, and of strategies of fault_job.py.
+FAULTS = {
+    "kill": "SIGKILL of one process at any moment",
+    "dead_before": "one process dead before gradients are averaged",
+    "dead_after": "one process dead after that",
+    "dead_writing": "one process dead while a checkpoint is written",
+    "term_one": "SIGTERM to one process",
+    "term_all": "SIGTERM to all processes",
+    "disk_full": "disk full while a checkpoint is written",
+    "flipped": "a bit of the checkpoint flipped",
+    "cut": "a file of the checkpoint cut short",
+    "nan_before": "NaN on one process before gradients are averaged",
+    "nan_after": "NaN on one process after that",
+}
+FORMS = {"lowprec_ddp": "single file", "sharded": "sharded", "async": "async", "megatron": "Megatron's form"}
+
+
+def faults(path: Path = RESULTS / "faults.jsonl") -> str:
+    """Trials that were survived, from faults.jsonl."""
+    origins, figures = read(path)
+    found = {(f["fault"], f["form"]): f for f in figures if f["benchmark"] == "faults"}
+    rows = []
+    for fault, name in FAULTS.items():
+        cells = [found[fault, form] for form in FORMS]
+        lost = [cell["lost_steps_max"] for cell in cells if "lost_steps_max" in cell]
+        rows.append((name, *map(_cell, cells), str(max(lost)) if lost else "–"))
+    table = rst_table(("Fault", *FORMS.values(), "steps made again at most"), rows)
+    survived, trials = (sum(f[key] for f in found.values()) for key in ("survived", "trials"))
+    return f"{origin(origins)}\n\nSurvived: {survived} of {trials}.\n\n{table}"
+
+
+def _cell(figure: dict[str, Any]) -> str:
+    of = f"{figure['survived']} of {figure['trials']}"
+    if "refused" in figure:
+        return f"{of}; {figure['refused']} refused"
+    return f"{of}; {figure['seconds_max']:.1f} s" if "seconds_max" in figure else of
