@@ -68,23 +68,24 @@ class WeightScale:
         """The scale, shape [1]."""
         return self.scale
 
-    @torch.no_grad()
     def follow(self, weight: Tensor, training: bool) -> None:
         """Measure ``weight`` [out_features, in_features] unless the scale was computed from just its values.
 
         Evaluation measures what training has measured once more: a weight can be written without a trace (``.data``).
         A weight that is stored in FP8 has its scale already.
         """
-        values = weight_data(weight)
         state = (training,) if self.gathered else (training, *_state_of(weight))
-        if state == self._measured:
-            return
+        if state != self._measured:  # the host's time counts: this is asked in every forward of every layer
+            self._measure(weight, state)
+
+    @torch.no_grad()
+    def _measure(self, weight: Tensor, state: tuple[int, ...]) -> None:
         if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
             self.restart()
         self._measured = state
         _left_by_a_step(weight)
         if not isinstance(weight, ScaledTensor):
-            amax = compute_amax(values).reshape(1)
+            amax = compute_amax(weight_data(weight)).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             self.amax.copy_(amax)
 
@@ -124,7 +125,10 @@ class WeightScale:
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Changes when somebody writes ``weight``, or the tensor that holds its elements, or gives it other data."""
     data = weight_data(local_of(weight))
-    return *(-1 if tensor.is_inference() else tensor._version for tensor in (weight, data)), data.data_ptr()
+    version = -1 if weight.is_inference() else weight._version
+    if data is weight:
+        return version, data.data_ptr()
+    return version, -1 if data.is_inference() else data._version, data.data_ptr()
 
 
 def _left_by_a_step(local: Tensor) -> Tensor | None:

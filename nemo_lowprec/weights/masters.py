@@ -64,6 +64,7 @@ class MasterWeights:
         self._widened = Widened(training)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
+        self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # of ``copies``, until one gets a master
         self._fp8: set[str] = set()
         self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
@@ -110,6 +111,7 @@ class MasterWeights:
     def _give_master(self, param: nn.Parameter, values: Tensor) -> None:
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         setattr(param, MASTER, master)
+        self._pairs = None
         param.grad = None
         param.data = param.data.to(self.half)
         note(param, master)
@@ -129,6 +131,7 @@ class MasterWeights:
     def settle(self) -> None:
         """Follow the model to its device: call once it is there, before the first step."""
         assert self._model is not None
+        self._pairs = None
         for name in self._fp8:
             param = self._model.get_parameter(name)
             if not isinstance(param, ScaledTensor) and master_of(param) is not None:
@@ -150,10 +153,11 @@ class MasterWeights:
         FP32 from then on: the next update would be too small for a half copy.
         """
         self._widened.follow()
+        if self._pairs is None:  # walking through the model takes the host as long as all the rest here
+            self._pairs = [(p, m) for p in self.copies() if (m := master_of(p)) is not None]
         written = [
-            p for p in self.copies()
-            if (m := master_of(p)) is not None
-            and master_was_written(m) and (isinstance(p, ScaledTensor) or not was_written(p, m))
+            p for p, m in self._pairs
+            if master_was_written(m) and (isinstance(p, ScaledTensor) or not was_written(p, m))
         ]  # fmt: skip
         if written:
             self.refresh([*written])
@@ -172,6 +176,7 @@ class MasterWeights:
                 master.data = master.data.float()
                 take_over(param, master)
                 _give_back(param, master)
+                self._pairs = None
 
     def note_frozen(self) -> None:
         """Frozen parameters were written together with the values that they came with."""
@@ -252,7 +257,7 @@ class MasterWeights:
                     _give_back(param, master)
             self._widened.remove()
         self._frozen.clear()
-        self._model = None
+        self._model = self._pairs = None
         return replaced
 
     # The optimizer's side

@@ -173,10 +173,9 @@ class Samples:
         """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies."""
         if not self._params:
             return None
-        copies, masters = self._places
-        torch._foreach_copy_(list(copies), self._copies)
-        torch._foreach_copy_(list(masters), self._masters)
         found, wanted = self._found
+        torch.cat(self._copies, out=found)
+        wanted.copy_(torch.cat(self._masters))
         return ((found != wanted) & (found == found)).any()
 
     def which(self) -> list[Tensor]:
