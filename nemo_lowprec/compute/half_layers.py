@@ -104,6 +104,8 @@ def _half_of(module: nn.Module) -> torch.dtype | None:
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    if args and isinstance(args[0], Tensor) and torch.is_autocast_enabled(args[0].device.type):
+        return  # a step: without a look at the other arguments
     for leaf in tree_leaves((args, kwargs)):
         values = leaf.data if isinstance(leaf, PackedSequence) else leaf
         if isinstance(values, Tensor) and values.is_floating_point():
