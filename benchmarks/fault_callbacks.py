@@ -37,8 +37,8 @@ class Killer(Callback):
         self.process = 0
 
     def at(self, trainer: Any, phase: str) -> None:
-        # A checkpoint in the background may be renamed a step later.
-        late = phase == "checkpoint" and trainer.global_step > self.step
+        # A checkpoint in the background may be written a step later.
+        late = phase in ("writing", "checkpoint") and trainer.global_step > self.step
         is_now = late or trainer.global_step == self.step
         if phase == self.phase and is_now and os.getpid() == self.process:  # not in one that writes for Megatron-core
             self.phase = "none"  # once, where one survives it

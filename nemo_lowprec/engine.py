@@ -56,7 +56,7 @@ from nemo_lowprec.grads import (
 )
 from nemo_lowprec.late_optimizers import watch_for_optimizers
 from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
-from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights, check_memory
+from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights, TrainedWeights, check_memory
 
 __all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
 
@@ -148,6 +148,7 @@ class Engine:
         self._attention_kernels = ExitStack()
         self.masters: MasterWeights | None = None
         self.stored: StoredWeights | None = None
+        self.trained: TrainedWeights | None = None
         self.gradients: StoredGradients | None = None
         self.sharding: Sharding | None = None
         self.shards: ShardedWeights | None = None
@@ -242,6 +243,8 @@ class Engine:
             self.masters.install(model)
             if self.recipe is not None and self.recipe.fp8_params:
                 self.masters.store_in_fp8(self.conversion.weights, self.recipe.fp8_margin)
+        elif training:
+            self.trained = TrainedWeights(model)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             if self.recipe is not None:
@@ -273,18 +276,13 @@ class Engine:
             StoredWeights(self.reads_as).check(model)
         if training and (self.level.has_half_weights or self.sharding is not None):
             check_memory(model)
-        if self.level.has_half_weights:
+        if self.loss_scale is None or self.level.has_half_weights:
             return
-        refused = {torch.float16} if self.loss_scale is not None else set()
-        if training:
-            refused = {torch.float16, torch.bfloat16}
         for name, param in model.named_parameters():
-            if param.dtype in refused and param.requires_grad:
-                half = {torch.float16: "fp16", torch.bfloat16: "bf16"}[param.dtype]
-                instead = f"{half}_with_fp8_mixed" if self.level.has_fp8 else f"{half}_mixed"
+            if param.dtype == torch.float16 and param.requires_grad:
                 raise ValueError(
-                    f"{self.level.name} trains FP32 weights, and {name} is {half.upper()}: its step would lose small "
-                    f"updates. Use {instead}, which has FP32 masters, or model.float()."
+                    f"{self.level.name} trains FP32 weights, and {name} is FP16: its step would lose small updates. "
+                    "Use fp16_mixed, which has FP32 masters, or model.float()."
                 )
 
     def revert(self) -> None:
@@ -321,7 +319,7 @@ class Engine:
             handle.remove()
         self._handles.clear()
         self._released.clear()
-        self.stored = self.masters = self.shards = None
+        self.stored = self.masters = self.trained = self.shards = None
         revert_layers(self.model)
         if self.weight_scales is not None:
             self.weight_scales.leave()
@@ -575,7 +573,7 @@ class Engine:
             self.shards.check_unfrozen()
             if self.shards.were_written():
                 self.weights_were_written()
-        for weights in (self.masters, self.stored):
+        for weights in (self.masters, self.stored, self.trained):
             if weights is not None:
                 weights.before_forward()
 

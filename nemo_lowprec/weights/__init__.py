@@ -5,5 +5,14 @@ from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import master_of
 from nemo_lowprec.weights.sharded import ShardedWeights, kept_in_fp32
 from nemo_lowprec.weights.stored import StoredWeights
+from nemo_lowprec.weights.widened import TrainedWeights
 
-__all__ = ["MasterWeights", "ShardedWeights", "StoredWeights", "check_memory", "kept_in_fp32", "master_of"]
+__all__ = [
+    "MasterWeights",
+    "ShardedWeights",
+    "StoredWeights",
+    "TrainedWeights",
+    "check_memory",
+    "kept_in_fp32",
+    "master_of",
+]

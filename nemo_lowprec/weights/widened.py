@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Widened", "as_it_came", "came_as"]
+__all__ = ["TrainedWeights", "Widened", "as_it_came", "came_as"]
 
+_HALVES = (torch.float16, torch.bfloat16)
 _CAME_AS = "_lowprec_came_as"  # on a tensor that is not trained: its dtype before
 
 
@@ -38,7 +39,7 @@ class Widened:
 
     def add(self, tensor: Tensor) -> None:
         """Make a parameter or buffer FP32 that is FP16 or BF16."""
-        if tensor.dtype not in (torch.float16, torch.bfloat16):
+        if tensor.dtype not in _HALVES:
             return
         if not (self._training and tensor.requires_grad):
             came_as(tensor, tensor.dtype)
@@ -67,3 +68,29 @@ class Widened:
                 tensor.grad_dtype = tensor.dtype
             came_as(tensor, None)
         self._tensors.clear()
+
+
+class TrainedWeights:
+    """The weights of a model at a level that trains FP32 ones: those that came in half precision become FP32.
+
+    Those that stay frozen stay as they are. Weights that another library keeps in a format of its own are its own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._widened = Widened()
+        plain = [(m, p) for m in model.modules() for p in m._parameters.values() if p is not None and _is_plain(p)]
+        self._frozen = [(module, param) for module, param in plain if param.dtype in _HALVES]
+        self.before_forward()
+
+    def before_forward(self) -> None:
+        """Make FP32 what is trained by now."""
+        thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
+        if thawed:
+            self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]
+        for module, param in thawed:
+            self._widened.add(param)
+            self._widened.add_statistics(module)
+
+
+def _is_plain(param: nn.Parameter) -> bool:
+    return type(param.data) is Tensor

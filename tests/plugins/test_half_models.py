@@ -134,12 +134,26 @@ def assert_all_moved(found, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_bf16_model_trains_in_fp32_or_is_refused(case):
-    if level_of(case).has_half_weights:
-        assert_all_moved(moved(case), case)
-    else:
-        with pytest.raises(ValueError, match=r"inp\.weight is BF16: its step would lose small updates\. Use bf16_"):
-            moved(case)
+def test_a_bf16_model_trains_with_exact_weights(case):
+    assert_all_moved(moved(case), case)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not level_of(case).has_half_weights])
+def test_weights_that_are_unfrozen_train_in_fp32_where_the_level_has_no_half_ones(case):
+    class Thaws(Whole):
+        def on_fit_start(self):
+            self.mid.requires_grad_(False)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 1:
+                assert self.mid.weight.dtype == torch.bfloat16
+                self.mid.requires_grad_(True)
+
+    model = Thaws()
+    model.mid.requires_grad_(False)
+    trainer(plugin(case), max_steps=4).fit(model, loader())
+    assert_all_moved(model.moved, case)
+    assert model.mid.weight.dtype == torch.float32
 
 
 def sharded_cases(rank):
