@@ -136,8 +136,9 @@ def disk_full(trial: Trial, outcome: Outcome) -> None:
     else:
         own = [size for name, size in sizes.items() if saved.is_file() or name.startswith(f"__{rank}_")]
         free = trial.draw.randrange(_ROOM, max(own))
+    first = 2 if trial.form == "async" else 1  # a checkpoint is complete by then
     with _disk(trial.place / "disk") if ballast else nullcontext():
-        pair = trial.start(trial.on(rank, FullDisk(trial.draw.randrange(1, STEPS - 1), free, ballast)))
+        pair = trial.start(trial.on(rank, FullDisk(trial.draw.randrange(first, STEPS - 1), free, ballast)))
         ends = pair.ends(RUN, SECONDS)
         # In the background an earlier checkpoint may be removed later, and make room for all that come.
         need(pair.codes != [0, 0] or trial.form == "async", "The disk was not full.", pair)
