@@ -1,4 +1,4 @@
-"""What goes wrong in a trial, and what is to become of it."""
+"""The faults: how each disturbs a run, and what must hold afterwards."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _nan(averaged: bool) -> Callable[[Trial, Outcome], None]:
     return act
 
 
-# Their names in the results; fault_tables.py says what they are.
+# By their names in the results; fault_tables.py has their titles.
 FAULTS: dict[str, Callable[[Trial, Outcome], None]] = {
     "kill": kill,
     "dead_before": _kill_in("forward", "backward", "reduction"),

@@ -1,4 +1,4 @@
-"""Two processes of the job, watched from outside: what they printed, when each ended, how far they came."""
+"""Two processes of the job, watched from outside: their output, their steps, and when each ended."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Pair:
         return {int(n): text if ok == "True" else "nan" for n, text, ok in _LINE.findall(self.output(rank))}
 
     def start(self) -> int | None:
-        """The step that it goes on from."""
+        """The step that the run goes on from."""
         found = re.search(r"^starts at (\d+)$", self.output(0), re.M)
         return int(found[1]) if found else None
 
@@ -103,7 +103,7 @@ class Pair:
         return [p.exitcode for p in self.processes]
 
     def last_line(self, rank: int) -> str:
-        """Of what a process printed, without warnings: where it failed, its error."""
+        """The last line that a process printed, warnings left out: the error, where the process failed."""
         lines = (line for line in self.output(rank).splitlines() if line.strip() and "warn" not in line.lower())
         return next(reversed(list(lines)), "")
 

@@ -10,8 +10,8 @@ from benchmarks.rst import origin, rst_table
 
 __all__ = ["FORMS", "faults"]
 
-# By their names in the results: of fault_kinds.py, and of strategies of fault_job.py.
-FAULTS = {
+# Titles by the names in the results: keys of FAULTS in fault_kinds.py, and of STRATEGIES in fault_job.py.
+_TITLES = {
     "kill": "SIGKILL of one process at any moment",
     "dead_before": "one process dead before gradients are averaged",
     "dead_after": "one process dead after that",
@@ -32,7 +32,7 @@ def faults(path: Path = RESULTS / "faults.jsonl") -> str:
     origins, figures = read(path)
     found = {(f["fault"], f["form"]): f for f in figures if f["benchmark"] == "faults"}
     rows = []
-    for fault, name in FAULTS.items():
+    for fault, name in _TITLES.items():
         cells = [found[fault, form] for form in FORMS]
         lost = [cell["lost_steps_max"] for cell in cells if "lost_steps_max" in cell]
         rows.append((name, *map(_cell, cells), str(max(lost)) if lost else "–"))

@@ -39,7 +39,7 @@ from nemo_lowprec.compute import (
     prefer_attention,
     revert_layers,
     take_fp32_input,
-    take_it_without_autocast,
+    take_fp32_input_outside_autocast,
     te_layers,
 )
 from nemo_lowprec.formats import DelayedScaling, StoredTensor
@@ -228,7 +228,7 @@ class Engine:
         if self.level.has_half_weights:
             take_fp32_input(model, device.type == "cpu")
             if self.reads_as != torch.float32:  # else the loop decides on autocast
-                self._handles += take_it_without_autocast(model)
+                self._handles += take_fp32_input_outside_autocast(model)
         if self.sharding is not None:
             pass  # weights are stored when they are sharded, which ``settle`` finds done
         elif self.level.is_low_bit:

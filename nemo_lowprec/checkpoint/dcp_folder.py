@@ -130,13 +130,17 @@ def _sum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
-    """Write the CRC-32 of the files in ``folder`` that have none, the last but ``meta.pt`` to be written."""
+    """Write the CRC-32 of files in ``folder`` whose own format has no checksum; call it when they are complete.
+
+    Args:
+        names: of the files; by default those of a checkpoint. One that is not there is left out.
+    """
     sums = {name: _sum(folder / name) for name in names if (folder / name).is_file()}
     (folder / _CHECKSUMS).write_text(json.dumps(sums))
 
 
 def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
-    """Compare what ``write_checksums`` has written; folders of earlier versions, and of other programs, have none.
+    """Compare files with their checksums; folders of earlier versions and of other programs have none.
 
     Raises:
         ValueError: a file is not what was written.

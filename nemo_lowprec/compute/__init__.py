@@ -12,7 +12,7 @@ from nemo_lowprec.compute.convert import (
     linear_weights,
     revert_layers,
     take_fp32_input,
-    take_it_without_autocast,
+    take_fp32_input_outside_autocast,
 )
 from nemo_lowprec.compute.filters import LayerFilter
 from nemo_lowprec.compute.layers_table import as_text, describe_layers
@@ -53,6 +53,6 @@ __all__ = [
     "prefer_attention",
     "revert_layers",
     "take_fp32_input",
-    "take_it_without_autocast",
+    "take_fp32_input_outside_autocast",
     "te_layers",
 ]

@@ -35,14 +35,14 @@ __all__ = [
     "linear_weights",
     "revert_layers",
     "take_fp32_input",
-    "take_it_without_autocast",
+    "take_fp32_input_outside_autocast",
 ]
 
 _ORIGINAL = "_lowprec_original"  # (class, attributes as they were, class of ours) on a converted module
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
 
-# Beside the layers with a GEMM plan: embeddings take no input of floating point.
-_SEE_TO_THEMSELVES = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
+# Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
+_TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
 
 
 class _ABSENT:
@@ -128,12 +128,12 @@ def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
             _swap(module, cls)
 
 
-def take_it_without_autocast(model: nn.Module) -> list[Any]:
-    """Let ``model`` and its parts take FP32 input where nobody has opened autocast, too. Returns handles of hooks."""
+def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
+    """Let ``model`` and its modules take FP32 input while autocast is off, too. Returns the hooks' handles."""
 
     def needs_it(module: nn.Module) -> bool:
         own = any(p is not None for p in module._parameters.values())
-        return own and not isinstance(module, _SEE_TO_THEMSELVES) and not gemm_plans(module)
+        return own and not isinstance(module, _TAKE_FP32_INPUT) and not gemm_plans(module)
 
     return open_autocast(module for module in model.modules() if module is model or needs_it(module))
 
@@ -286,7 +286,7 @@ def revert_layers(model: nn.Module) -> None:
 
 
 def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """The class that a parametrization has derived from one of ours, derived from ``original``."""
+    """``cls``, which a parametrization has derived from a class of this package, derived from ``original`` instead."""
     inherited = ("__dict__", "__weakref__")
     return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
 

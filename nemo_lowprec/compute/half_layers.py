@@ -1,10 +1,10 @@
 """Layers with half weights take FP32 input, too, inside of autocast and outside.
 
-On a GPU autocast sees to most of it. A CPU has no autocast rule for norms, nor for ``Bilinear``; and no device has one
-for the weights that an ``EmbeddingBag`` gives its samples.
+On a GPU autocast casts the input of most layers. A CPU has no autocast rule for norms, nor for ``Bilinear``; and no
+device has one for the weights that an ``EmbeddingBag`` gives its samples.
 
 Outside of a step nobody opens autocast: a callback that calls the model, or a part of it, would have FP32 input meet
-half weights. Modules with parameters of their own open it themselves there.
+half weights. There, modules with parameters of their own open autocast themselves.
 """
 
 from __future__ import annotations
@@ -72,19 +72,20 @@ def fp32_input_class(module: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
 
 
 class _Opened(local):
-    """Of each thread: the modules that have opened autocast, and their contexts."""
+    """The modules of one thread that have opened autocast, and their contexts."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, Any]] = []
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 _opened = _Opened()
 
 
 def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
-    """Have ``modules`` with half weights run under autocast where they get FP32 input and nobody has opened one.
+    """Have ``modules`` with half weights run under autocast where their input is FP32 and autocast is off.
 
-    They return FP32 then, as from FP32 weights.
+    Their outputs are FP32 then, as with FP32 weights.
 
     Returns:
         The handles of the hooks.
@@ -98,7 +99,7 @@ def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
 
 def _half_of(module: nn.Module) -> torch.dtype | None:
     dtypes = (p.dtype for p in module.parameters())
-    return next((dtype for dtype in dtypes if dtype in (torch.float16, torch.bfloat16)), None)
+    return next((dtype for dtype in dtypes if dtype in _HALVES), None)
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -128,4 +129,4 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 def _widen(leaf: Any) -> Any:
     if isinstance(leaf, PackedSequence):
         return leaf.float()
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALVES else leaf

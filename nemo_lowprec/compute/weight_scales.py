@@ -83,7 +83,7 @@ class WeightScale:
         if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
             self.restart()
         self._measured = state
-        _left_by_a_step(weight)
+        _take_amax_of_step(weight)
         if not isinstance(weight, ScaledTensor):
             amax = compute_amax(weight_data(weight)).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
@@ -104,7 +104,7 @@ class WeightScale:
         """Measure the weight when its layer runs next; what the histories hold belongs to that weight."""
         self._measured = None
         if self.weight is not None:
-            _left_by_a_step(local_of(self.weight))
+            _take_amax_of_step(local_of(self.weight))
 
     def leave(self) -> None:
         """The layer is converted no more: remember the weight's state."""
@@ -131,8 +131,8 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
     return version, -1 if data.is_inference() else data._version, data.data_ptr()
 
 
-def _left_by_a_step(local: Tensor) -> Tensor | None:
-    """The amax, FP32 scalar, that the kernel of the last step has left on a weight, once; None where none has."""
+def _take_amax_of_step(local: Tensor) -> Tensor | None:
+    """The weight's ``amax_of_step`` (FP32 scalar), removed from the weight; None where no kernel has left an amax."""
     left: Tensor | None = local.__dict__.pop("amax_of_step", None)
     return left
 
@@ -211,7 +211,7 @@ class WeightScales:
             scale.note()
             local = local_of(weight)
             data = weight_data(local)
-            norms[i] = _left_by_a_step(local)
+            norms[i] = _take_amax_of_step(local)
             has_own = isinstance(local, ScaledTensor | Fp8Gathered)
             if norms[i] is None and data.numel() and not has_own:
                 by_dtype.setdefault(data.dtype, []).append((i, data))

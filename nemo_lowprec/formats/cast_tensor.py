@@ -22,7 +22,8 @@ class CastTensor(StoredTensor):
 
     Attributes:
         data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that came so.
-        amax_of_step: what a fused optimizer step has found out about the values that it wrote; None where none has.
+        amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
+            measured them.
     """
 
     PARTS = ("data_fp16",)

@@ -25,15 +25,15 @@ from nemo_lowprec.formats.row_blocks import BLOCK, UNIT
 __all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
 
 
-class _Stored(GradientTensor):
-    """Multiplied values are stored at once: who steps reads other parts of the buffer, and not this one's factor."""
+class _WithoutFactor(GradientTensor):
+    """A factor goes into the stored values at once: the optimizer reads other views of the buffer, without it."""
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
         values = self.dequantize()
         return self.quantize_(change(values, by.reshape(()) if isinstance(by, Tensor) else by))
 
 
-class MainGradient(_Stored):
+class MainGradient(_WithoutFactor):
     """A parameter's part of an FP8 buffer: the first gradient that is added after ``zero_`` is stored to nearest.
 
     Attributes:
@@ -55,7 +55,7 @@ class MainGradient(_Stored):
         return super().accumulate_(values, alpha)
 
 
-class _Buffer(_Stored):
+class _Buffer(_WithoutFactor):
     """A whole buffer: zeroing it zeroes nothing until somebody reads a part that no gradient was added to."""
 
     members: list[MainGradient]

@@ -252,7 +252,7 @@ def adam_kernel(
             tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
     else:
         value = _store(weight_at, WEIGHT_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
-        if HAS_AMAX:  # of what the weight now is, after a step that was skipped, too
+        if HAS_AMAX:  # of the weight's values as they are now, also after a skipped step
             if HAS_FOUND:
                 value = tl.where(goes, value, before)
             _raise_amax(amax_ptr + tensor, value, everywhere)

@@ -1,7 +1,7 @@
-"""Gradients that manual optimization makes without the plugin: their loss is not scaled, and nobody averages them.
+"""Gradients of manual optimization that do not come from the plugin: neither scaled nor averaged.
 
-``self.manual_backward(loss)`` goes through the plugin, ``loss.backward()`` does not, and neither do gradients that are
-written by hand. Lightning says nothing of it: under its DDP, too, processes drift apart.
+``self.manual_backward(loss)`` goes through the plugin; ``loss.backward()`` and gradients that are written by hand do
+not. Lightning gives no warning: processes drift apart under Lightning's own DDP, too.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ManualPasses:
         self._module, self._engine, self._averages = module, engine, averages
         self._handles: dict[int, Any] = {}
         self._announced = self._in_step = False
-        self._direct: set[int] = set()  # ids of parameters whose gradients a pass made that was not announced
-        self._new: set[int] = set()  # of those that have got a gradient since their optimizer's last step
+        self._direct: set[int] = set()  # ids of parameters with a gradient from a pass that was not announced
+        self._new: set[int] = set()  # ids of parameters with a gradient since their optimizer's last step
         self._passes = 0
         self._stepped: WeakKeyDictionary[Optimizer, tuple[int, list[ReferenceType[Tensor]]]] = WeakKeyDictionary()
         engine.when_gathered = weakly(self.cover)
@@ -53,7 +53,7 @@ class ManualPasses:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(weakly(self._arrived))
 
     def before_training_step(self) -> None:
-        """Watch parameters that were unfrozen; of sharded ones only what is gathered gets gradients by a pass."""
+        """Watch parameters that were unfrozen; a backward pass writes gradients of gathered, not of sharded ones."""
         if self._engine.shards is None:
             self.cover(self._module.parameters())
 
@@ -137,7 +137,7 @@ class ManualPasses:
             )
 
     def _gradients(self, optimizer: Optimizer | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(parameter that takes part in a pass, the one that the module has, its gradient) where there is one."""
+        """(parameter of the backward pass, parameter of the module, gradient) of every parameter with a gradient."""
         shards, waiting = self._engine.shards, self._engine.unreduced_gradients()
         mine = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
         pairs = [(p, p) for p in self._module.parameters()] if shards is None else shards.gathered()
@@ -147,6 +147,6 @@ class ManualPasses:
                 yield param, owner, grad
 
     def _name(self, *wanted: Tensor) -> str:
-        """Of a parameter, sharded or gathered: the module has one of the two."""
+        """Name of a parameter, given sharded, gathered or both: the module has one of the two."""
         ids = {id(param) for param in wanted}
         return next((name for name, param in self._module.named_parameters() if id(param) in ids), "a parameter")

@@ -20,7 +20,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import GradientTensor, StoredTensor
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
 
-__all__ = ["PartialGradients"]
+__all__ = ["PartialGradients", "partial_gradients"]
 
 _KEY = "partial_gradients"
 
@@ -107,6 +107,12 @@ class PartialGradients:
     def forget(self) -> None:
         """The run is over."""
         self.pending, self.running, self._saved = False, False, None
+
+
+def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Gradients by parameter name, the dict itself that ``checkpoint`` holds in the plugin's state; {} for none."""
+    states = (value for value in checkpoint.values() if isinstance(value, dict))
+    return next((state[_KEY].get("grads", {}) for state in states if _KEY in state), {})
 
 
 def _parameters(engine: Engine, module: pl.LightningModule) -> dict[str, Any]:

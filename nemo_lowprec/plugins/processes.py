@@ -109,13 +109,13 @@ def check_optimizers(optimizers: list[Optimizer], schedulers: list[Any], strateg
 
 
 def check_batches(trainer: pl.Trainer) -> None:
-    """Before the first step: raise ValueError where a process would come to an epoch's end before the others do."""
+    """Before the first step: raise ValueError where a process has fewer batches in an epoch than another one."""
     if trainer.world_size > 1:
         check_same(facts_of_batches(trainer))
 
 
 def check_evaluation(trainer: pl.Trainer) -> None:
-    """Before each step of an evaluation that has collectives: the same, for the loader that it begins with."""
+    """Before each step of an evaluation with collectives: raise ValueError where a process has fewer batches."""
     facts = facts_of_evaluation(trainer) if trainer.world_size > 1 else None
     if facts is not None:
         check_same(facts)

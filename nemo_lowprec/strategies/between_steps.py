@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy whose gradients of an unfinished step are in no checkpoint: at the end of steps only."""
+"""Refuses checkpoints between two micro-batches, for a strategy that does not save an unfinished step's gradients."""
 
 from __future__ import annotations
 

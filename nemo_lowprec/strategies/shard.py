@@ -17,7 +17,7 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES, Sharding
 from nemo_lowprec.formats.local import is_sharded
 from nemo_lowprec.strategies.materialize import materialize
-from nemo_lowprec.weights.widened import Widened
+from nemo_lowprec.weights.widened import HALVES, TrainedWeights
 
 __all__ = [
     "blocks_of",
@@ -80,7 +80,7 @@ def mesh_of_units(model: nn.Module) -> DeviceMesh | None:
                 f"{name} is placed {param.placements}: lowprec_sharded takes parameters that are sharded along their "  # type: ignore[attr-defined]
                 "first dimension, and whole copies of them. Leave tensor parallelism out."
             )
-        if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
+        if param.requires_grad and param.dtype in HALVES:
             raise ValueError(
                 f"{name} is {str(param.dtype).removeprefix('torch.')} and sharded already: its shards would take their "
                 "updates in 16 bits. Call model.float() before fully_shard."
@@ -142,16 +142,6 @@ def _raise_if_differentiated_again(_: torch.Tensor) -> None:
         )
 
 
-def _widen(unit: nn.Module) -> None:
-    """Make what is trained FP32: the shard is the master."""
-    widened = Widened()
-    for module in unit.modules():
-        for param in module.parameters(recurse=False):
-            if param.requires_grad and not is_sharded(param):
-                widened.add(param)
-                widened.add_statistics(module)
-
-
 def shard_model(
     model: nn.Module, mesh: DeviceMesh, device: torch.device, policy: MixedPrecisionPolicy, reshard: bool
 ) -> None:
@@ -167,7 +157,7 @@ def shard_model(
     for unit in [*blocks_of(model), model]:
         materialize(unit, device, initializes=dist.get_rank() == 0)
         unit.to(device)
-        _widen(unit)
+        TrainedWeights(unit)  # FP32: a shard is the master
         with torch.no_grad():
             for tensor in [*unit.parameters(), *unit.buffers()]:
                 if not isinstance(tensor, torch.distributed.tensor.DTensor):

@@ -28,6 +28,7 @@ from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, system_e
 from nemo_lowprec.comm import raise_together
 from nemo_lowprec.formats import FP16, BlockShard, HalfShard, compute_amax
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
+from nemo_lowprec.plugins.partial import partial_gradients
 from nemo_lowprec.strategies.replace import clear, part_of, put_in_place, start_part
 
 __all__ = [
@@ -38,7 +39,6 @@ __all__ = [
     "is_folder",
     "on_first",
     "open_folder",
-    "partial_gradients",
     "probe",
     "read_folder",
     "read_weights",
@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 META = "meta.pt"
-_MODEL = "model."  # of the keys of weights; the others are the optimizers', and
-_PARTIAL = "partial."  # of the gradients of an unfinished step
+# Prefixes of the tensors' keys: of weights, and of an unfinished step's gradients. The other keys are the optimizers'.
+_MODEL, _PARTIAL = "model.", "partial."
 _READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
 
 
@@ -65,12 +65,6 @@ def in_full(tree: Any) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(in_full(v) for v in tree)
     return tree.full_tensor().cpu() if is_sharded(tree) else tree
-
-
-def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Of an unfinished step, by name: a dict within ``checkpoint``, in the plugin's state; an empty one for none."""
-    states = (value for value in checkpoint.values() if isinstance(value, dict))
-    return next((s["partial_gradients"].get("grads", {}) for s in states if "partial_gradients" in s), {})
 
 
 class FolderContents:

@@ -26,10 +26,10 @@ from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
 from nemo_lowprec.weights.swap import swap, swap_or_replace
-from nemo_lowprec.weights.widened import Widened, as_it_came, came_as
+from nemo_lowprec.weights.widened import Widened, note_original_dtype, to_original_dtype
 from nemo_lowprec.weights.written import (
+    FullComparison,
     Samples,
-    Whole,
     copy_exactly,
     forget,
     master_was_written,
@@ -64,13 +64,13 @@ class MasterWeights:
         self._widened = Widened(training)
         self._handles: list[Any] = []
         self._model: nn.Module | None = None
-        self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # of ``copies``, until one gets a master
+        self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # None: to be collected anew
         self._fp8: set[str] = set()
         self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._compared: Samples | Whole | None = None
+        self._compared: Samples | FullComparison | None = None
         self.measures = False
         self._copier: Any = None
 
@@ -104,7 +104,7 @@ class MasterWeights:
             return
         if master_of(param) is None:
             if not self.training:
-                came_as(param, param.dtype)
+                note_original_dtype(param, param.dtype)
             self._give_master(param, param.detach().to(torch.float32, copy=True))
         self._set_grad_dtype(param)
 
@@ -214,7 +214,7 @@ class MasterWeights:
             note(param, master)
 
     def _copy_measuring(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Write those of ``pairs`` that a kernel measures on the way; returns the others."""
+        """Refresh copies with the kernel that also measures them; returns the pairs that the kernel does not take."""
         kernels = copy_kernels() if self.measures and pairs and pairs[0][0].is_cuda else None
         if kernels is None:
             return pairs
@@ -248,8 +248,8 @@ class MasterWeights:
                 param.grad_dtype = param.dtype
                 if isinstance(param, ScaledTensor):
                     delattr(param, MASTER)
-                    values = as_it_came(param, master.data.to(param.device))
-                    came_as(param, None)
+                    values = to_original_dtype(param, master.data.to(param.device))
+                    note_original_dtype(param, None)
                     plain = nn.Parameter(values, requires_grad=param.requires_grad)
                     swap_or_replace(self._model, param, plain, replaced)
                 else:
@@ -288,7 +288,7 @@ class MasterWeights:
         ]  # fmt: skip
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps & (steps - 1) == 0:
-            self._compared = Whole(pairs)
+            self._compared = FullComparison(pairs)
             return self._compared.differ()
         samples = self._samples.get(optimizer)
         if samples is None or not samples.are_of(pairs):
@@ -384,8 +384,8 @@ def _give_back(param: nn.Parameter, master: Tensor) -> None:
     """Give a half copy its master's values and dtype."""
     delattr(param, MASTER)
     forget(param)
-    param.data = as_it_came(param, master.data.to(param.device))
-    came_as(param, None)
+    param.data = to_original_dtype(param, master.data.to(param.device))
+    note_original_dtype(param, None)
     param.grad_dtype = param.dtype
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
 from nemo_lowprec.formats.stored import MASTER
-from nemo_lowprec.weights.widened import as_it_came
+from nemo_lowprec.weights.widened import to_original_dtype
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
 __all__ = ["MASTER", "cover_new_modules", "install_hooks", "master_of", "remove_hooks"]
@@ -41,9 +41,9 @@ def remove_hooks(model: nn.Module) -> None:
 
 
 def cover_new_modules(model: nn.Module) -> list[Any]:
-    """``install_hooks`` in modules that take over parameters of ``model`` later, such as parametrizations.
+    """Call ``install_hooks`` for modules that take over parameters of ``model`` later, such as parametrizations.
 
-    Returns the handles of the hooks that do.
+    Returns the handles of the two hooks.
     """
     return [
         model.register_state_dict_pre_hook(_cover_for_saving),
@@ -83,10 +83,10 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
             elif isinstance(param, StoredTensor):
                 state_dict[prefix + name] = param.detach().dequantize()
             else:
-                state_dict[prefix + name] = as_it_came(param, state_dict[prefix + name])
+                state_dict[prefix + name] = to_original_dtype(param, state_dict[prefix + name])
     for name, buffer in module._buffers.items():
         if buffer is not None and prefix + name in state_dict:
-            state_dict[prefix + name] = as_it_came(buffer, state_dict[prefix + name])
+            state_dict[prefix + name] = to_original_dtype(buffer, state_dict[prefix + name])
 
 
 def _load_masters(

@@ -17,6 +17,7 @@ from nemo_lowprec.formats import BlockShard, Fp8Gathered, FullShard, HalfShard, 
 from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 from nemo_lowprec.weights.masters import needs_fp32
 from nemo_lowprec.weights.stored import StoredWeights, needs_plain_fp32
+from nemo_lowprec.weights.widened import HALVES
 
 __all__ = ["ShardedWeights", "kept_in_fp32"]
 
@@ -143,7 +144,7 @@ class ShardedWeights:
         return dict(found.values())
 
     def unreduced(self) -> dict[int, Tensor]:
-        """What FSDP2 has of whole parameters' gradients and has not reduced, by the ids of the sharded ones."""
+        """Gradients of whole parameters that FSDP2 has not reduced yet, by the ids of the sharded parameters."""
         found = {}
         for unit in self._fsdp_params():
             whole = getattr(unit, "_unsharded_param", None)
@@ -154,7 +155,7 @@ class ShardedWeights:
         return found
 
     def _fsdp_params(self) -> Iterator[Any]:
-        """What FSDP2 keeps of each parameter."""
+        """FSDP2's record (``FSDPParam``) of each parameter."""
         from torch.distributed.fsdp import FSDPModule
 
         assert self._model is not None
@@ -178,7 +179,7 @@ class ShardedWeights:
         return list(found.values())
 
     def matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """The same of every matrix."""
+        """(whole, sharded) of every matrix that was gathered so far."""
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
     @torch.no_grad()
@@ -199,7 +200,7 @@ class ShardedWeights:
     def check_unfrozen(self) -> None:
         """Raise ValueError where a parameter is trained whose shards are half, and no masters."""
         for (_, name), param in self._sharded.items():
-            if param.requires_grad and param.dtype in (torch.float16, torch.bfloat16):
+            if param.requires_grad and param.dtype in HALVES:
                 raise ValueError(
                     f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
                     "after it was sharded: its shards would take their updates in 16 bits. Unfreeze it before the "

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TrainedWeights", "Widened", "as_it_came", "came_as"]
+__all__ = ["HALVES", "TrainedWeights", "Widened", "note_original_dtype", "to_original_dtype"]
 
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 _CAME_AS = "_lowprec_came_as"  # on a tensor that is not trained: its dtype before
 
 
-def came_as(tensor: Tensor, dtype: torch.dtype | None) -> None:
-    """Give ``tensor``, whose exact values are FP32, back in ``dtype``, and save it so; None: in FP32 again."""
+def note_original_dtype(tensor: Tensor, dtype: torch.dtype | None) -> None:
+    """``tensor``, which is FP32 now, is saved and given back in ``dtype``; None: in FP32."""
     if dtype is None:
         tensor.__dict__.pop(_CAME_AS, None)
     else:
         tensor.__dict__[_CAME_AS] = dtype
 
 
-def as_it_came(tensor: Tensor, values: Tensor) -> Tensor:
-    """The plain ``values`` of ``tensor`` in the dtype that it came in, where that holds them all; else as they are."""
+def to_original_dtype(tensor: Tensor, values: Tensor) -> Tensor:
+    """``values`` of ``tensor`` in its noted original dtype, if that rounds none of them; else unchanged."""
     dtype = tensor.__dict__.get(_CAME_AS)
     as_before = values if dtype is None else values.to(dtype)
     return as_before if torch.equal(as_before.to(values.dtype), values) else values
@@ -39,10 +39,10 @@ class Widened:
 
     def add(self, tensor: Tensor) -> None:
         """Make a parameter or buffer FP32 that is FP16 or BF16."""
-        if tensor.dtype not in _HALVES:
+        if tensor.dtype not in HALVES:
             return
         if not (self._training and tensor.requires_grad):
-            came_as(tensor, tensor.dtype)
+            note_original_dtype(tensor, tensor.dtype)
             self._tensors.append(tensor)
         tensor.grad = None
         tensor.data = tensor.data.float()
@@ -58,32 +58,32 @@ class Widened:
         """Parameters that were unfrozen stay FP32 from now on."""
         for tensor in self._tensors:
             if tensor.requires_grad and self._training:
-                came_as(tensor, None)
+                note_original_dtype(tensor, None)
 
     def remove(self) -> None:
-        """Give back what came in half precision and has changed in no bit since."""
+        """Give the tensors their original dtypes back where no value was changed."""
         for tensor in self._tensors:
-            tensor.data = as_it_came(tensor, tensor.data)
+            tensor.data = to_original_dtype(tensor, tensor.data)
             if tensor.is_leaf:
                 tensor.grad_dtype = tensor.dtype
-            came_as(tensor, None)
+            note_original_dtype(tensor, None)
         self._tensors.clear()
 
 
 class TrainedWeights:
-    """The weights of a model at a level that trains FP32 ones: those that came in half precision become FP32.
+    """The weights of a model at a level that trains FP32 weights: half weights become FP32 where they are trained.
 
-    Those that stay frozen stay as they are. Weights that another library keeps in a format of its own are its own.
+    Frozen weights keep their dtype. Weights of another library's tensor class are left alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._widened = Widened()
         plain = [(m, p) for m in model.modules() for p in m._parameters.values() if p is not None and _is_plain(p)]
-        self._frozen = [(module, param) for module, param in plain if param.dtype in _HALVES]
+        self._frozen = [(module, param) for module, param in plain if param.dtype in HALVES]
         self.before_forward()
 
     def before_forward(self) -> None:
-        """Make FP32 what is trained by now."""
+        """Make weights FP32 that are trained by now."""
         thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
         if thawed:
             self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]

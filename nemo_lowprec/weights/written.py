@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "FullComparison",
     "Samples",
-    "Whole",
     "copy_exactly",
     "forget",
     "frozen_was_written",
@@ -122,8 +122,8 @@ def _reduce(master: Tensor, protocol: Any) -> Any:
     return _plain(master).__reduce_ex__(protocol)
 
 
-class Whole:
-    """All elements of each copy and of its master, compared.
+class FullComparison:
+    """A comparison of all elements of each copy with its master.
 
     Args:
         pairs: copies and their masters.
