@@ -83,7 +83,11 @@ def test_the_line_of_slurm_trains(tmp_path: Path, data: list[str]) -> None:
         env = {**os.environ, **slurm, **own}
         pipe = subprocess.PIPE
         tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True))
-    outputs = [task.communicate(timeout=300)[0] for task in tasks]
+    try:
+        outputs = [task.communicate(timeout=300)[0] for task in tasks]
+    finally:
+        for task in tasks:  # one that waits for the other would stay
+            task.kill()
     assert [task.returncode for task in tasks] == [0, 0], outputs
     check(tmp_path, outputs[0])
 
