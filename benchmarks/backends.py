@@ -18,7 +18,8 @@ from torch import Tensor
 
 from benchmarks.record import Record, arguments
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.compute import BACKENDS, OPERANDS, Backend, Operand, Recipe
+from nemo_lowprec.compute import BACKENDS, OPERANDS, Backend, Operand, new_histories, operand_of
+from nemo_lowprec.options import Recipe
 
 ROWS, INS, OUTS = 8192, 4096, 14336
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -63,12 +64,12 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 def warm_operands(recipe: Recipe, values: dict[str, Tensor]) -> dict[str, Operand]:
     """Operands with a scale in use: what every step but the first one sees."""
-    histories = recipe.histories()
+    histories = new_histories(recipe)
     if histories is None:
-        return {k: recipe.operand(k) for k in OPERANDS}
-    histories.add_all({k: recipe.operand(k).fmt for k in OPERANDS})
+        return {k: operand_of(recipe, k) for k in OPERANDS}
+    histories.add_all({k: operand_of(recipe, k).fmt for k in OPERANDS})
     histories.to(torch.device("cuda"))
-    operands = {k: recipe.operand(k, histories.slots[k]) for k in OPERANDS}
+    operands = {k: operand_of(recipe, k, histories.slots[k]) for k in OPERANDS}
     run(BACKENDS["reference"](), operands, values)
     histories.update()
     return operands

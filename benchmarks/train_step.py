@@ -24,7 +24,7 @@ import torch
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
 from benchmarks.measure import stay_on_gpu
 from benchmarks.record import Record, arguments, earlier
-from nemo_lowprec.compute import prefer_attention
+from nemo_lowprec.compute import new_histories, new_weight_scales, prefer_attention
 from nemo_lowprec.plugins import LEVELS
 
 WARMUP, ROUND = 6, 5
@@ -77,12 +77,13 @@ def by_hand(rounds: int) -> list[float]:
 
     As the plugin does, it skips a step whose gradients are not finite.
     """
-    from nemo_lowprec.compute import LayerFilter, Recipe, choose_backend, convert_layers
+    from nemo_lowprec.compute import choose_backend, convert_layers
+    from nemo_lowprec.options import LayerFilter, Recipe
 
     device = torch.device("cuda")
     model = new_model(torch.float32)
     recipe = Recipe("delayed")
-    histories, scales = recipe.histories(), recipe.weight_scales()
+    histories, scales = new_histories(recipe), new_weight_scales(recipe)
     backend = choose_backend("auto", recipe, device)
     convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories, weight_scales=scales)
     histories.to(device)

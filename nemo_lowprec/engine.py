@@ -26,8 +26,6 @@ from nemo_lowprec.comm import Fp8ShardBucket, GradientReducer, anywhere_, broadc
 from nemo_lowprec.compute import (
     Backend,
     Conversion,
-    LayerFilter,
-    Recipe,
     ReferenceBackend,
     WeightScales,
     check_attention,
@@ -36,6 +34,8 @@ from nemo_lowprec.compute import (
     convert_layers,
     describe_layers,
     gemm_plans,
+    new_histories,
+    new_weight_scales,
     prefer_attention,
     revert_layers,
     take_fp32_input,
@@ -45,17 +45,10 @@ from nemo_lowprec.compute import (
 from nemo_lowprec.formats import DelayedScaling, StoredTensor
 from nemo_lowprec.formats.hooks import weakly
 from nemo_lowprec.formats.local import local_of
-from nemo_lowprec.grads import (
-    FoundInf,
-    LossScale,
-    LossScaleConfig,
-    StoredGradients,
-    clip_grad_norm_,
-    find_nonfinite,
-    unscale_,
-)
+from nemo_lowprec.grads import FoundInf, LossScale, StoredGradients, clip_grad_norm_, find_nonfinite, unscale_
 from nemo_lowprec.late_optimizers import watch_for_optimizers
-from nemo_lowprec.optim import LowBitOptions, LowBitStates, StateFormats, adopt, check_adoptable, release
+from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable, release
+from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe
 from nemo_lowprec.weights import MasterWeights, ShardedWeights, StoredWeights, TrainedWeights, check_memory
 
 __all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
@@ -209,8 +202,8 @@ class Engine:
         self._check_weights(model, training)
         if model is not self.model:
             self.revert()
-            self.histories = self.recipe.histories() if self.recipe is not None else None
-            self.weight_scales = self.recipe.weight_scales() if self.recipe is not None else None
+            self.histories = new_histories(self.recipe)
+            self.weight_scales = new_weight_scales(self.recipe)
             self.loss_scale = LossScale(self.loss_scale.config) if self.loss_scale is not None else None
         self.backend, self.device, self.model = backend, device, model
         self.conversion = convert_layers(

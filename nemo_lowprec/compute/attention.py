@@ -12,9 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["ATTENTION", "check_attention", "prefer_attention"]
-
-ATTENTION = ("auto", "cudnn")
+__all__ = ["check_attention", "prefer_attention"]
 
 
 def check_attention(attention: str, device: torch.device) -> None:

@@ -16,16 +16,17 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.filters import HEAD, LayerFilter
+from nemo_lowprec.compute.filters import HEAD, reasons_to_keep
 from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
-from nemo_lowprec.compute.recipe import FEATURE_MULTIPLE, OPERANDS, Recipe
+from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.options import LayerFilter, Recipe
 
 __all__ = [
     "Conversion",
@@ -213,7 +214,7 @@ def _convert_low(
         elif type(module) in (nn.LayerNorm, nn.RMSNorm) or _looks_like_rms_norm(module):
             norms[name] = module
     candidates = {**linears, **norms}
-    refused = layers.reasons(model, candidates, list(linears))
+    refused = reasons_to_keep(layers, model, candidates, list(linears))
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -234,7 +235,7 @@ def _convert_low(
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]
-        keys = {f"{item}.{k}": recipe.operand(k).fmt for item in chosen for k in kinds}
+        keys = {f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds}
         histories.add_all(keys)
         slots = {key: histories.slots[key] for key in keys}
         if weight_scales is not None:
@@ -243,7 +244,7 @@ def _convert_low(
                 slots[f"{item}.weight"] = weight_scales.add(item, module, weight, others)
     inputs = SharedInput(histories)
     for item, (full_name, module, weight) in chosen.items():
-        operands = {kind: recipe.operand(kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
+        operands = {kind: operand_of(recipe, kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
         _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
         result.low.append(item)
         result.weights.append(full_name)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.recipe import Operand
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient
 
 __all__ = ["differentiable_backward"]

@@ -17,10 +17,11 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
 from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
+from nemo_lowprec.options import Recipe
 
 __all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.recipe import Operand
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import DelayedScaling
 
 __all__ = ["InputGradient", "SharedInput"]

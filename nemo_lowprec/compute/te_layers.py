@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.recipe import Recipe
+from nemo_lowprec.options import Recipe
 
 __all__ = [
     "empty_extra_state",

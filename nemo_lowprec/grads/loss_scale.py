@@ -3,63 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["LossScale", "LossScaleConfig"]
+from nemo_lowprec.options import LossScaleConfig
+from nemo_lowprec.options.loss_scale import HIGHEST
 
-_LOWEST = 2.0**-24  # FP16's smallest number: below, a gradient of 1 would become zero
-_HIGHEST = 2.0**126  # FP32 holds it, and its reciprocal as a normal number
+__all__ = ["LossScale"]
+
 _STUCK = 10  # steps skipped in a row, where no smaller scale will come
-
-
-@dataclass(frozen=True)
-class LossScaleConfig:
-    """How the loss is scaled.
-
-    Args:
-        loss_scale: a static scale; None for dynamic scaling.
-        initial_loss_scale: first scale of dynamic scaling.
-        loss_scale_window: good steps after which the scale doubles.
-        hysteresis: overflows that are tolerated before the scale halves.
-        min_loss_scale: the scale never falls below this.
-
-    Raises:
-        ValueError: a scale below 2**-24 or above 2**126, a count below 1, or ``initial_loss_scale`` below
-            ``min_loss_scale``.
-    """
-
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**16
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    min_loss_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            value = getattr(self, name)
-            if name == "loss_scale" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ValueError(f"{name}={value!r} must be a positive number.")
-            if not _LOWEST <= value <= _HIGHEST:
-                raise ValueError(
-                    f"{name}={value!r} must be a positive number from 2**-24 (below, FP16 gradients of 1 become zero) "
-                    "to 2**126 (above, FP32 does not hold it and its reciprocal)."
-                )
-        for name in ("loss_scale_window", "hysteresis"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-        if self.initial_loss_scale < self.min_loss_scale:
-            raise ValueError(
-                f"initial_loss_scale={self.initial_loss_scale!r} lies below min_loss_scale={self.min_loss_scale!r}."
-            )
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LossScaleConfig)}
 
 
 class LossScale:
@@ -118,7 +69,7 @@ class LossScale:
         if self.good_steps >= self.config.loss_scale_window:
             self.good_steps = 0
             self.hysteresis = self.config.hysteresis
-            self.scale = min(self.scale * 2, _HIGHEST)
+            self.scale = min(self.scale * 2, HIGHEST)
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters."""

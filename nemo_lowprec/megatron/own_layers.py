@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_lowprec.comm import reduce_amax
-from nemo_lowprec.compute import check_attention, choose_backend, convert_layers, prefer_attention, revert_layers
+from nemo_lowprec.compute import (
+    check_attention,
+    choose_backend,
+    convert_layers,
+    new_histories,
+    new_weight_scales,
+    prefer_attention,
+    revert_layers,
+)
 from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.megatron.chunks import cast_parameters
 from nemo_lowprec.megatron.settings import MegatronSettings
@@ -42,8 +50,8 @@ class OwnLayers:
         self.backend = backend
         self._first = True
         revert_layers(module)  # those of an earlier stage of the same Trainer
-        self.histories = recipe.histories() if recipe is not None else None
-        self.weight_scales = recipe.weight_scales() if recipe is not None else None
+        self.histories = new_histories(recipe)
+        self.weight_scales = new_weight_scales(recipe)
         fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
         self.conversion = convert_layers(
             module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad, self.weight_scales

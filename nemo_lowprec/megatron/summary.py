@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from nemo_lowprec.compute import Conversion, Recipe, describe_layers
+from nemo_lowprec.compute import Conversion, describe_layers
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.options import Recipe
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.own_layers import OwnLayers

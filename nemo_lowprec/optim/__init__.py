@@ -2,7 +2,6 @@
 
 from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
-from nemo_lowprec.optim.options import LowBitOptions
 from nemo_lowprec.optim.storage import StateFormats
 
-__all__ = ["Adam", "AdamW", "LowBitOptions", "LowBitStates", "StateFormats", "adopt", "check_adoptable", "release"]
+__all__ = ["Adam", "AdamW", "LowBitStates", "StateFormats", "adopt", "check_adoptable", "release"]

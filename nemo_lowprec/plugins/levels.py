@@ -8,10 +8,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
-from nemo_lowprec.compute import LayerFilter, Recipe
-from nemo_lowprec.grads import LossScaleConfig
-from nemo_lowprec.optim import LowBitOptions
-from nemo_lowprec.options import option_defaults
+from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["LEVELS"]

@@ -6,9 +6,7 @@ import pytest
 
 import nemo_lowprec
 from nemo_lowprec.chart import CHART, COLUMNS, get_level
-from nemo_lowprec.compute import LayerFilter, Recipe
-from nemo_lowprec.grads import LossScaleConfig
-from nemo_lowprec.optim import LowBitOptions
+from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe
 
 TABLE = """
 | fp16_amp | FP16 | FP32 | FP32 | – | FP32 | FP32+FP32 |

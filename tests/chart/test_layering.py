@@ -12,9 +12,9 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "formats"},
+    {"chart", "arguments", "options", "formats"},
     COLUMNS,
-    {"engine", "checkpoint", "late_optimizers", "options"},
+    {"engine", "checkpoint", "late_optimizers"},
     {"megatron"},
     {"plugins", "msamp", "plain_loop"},
     {"strategies"},

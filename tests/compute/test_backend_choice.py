@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from nemo_lowprec.compute import Recipe, choose_backend
+from nemo_lowprec.compute import choose_backend
+from nemo_lowprec.options import Recipe
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")

@@ -9,24 +9,24 @@ from torch import nn
 
 from nemo_lowprec.compute import (
     Conversion,
-    LayerFilter,
     LowPrecisionLayerNorm,
     LowPrecisionLinear,
     LowPrecisionRMSNorm,
-    Recipe,
     ReferenceBackend,
     convert_layers,
     is_converted,
     revert_layers,
 )
+from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3
+from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 
 
 def convert(model, scaling="current", half_backend=None, histories=None, **layers) -> Conversion:
     recipe = Recipe(scaling, fp8="e4m3")
-    histories = recipe.histories() if histories is None else histories
+    histories = new_histories(recipe) if histories is None else histories
     return convert_layers(model, HALF, recipe, ReferenceBackend(), half_backend, LayerFilter(**layers), histories)
 
 
@@ -140,7 +140,7 @@ def test_a_model_that_is_a_single_layer_is_converted():
 
 
 def test_every_operand_but_the_weight_gets_a_column_of_the_histories():
-    model, histories = Net(), Recipe("delayed").histories()
+    model, histories = Net(), new_histories(Recipe("delayed"))
     convert(model, "delayed", histories=histories)
     assert list(histories.slots) == [f"{n}.{k}" for n in ("up", "down") for k in ("input", "grad_output")]
     model(TOKENS).sum().backward()
@@ -236,7 +236,7 @@ def test_without_a_recipe_nothing_becomes_fp8_and_norms_stay():
 
 
 def test_a_deep_copy_works_and_is_independent():
-    model, histories = Net(), Recipe("delayed").histories()
+    model, histories = Net(), new_histories(Recipe("delayed"))
     convert(model, "delayed", histories=histories)
     model(TOKENS).sum().backward()
     histories.update()

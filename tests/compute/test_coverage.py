@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, as_text, convert_layers
+from nemo_lowprec.compute import ReferenceBackend, as_text, convert_layers
 from nemo_lowprec.compute.coverage import as_patterns, groups_of, too_little
 from nemo_lowprec.compute.layers_table import layers_table
+from nemo_lowprec.options import LayerFilter, Recipe
 
 
 def groups(model, **layers):

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_lowprec.compute import LayerFilter, LowPrecisionConv1D, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.compute import LowPrecisionConv1D, ReferenceBackend, convert_layers
 from nemo_lowprec.compute.double_backward import _values
+from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3, CastTensor, ScaledTensor
+from nemo_lowprec.options import LayerFilter, Recipe
 
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
@@ -22,7 +24,7 @@ INPUT_BOUND = {"nvfp4": 0.2, None: HALF_BOUND}
 def convert(module, scaling, **options):
     options = {"fp8": "e4m3" if scaling in ("mxfp8", "nvfp4") else "hybrid", **options}
     recipe = None if scaling is None else Recipe(scaling, **options)
-    histories = None if recipe is None else recipe.histories()
+    histories = None if recipe is None else new_histories(recipe)
     half = ReferenceBackend() if recipe is None else None
     convert_layers(module, HALF, recipe, ReferenceBackend(), half, LayerFilter(), histories)
     return module
@@ -69,7 +71,7 @@ def test_second_derivatives_are_those_of_a_linear_layer(scaling, is_leaf, shape,
 @pytest.mark.parametrize("rows", [16, 2064])
 def test_saved_values_are_those_that_the_weight_gradient_is_computed_from(scaling, rows):
     recipe = Recipe(scaling, fp8="e4m3")
-    backend, kind, dy = ReferenceBackend(), recipe.operand("input"), recipe.operand("grad_output")
+    backend, kind, dy = ReferenceBackend(), operand_of(recipe, "input"), operand_of(recipe, "grad_output")
     saved = backend.quantize(values(rows, 128), kind, rowwise=False, columnwise=True, record=False)
     got = _values(backend, saved, rows, kind, torch.float32, torch.device("cpu"))
     grad = backend.quantize(values(rows, 64, seed=2), dy, rowwise=False, columnwise=True, record=False)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.compute import ReferenceBackend, convert_layers
+from nemo_lowprec.options import LayerFilter, Recipe
 
 
 class Block(nn.Module):

@@ -8,8 +8,10 @@ import torch
 from numerics import nearest_even, sqnr
 from torch import nn
 
-from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.compute import ReferenceBackend, convert_layers
+from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import BlockScaled, dequantize_blocks
+from nemo_lowprec.options import LayerFilter, Recipe
 
 # Rounding to a mantissa of m bits leaves about 6.02 m + 13.5 dB of a normal sample: 31.5 for E4M3, 25.5 for E5M2,
 # and the noise of two operands adds up. E2M1 with E4M3 scales has about 20, less 3 where it rounds stochastically.
@@ -50,7 +52,7 @@ def gemms(recipe, x, w, dy):
     with torch.no_grad():
         layer.weight.copy_(w)
     model = nn.Sequential(layer)
-    convert_layers(model, torch.bfloat16, recipe, ReferenceBackend(), None, LayerFilter(), recipe.histories())
+    convert_layers(model, torch.bfloat16, recipe, ReferenceBackend(), None, LayerFilter(), new_histories(recipe))
     x = x.clone().requires_grad_()
     out = model(x)
     out.backward(dy)
@@ -121,7 +123,7 @@ def test_each_gemm_multiplies_exactly_the_values_of_its_recipe(scaling, fp8, vec
 def test_nvfp4_rotates_both_operands_of_wgrad_by_hadamard_matrices_of_16(kind):
     x = operands(4, spread=1.0)[0]
     recipe, backend = Recipe("nvfp4", fp8="e4m3"), ReferenceBackend()
-    part = backend.quantize(x, recipe.operand(kind), rowwise=False, columnwise=True, record=False).columnwise
+    part = backend.quantize(x, operand_of(recipe, kind), rowwise=False, columnwise=True, record=False).columnwise
     got = dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout)).double()
     signs = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
     rotation = torch.tensor(signs, dtype=torch.float64) / 4  # orthogonal: it cancels in the product
@@ -149,7 +151,7 @@ def test_nvfp4_weights_are_rounded_once_for_both_gemms_and_gradients_at_random()
 def test_delayed_scaling_multiplies_with_the_scales_of_the_history():
     recipe = Recipe("delayed", fp8_margin=1, fp8_amax_history_len=4)
     layer = nn.Linear(K, N, bias=False)
-    model, histories = nn.Sequential(layer), recipe.histories()
+    model, histories = nn.Sequential(layer), new_histories(recipe)
     convert_layers(model, torch.bfloat16, recipe, ReferenceBackend(), None, LayerFilter(), histories)
     x, w, dy = operands(3)
     with torch.no_grad():

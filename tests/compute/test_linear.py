@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from nemo_lowprec.compute import (
     OPERANDS,
     GemmPlan,
-    LayerFilter,
     LowPrecisionConv1D,
     LowPrecisionLinear,
-    Recipe,
     ReferenceBackend,
     convert_layers,
 )
+from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.options import LayerFilter, Recipe
 
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
@@ -37,7 +37,7 @@ def make(scaling="delayed", bias=True, dtype=torch.float32, half=HALF, **options
 
 def convert(module, scaling="delayed", half=HALF, **options):
     r = recipe(scaling, **options)
-    histories = r.histories()
+    histories = new_histories(r)
     convert_layers(module, half, r, ReferenceBackend(), None, LayerFilter(), histories)
     return module, histories
 
@@ -548,7 +548,7 @@ def test_half_layers_round_operands_and_results_and_accumulate_in_fp32():
 def test_a_conv1d_stored_in_fp8_computes_what_the_linear_layer_does():
     weight = ScaledTensor.from_float(torch.randn(48, 64, generator=torch.Generator().manual_seed(3)), E4M3, HALF)
     current = recipe("current")
-    operands = {kind: current.operand(kind) for kind in OPERANDS}
+    operands = {kind: operand_of(current, kind) for kind in OPERANDS}
     results = []
     for cls, stored in ((LowPrecisionLinear, weight), (LowPrecisionConv1D, weight.transposed())):
         layer = nn.Linear(64, 48, bias=False)

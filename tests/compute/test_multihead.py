@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from nemo_lowprec.compute import (
-    LayerFilter,
     LowPrecisionLinear,
     LowPrecisionMultiheadAttention,
-    Recipe,
     ReferenceBackend,
     convert_layers,
     is_converted,
     revert_layers,
 )
+from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3, CastTensor, ScaledTensor
+from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 SIZE, HEADS, BATCH, QUERIES, KEYS = 32, 4, 3, 5, 7
@@ -26,7 +26,7 @@ SIZE, HEADS, BATCH, QUERIES, KEYS = 32, 4, 3, 5, 7
 
 def convert(model, scaling="current", histories=None, half_backend=None, **layers):
     recipe = Recipe(scaling) if scaling else None
-    histories = recipe.histories() if recipe and histories is None else histories
+    histories = new_histories(recipe) if recipe and histories is None else histories
     return convert_layers(model, HALF, recipe, ReferenceBackend(), half_backend, LayerFilter(**layers), histories)
 
 
@@ -221,7 +221,7 @@ def test_weights_that_are_stored_in_low_precision_are_projected_with(store):
 
 
 def test_every_weight_has_its_operands_in_the_histories():
-    model, histories = block(nn.TransformerDecoderLayer), Recipe("delayed").histories()
+    model, histories = block(nn.TransformerDecoderLayer), new_histories(Recipe("delayed"))
     result = convert(model, "delayed", histories=histories)
     assert result.weights == [
         "self_attn.in_proj_weight", "self_attn.out_proj.weight", "multihead_attn.in_proj_weight",

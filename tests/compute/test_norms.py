@@ -4,14 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_lowprec.compute import (
-    LayerFilter,
-    LowPrecisionRMSNorm,
-    Recipe,
-    ReferenceBackend,
-    convert_layers,
-    revert_layers,
-)
+from nemo_lowprec.compute import LowPrecisionRMSNorm, ReferenceBackend, convert_layers, revert_layers
+from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 

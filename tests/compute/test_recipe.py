@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.compute import OPERANDS, Recipe
+from nemo_lowprec.compute import OPERANDS
+from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3, E5M2, ScaledTensor
+from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LEVELS
 
 
@@ -54,7 +56,7 @@ def test_a_bad_value_is_a_value_error_that_names_it(name, value):
 @pytest.mark.parametrize("margin", [-1, 8])
 @pytest.mark.parametrize("kind", OPERANDS)
 def test_the_largest_margins_keep_most_of_a_tensor(scaling, margin, kind):
-    operand = Recipe(scaling, fp8_margin=margin).operand(kind)
+    operand = operand_of(Recipe(scaling, fp8_margin=margin), kind)
     values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
     read = ScaledTensor.from_float(values, operand.fmt, torch.float32, operand.margin).dequantize()
     assert (read - values).norm() < 0.1 * values.norm()
@@ -70,19 +72,19 @@ def test_every_level_refuses_a_margin_that_leaves_nothing(name, margin):
 def test_mxfp8_refuses_hybrid_and_says_what_to_use():
     with pytest.raises(ValueError, match=r"fp8='hybrid' diverges with MXFP8.*Use fp8='e4m3'"):
         Recipe("mxfp8", fp8="hybrid")
-    assert Recipe("mxfp8", fp8="e4m3").operand("grad_output").fmt is E4M3
+    assert operand_of(Recipe("mxfp8", fp8="e4m3"), "grad_output").fmt is E4M3
 
 
 def test_formats_of_the_operands():
-    assert [Recipe("delayed").operand(kind).fmt for kind in OPERANDS] == [E4M3, E4M3, E5M2]
-    assert [Recipe("delayed", fp8="e4m3").operand(kind).fmt for kind in OPERANDS] == [E4M3] * 3
+    assert [operand_of(Recipe("delayed"), kind).fmt for kind in OPERANDS] == [E4M3, E4M3, E5M2]
+    assert [operand_of(Recipe("delayed", fp8="e4m3"), kind).fmt for kind in OPERANDS] == [E4M3] * 3
 
 
 def test_blocks_of_the_operands():
     sizes = {
         scaling: [
             (layout.rows, layout.cols) if layout else None
-            for layout in (Recipe(scaling, fp8="e4m3").operand(kind).layout for kind in OPERANDS)
+            for layout in (operand_of(Recipe(scaling, fp8="e4m3"), kind).layout for kind in OPERANDS)
         ]
         for scaling in ("delayed", "current", "blockwise", "mxfp8", "nvfp4")
     }
@@ -97,9 +99,9 @@ def test_blocks_of_the_operands():
 
 def test_only_delayed_scaling_keeps_histories_and_they_get_the_arguments():
     histories = Recipe("delayed", fp8_margin=1, fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", interval=3)
-    table = histories.histories()
+    table = new_histories(histories)
     assert (table.margin, table.history_len, table.algo, table.interval) == (1, 7, "most_recent", 3)
-    assert all(Recipe(s, fp8="e4m3").histories() is None for s in ("current", "blockwise", "mxfp8", "nvfp4"))
+    assert all(new_histories(Recipe(s, fp8="e4m3")) is None for s in ("current", "blockwise", "mxfp8", "nvfp4"))
 
 
 def test_flags_may_be_a_list_and_recipes_are_equal_by_value():

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_lowprec.compute import LayerFilter, Recipe, ReferenceBackend, convert_layers
+from nemo_lowprec.compute import ReferenceBackend, convert_layers
+from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.options import LayerFilter, Recipe
 
 
 class Counting(ReferenceBackend):
@@ -39,7 +41,7 @@ class Block(nn.Module):
 
 def converted(scaling, apart=False, **arguments):
     recipe, backend, block = Recipe(scaling, **arguments), Counting(), Block(apart)
-    histories = recipe.histories()
+    histories = new_histories(recipe)
     convert_layers(block, torch.bfloat16, recipe, backend, None, LayerFilter(), histories)
     return block, backend, histories
 

@@ -10,7 +10,7 @@ from torch import nn
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend, half_matmul
 from nemo_lowprec.compute.backends.te import TEBackend
-from nemo_lowprec.compute.recipe import Recipe
+from nemo_lowprec.options import Recipe
 
 
 def test_backends_import_neither_te_nor_triton():

@@ -9,15 +9,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from nemo_lowprec.compute import (
-    LayerFilter,
-    LowPrecisionConv1D,
-    LowPrecisionLinear,
-    Recipe,
-    ReferenceBackend,
-    convert_layers,
-    revert_layers,
-)
+from nemo_lowprec.compute import LowPrecisionConv1D, LowPrecisionLinear, ReferenceBackend, convert_layers, revert_layers
+from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
 TOKENS = torch.arange(64).view(2, 32)
@@ -43,7 +37,7 @@ def gpt2():
 def convert(model, scaling="current", half_backend=None, **layers):
     recipe = Recipe(scaling, fp8="e4m3")
     return convert_layers(
-        model, HALF, recipe, ReferenceBackend(), half_backend, LayerFilter(**layers), recipe.histories()
+        model, HALF, recipe, ReferenceBackend(), half_backend, LayerFilter(**layers), new_histories(recipe)
     )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from nemo_lowprec.compute.backends import BACKENDS
 from nemo_lowprec.compute.backends.base import Quantized
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionLinear
-from nemo_lowprec.compute.recipe import OPERANDS, Recipe
+from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaled, ScaledTensor, decode, dequantize_blocks
+from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -37,13 +38,13 @@ def backend_of(name, recipe):
 
 def operands_of(recipe):
     """The operands of one layer, with histories on the GPU where the recipe has them."""
-    histories = recipe.histories()
+    histories = new_histories(recipe)
     slots = dict.fromkeys(OPERANDS)
     if histories is not None:
         histories.to(torch.device("cuda"))
-        histories.add_all({kind: recipe.operand(kind).fmt for kind in OPERANDS})
+        histories.add_all({kind: operand_of(recipe, kind).fmt for kind in OPERANDS})
         slots = histories.slots
-    return {kind: recipe.operand(kind, slots[kind]) for kind in OPERANDS}, histories
+    return {kind: operand_of(recipe, kind, slots[kind]) for kind in OPERANDS}, histories
 
 
 def make(*shape, dtype=HALF, seed=0):

@@ -25,7 +25,8 @@ from support import (
 )
 from torch import nn
 
-from nemo_lowprec.compute import BACKENDS, Recipe
+from nemo_lowprec.compute import BACKENDS
+from nemo_lowprec.options import Recipe
 from nemo_lowprec.report import Audit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

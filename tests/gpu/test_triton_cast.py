@@ -6,9 +6,10 @@ from support import kernels_or_skip
 
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
-from nemo_lowprec.compute.recipe import Recipe
+from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, ScaledTensor, cast, compute_amax, compute_scale
 from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -136,12 +137,12 @@ def test_backend_quantizes_as_the_reference(scaling, record):
     recipe = Recipe(scaling, fp8_amax_history_len=4, fp8_margin=1)
     results = []
     for backend in (ReferenceBackend(), ScaledMMBackend()):
-        histories = recipe.histories()
+        histories = new_histories(recipe)
         slot = None
         if histories is not None:
             histories.to(torch.device("cuda"))
             slot = histories.add("x", E5M2)
-        operand = recipe.operand("grad_output", slot)
+        operand = operand_of(recipe, "grad_output", slot)
         seen = []
         for step in range(3):
             for micro in range(2):
@@ -166,7 +167,7 @@ def test_backend_quantizes_as_the_reference(scaling, record):
 def test_warm_slot_is_one_kernel_and_no_sync(kernels):
     histories = DelayedScaling(history_len=2)
     histories.to(torch.device("cuda"))
-    operand = Recipe("delayed").operand("input", histories.add("x", E4M3))
+    operand = operand_of(Recipe("delayed"), "input", histories.add("x", E4M3))
     x, backend = make((256, 256), torch.bfloat16), ScaledMMBackend()
     for _ in range(2):
         backend.quantize(x, operand, rowwise=True, columnwise=True, record=True)
@@ -187,10 +188,10 @@ def test_warm_slot_is_one_kernel_and_no_sync(kernels):
 def test_weights_of_any_dtype(kernels):
     weight = torch.nn.Parameter(make((64, 32), torch.float32))
     q = ScaledMMBackend().quantize(
-        weight, Recipe("current").operand("weight"), rowwise=True, columnwise=True, record=True
+        weight, operand_of(Recipe("current"), "weight"), rowwise=True, columnwise=True, record=True
     )
     expected = ReferenceBackend().quantize(
-        weight.detach(), Recipe("current").operand("weight"), rowwise=True, columnwise=True, record=True
+        weight.detach(), operand_of(Recipe("current"), "weight"), rowwise=True, columnwise=True, record=True
     )
     assert_same(q.rowwise.data, expected.rowwise.data)
     assert not q.rowwise.data.requires_grad

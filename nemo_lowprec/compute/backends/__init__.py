@@ -10,7 +10,7 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.backends.te import TEBackend
-from nemo_lowprec.compute.recipe import Recipe
+from nemo_lowprec.options import Recipe
 
 __all__ = ["BACKENDS", "Backend", "choose_backend"]
 

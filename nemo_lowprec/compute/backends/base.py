@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _get_tracing_state
 
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import ScaledTensor
 from nemo_lowprec.formats.block import BlockLayout
+from nemo_lowprec.options import Recipe
 
 __all__ = ["Backend", "Part", "Quantized", "is_transformed", "rms_norm"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Backend, Part, Quantized
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import (
     BlockScaled,
     ScaledTensor,
@@ -22,6 +22,7 @@ from nemo_lowprec.formats import (
     dequantize_blocks,
     quantize_blocks,
 )
+from nemo_lowprec.options import Recipe
 
 __all__ = ["ReferenceBackend"]
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Part, Quantized
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.options import Recipe
 
 __all__ = ["ScaledMMBackend", "half_matmul"]
 

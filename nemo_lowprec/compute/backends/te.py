@@ -24,9 +24,10 @@ from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed, rms_norm
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import FloatFormat, ScaledTensor, Slot, compute_amax, compute_scale
 from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.options import Recipe
 
 __all__ = ["TEBackend"]
 

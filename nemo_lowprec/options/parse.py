@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
-from nemo_lowprec.compute import ATTENTION, BACKENDS, LayerFilter, Recipe
-from nemo_lowprec.grads import LossScaleConfig
-from nemo_lowprec.optim import LowBitOptions
+from nemo_lowprec.options.layers import LayerFilter
+from nemo_lowprec.options.loss_scale import LossScaleConfig
+from nemo_lowprec.options.low_bit import LowBitOptions
+from nemo_lowprec.options.recipe import Recipe
 
-__all__ = ["Options", "option_defaults", "parse_options"]
+__all__ = ["ATTENTION", "BACKEND_NAMES", "Options", "option_defaults", "parse_options"]
+
+BACKEND_NAMES = ("te", "torch", "reference")  # the order in which ``auto`` tries them
+ATTENTION = ("auto", "cudnn")
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         # Hydra and JSON know lists only.
         values["override_linear_precision"] = tuple(flags) if hasattr(flags, "__iter__") else flags
         recipe = Recipe(level.scaling, **arguments, **pick(Recipe.arguments(level)))
-        if values["backend"] != "auto" and values["backend"] not in BACKENDS:
-            raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKENDS)}.")
+        if values["backend"] != "auto" and values["backend"] not in BACKEND_NAMES:
+            raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKEND_NAMES)}.")
         if values["attention"] not in ATTENTION:
             raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
     low_bit = LowBitOptions(**pick(LowBitOptions.arguments())) if level.is_low_bit else LowBitOptions()

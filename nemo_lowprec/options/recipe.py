@@ -1,8 +1,4 @@
-"""The FP8 recipe: which formats and scales the operands of a linear layer's three GEMMs get.
-
-    fprop   output      [M, N] = input [M, K] @ weight [N, K].T
-    dgrad   grad_input  [M, K] = grad_output [M, N] @ weight [N, K]
-    wgrad   grad_weight [N, K] = grad_output [M, N].T @ input [M, K]
+"""Arguments of a level's low-precision GEMMs.
 
 Argument names are NeMo's (``fp8``, ``fp8_margin``, ...) and Accelerate's (``interval``,
 ``override_linear_precision``).
@@ -14,17 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.compute.weight_scales import WeightScales
-from nemo_lowprec.formats.block import MX_32, NVFP4_ROW_16, NVFP4_SQUARE_16, ROW_128, SQUARE_128, BlockLayout
-from nemo_lowprec.formats.delayed import DelayedScaling, Slot
-from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
 
-__all__ = ["FEATURE_MULTIPLE", "OPERANDS", "Operand", "Recipe"]
-
-OPERANDS = ("input", "weight", "grad_output")
-
-# in_features and out_features must be multiples of this; rows are padded.
-FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+__all__ = ["Recipe"]
 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
@@ -49,33 +36,6 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "mxfp8": {"fp8": "e4m3"},
     "nvfp4": {},
 }
-
-_LAYOUTS: dict[str, dict[str, BlockLayout]] = {
-    "blockwise": {"input": ROW_128, "weight": SQUARE_128, "grad_output": ROW_128},
-    "mxfp8": {"input": MX_32, "weight": MX_32, "grad_output": MX_32},
-    "nvfp4": {"input": NVFP4_ROW_16, "weight": NVFP4_SQUARE_16, "grad_output": NVFP4_ROW_16},
-}
-
-
-@dataclass
-class Operand:
-    """How one operand of a layer's GEMMs is quantized.
-
-    Attributes:
-        kind: ``input``, ``weight`` or ``grad_output``.
-        scaling: the recipe's way of scaling.
-        fmt: the 8-bit format (NVFP4 elements are E2M1 whatever this says).
-        margin: per-tensor scales are divided by 2**margin.
-        layout: the blocks, where scales are per block.
-        slot: amax history and scale, for delayed scaling; a weight's is a ``WeightScale``.
-    """
-
-    kind: str
-    scaling: str
-    fmt: FloatFormat
-    margin: int = 0
-    layout: BlockLayout | None = None
-    slot: Any = None
 
 
 @dataclass(frozen=True)
@@ -142,24 +102,3 @@ class Recipe:
             args["fp8_params"] = False
         args["override_linear_precision"] = (False, False, False)
         return args
-
-    def operand(self, kind: str, slot: Slot | None = None) -> Operand:
-        """How the operand ``kind`` of a layer is quantized."""
-        fmt = E5M2 if kind == "grad_output" and self.fp8 == "hybrid" else E4M3
-        layout = _LAYOUTS[self.scaling][kind] if self.scaling in _LAYOUTS else None
-        return Operand(kind, self.scaling, fmt, self.fp8_margin, layout, slot)
-
-    def histories(self) -> DelayedScaling | None:
-        """A new table of amax histories, for delayed scaling. Weights have none."""
-        if self.scaling != "delayed":
-            return None
-        return DelayedScaling(
-            self.fp8_amax_history_len,
-            self.fp8_amax_compute_algo,  # type: ignore[arg-type]
-            self.fp8_margin,
-            self.interval,
-        )
-
-    def weight_scales(self) -> WeightScales | None:
-        """A new table of the scales of weights, for delayed scaling."""
-        return WeightScales(self.operand("weight").fmt, self.fp8_margin) if self.scaling == "delayed" else None

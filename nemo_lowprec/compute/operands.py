@@ -1,0 +1,81 @@
+"""Which formats and scales the operands of a linear layer's three GEMMs get by the recipe.
+
+fprop   output      [M, N] = input [M, K] @ weight [N, K].T
+dgrad   grad_input  [M, K] = grad_output [M, N] @ weight [N, K]
+wgrad   grad_weight [N, K] = grad_output [M, N].T @ input [M, K]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_lowprec.compute.weight_scales import WeightScales
+from nemo_lowprec.formats.block import MX_32, NVFP4_ROW_16, NVFP4_SQUARE_16, ROW_128, SQUARE_128, BlockLayout
+from nemo_lowprec.formats.delayed import DelayedScaling, Slot
+from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
+from nemo_lowprec.options import Recipe
+
+__all__ = ["FEATURE_MULTIPLE", "OPERANDS", "Operand", "new_histories", "new_weight_scales", "operand_of"]
+
+OPERANDS = ("input", "weight", "grad_output")
+
+# in_features and out_features must be multiples of this; rows are padded.
+FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+
+_LAYOUTS: dict[str, dict[str, BlockLayout]] = {
+    "blockwise": {"input": ROW_128, "weight": SQUARE_128, "grad_output": ROW_128},
+    "mxfp8": {"input": MX_32, "weight": MX_32, "grad_output": MX_32},
+    "nvfp4": {"input": NVFP4_ROW_16, "weight": NVFP4_SQUARE_16, "grad_output": NVFP4_ROW_16},
+}
+
+
+@dataclass
+class Operand:
+    """How one operand of a layer's GEMMs is quantized.
+
+    Attributes:
+        kind: ``input``, ``weight`` or ``grad_output``.
+        scaling: the recipe's way of scaling.
+        fmt: the 8-bit format (NVFP4 elements are E2M1 whatever this says).
+        margin: per-tensor scales are divided by 2**margin.
+        layout: the blocks, where scales are per block.
+        slot: amax history and scale, for delayed scaling; a weight's is a ``WeightScale``.
+    """
+
+    kind: str
+    scaling: str
+    fmt: FloatFormat
+    margin: int = 0
+    layout: BlockLayout | None = None
+    slot: Any = None
+
+
+def operand_of(recipe: Recipe, kind: str, slot: Slot | None = None) -> Operand:
+    """How the operand ``kind`` of a layer is quantized.
+
+    Args:
+        slot: amax history and scale of this operand, for delayed scaling.
+    """
+    fmt = E5M2 if kind == "grad_output" and recipe.fp8 == "hybrid" else E4M3
+    layout = _LAYOUTS[recipe.scaling][kind] if recipe.scaling in _LAYOUTS else None
+    return Operand(kind, recipe.scaling, fmt, recipe.fp8_margin, layout, slot)
+
+
+def new_histories(recipe: Recipe | None) -> DelayedScaling | None:
+    """An empty table of amax histories, for delayed scaling; weights have none."""
+    if recipe is None or recipe.scaling != "delayed":
+        return None
+    return DelayedScaling(
+        recipe.fp8_amax_history_len,
+        recipe.fp8_amax_compute_algo,  # type: ignore[arg-type]
+        recipe.fp8_margin,
+        recipe.interval,
+    )
+
+
+def new_weight_scales(recipe: Recipe | None) -> WeightScales | None:
+    """An empty table of the scales of weights, for delayed scaling."""
+    if recipe is None or recipe.scaling != "delayed":
+        return None
+    return WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
