@@ -12,10 +12,8 @@ from torch.utils.data import DataLoader, Subset
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.loader import Batch, ResumableLoader, SizedDataset, validation_loader
 from nemo_lowprec.data.packed import PackedDataset
-from nemo_lowprec.data.prepare import PreparedData, open_prepared, prepare_data
+from nemo_lowprec.data.prepare import DEFAULT_VOCAB_SIZE, PreparedData, is_prepared, open_prepared, prepare_data
 from nemo_lowprec.data.tokenizer import check_vocab_size, load_tokenizer
-
-_DEFAULT_VOCAB_SIZE = 8192
 
 
 class TextDataModule(LightningDataModule):
@@ -32,14 +30,16 @@ class TextDataModule(LightningDataModule):
         data_dir: Prepared folder. It is prepared by the first process of each node if it does not
             exist.
         source: What to prepare it from (see `prepare_data`); None: the Python standard library.
-        vocab_size: Number of ids. For preparing, the size of the tokenizer to train (None: 8192).
-            With prefixes, that of the data's tokenizer; None needs a `tokenizer.json` beside them.
+        vocab_size: Number of ids; None: that of the prepared data. Where `data_dir` is still to be
+            prepared, the size of the tokenizer to train (None: 8192). With prefixes, that of the
+            data's tokenizer; None needs a `tokenizer.json` beside them.
         seq_length: Tokens of one sample.
         micro_batch_size: Samples of one batch on one rank.
         num_workers: Processes that read ahead, for training and for validation each; 0: none.
-        seed: Of the split, and of the order of documents and samples.
-        validation_fraction: Fraction of the source's files that preparing keeps for validation.
-        max_bytes: Prepares only so many bytes of the source; None: all.
+        seed: Of the order of documents and samples. (The split has its own, in `prepare_data`.)
+        validation_fraction: Fraction of the source's files that preparing keeps for validation;
+            None: that of the prepared data, or 0.02.
+        max_bytes: Prepares only so many bytes of the source; None: as the data are prepared, or all.
         train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data
             to use in place of `data_dir`.
         validation_prefix: The same of the validation data.
@@ -62,7 +62,7 @@ class TextDataModule(LightningDataModule):
         micro_batch_size: int = 4,
         num_workers: int = 0,
         seed: int = 0,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         max_bytes: int | None = None,
         train_prefix: str | Path | None = None,
         validation_prefix: str | Path | None = None,
@@ -72,8 +72,8 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
         if self._prefixes is None:
-            vocab_size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
-            check_vocab_size(vocab_size)
+            if vocab_size is not None:
+                check_vocab_size(vocab_size)
         elif vocab_size is None and not _tokenizer_beside(self._prefixes[0]).is_file():
             raise ValueError(
                 f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, "
@@ -105,9 +105,11 @@ class TextDataModule(LightningDataModule):
         """
         if self.prepared is not None:
             return self.prepared.vocab_size
-        if self._vocab_size is None:
+        if self._vocab_size is not None:
+            return self._vocab_size
+        if self._prefixes is not None:
             return int(self.tokenizer.get_vocab_size())
-        return self._vocab_size
+        return open_prepared(self.data_dir).vocab_size if is_prepared(self.data_dir) else DEFAULT_VOCAB_SIZE
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -132,9 +134,8 @@ class TextDataModule(LightningDataModule):
             prepare_data(
                 self.data_dir,
                 source=self.source,
-                vocab_size=self._vocab_size or _DEFAULT_VOCAB_SIZE,
+                vocab_size=self._vocab_size,
                 validation_fraction=self.validation_fraction,
-                seed=self.seed,
                 max_bytes=self.max_bytes,
             )
 

@@ -47,6 +47,15 @@ log = logging.getLogger(__name__)
 
 _RECORD = "prepared.json"
 _FORMAT = 1
+DEFAULT_VOCAB_SIZE = 8192
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": DEFAULT_VOCAB_SIZE,
+    "validation_fraction": 0.02,
+    "seed": 0,
+    "max_bytes": None,
+    "text_field": "text",
+    "tokenizer_bytes": 8_000_000,
+}
 _NOTHING_LEFT = "; nothing is left of it."
 
 
@@ -101,18 +110,19 @@ class PreparedData:
 def prepare_data(
     out_dir: str | Path,
     source: str | Path | None = None,
-    vocab_size: int = 8192,
-    validation_fraction: float = 0.02,
-    seed: int = 0,
+    vocab_size: int | None = None,
+    validation_fraction: float | None = None,
+    seed: int | None = None,
     max_bytes: int | None = None,
-    text_field: str = "text",
-    tokenizer_bytes: int = 8_000_000,
+    text_field: str | None = None,
+    tokenizer_bytes: int | None = None,
 ) -> PreparedData:
     """Writes `tokenizer.json`, `train.bin/.idx`, `validation.bin/.idx` and `prepared.json`.
 
-    A folder that was prepared with the same arguments from the same files is returned at once. The
-    standard library of another Python counts as the same, so that prepared data can be carried to
-    another machine; so does a source that is no longer there, if it has the same path.
+    A folder that was prepared from the same files is returned at once; an argument that is None is
+    then the one that the folder was prepared with. The standard library of another Python counts as
+    the same, so that prepared data can be carried to another machine; so does a source that is no
+    longer there, if it has the same path.
 
     A killed run leaves a folder `.NAME.*.partial` beside `out_dir`, which may be deleted.
 
@@ -121,23 +131,23 @@ def prepare_data(
         source: None: the sources of the running Python's standard library. Or a folder of text
             files, a folder of .jsonl files, or one .jsonl file. Files that are not UTF-8 are left
             out and counted in the record.
-        vocab_size: Ids of the tokenizer at most, from 257 to 2**24. Below 65500 tokens take 2 bytes on
-            disk, else 4.
+        vocab_size: Ids of the tokenizer at most, from 257 to 2**24; 8192 for a new folder. Below
+            65500 tokens take 2 bytes on disk, else 4.
         validation_fraction: Fraction of the files (one .jsonl file: of its lines) kept for
-            validation, chosen by the hash of their names. In (0, 1).
-        seed: Changes which files are for validation and which ones `max_bytes` takes.
-        max_bytes: Takes only so many bytes of documents, in hash order; None: all.
-        text_field: Key of the text in .jsonl lines.
+            validation, chosen by the hash of their names. In (0, 1); 0.02 for a new folder.
+        seed: Changes which files are for validation and which ones `max_bytes` takes; 0 for a new
+            folder.
+        max_bytes: Takes only so many bytes of documents, in hash order; all for a new folder.
+        text_field: Key of the text in .jsonl lines; `text` for a new folder.
         tokenizer_bytes: The tokenizer is trained on so many bytes of training documents, in hash
-            order.
+            order; 8,000,000 for a new folder.
 
     Raises:
         ValueError: A bad value; an empty or unreadable source; or `out_dir` holds something else,
             or data prepared from other files or with other arguments.
         NotWrittenError: A full disk, or a folder that may not be written to.
     """
-    arguments = {
-        "source": None if source is None else str(source),
+    given = {
         "vocab_size": vocab_size,
         "validation_fraction": validation_fraction,
         "seed": seed,
@@ -145,21 +155,26 @@ def prepare_data(
         "text_field": text_field,
         "tokenizer_bytes": tokenizer_bytes,
     }
-    check_vocab_size(vocab_size)
+    given = {name: value for name, value in given.items() if value is not None}
+    if vocab_size is not None:
+        check_vocab_size(vocab_size)
+    path = None if source is None else str(source)
     target = Path(os.path.abspath(out_dir))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        return _reuse(target, arguments)
+        return _reuse(target, path, given)
 
+    arguments: dict[str, Any] = {"source": path, **_DEFAULTS, **given}
+    vocab_size, seed, text_field = (arguments[name] for name in ("vocab_size", "seed", "text_field"))
     started = time.perf_counter()
     documents = list_documents(source, text_field)
     if max_bytes is not None:
         documents = limit_bytes(documents, max_bytes, seed)
-    train, validation = split_documents(documents, validation_fraction, seed)
+    train, validation = split_documents(documents, arguments["validation_fraction"], seed)
     with writing(target, _NOTHING_LEFT):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
     try:
-        tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, tokenizer_bytes)
+        tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, arguments["tokenizer_bytes"])
         tokenizer.save(str(partial / "tokenizer.json"))
         record = {
             "format": _FORMAT,
@@ -183,7 +198,7 @@ def prepare_data(
             if not target.is_dir() or not any(target.iterdir()):
                 raise
             # Another process was faster, or the folder was filled meanwhile.
-            return _reuse(target, arguments)
+            return _reuse(target, path, given)
     except Exception as error:
         raise_not_written(target, error, _NOTHING_LEFT)
         raise
@@ -248,15 +263,15 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
     return prepared
 
 
-def _reuse(target: Path, arguments: dict[str, Any]) -> PreparedData:
+def _reuse(target: Path, source: str | None, given: dict[str, Any]) -> PreparedData:
     prepared = open_prepared(target)
     recorded = prepared.record["arguments"]
     other = [
         f"{name} is {recorded.get(name)!r} there and {value!r} now"
-        for name, value in arguments.items()
-        if name != "source" and recorded.get(name) != value
+        for name, value in given.items()
+        if recorded.get(name) != value
     ]
-    other += _source_difference(prepared.record, arguments["source"])
+    other += _source_difference(prepared.record, source)
     if other:
         raise ValueError(
             f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use "

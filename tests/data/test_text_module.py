@@ -7,7 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from nemo_lowprec.data.indexed import open_indexed
 from nemo_lowprec.data.module import TextDataModule
-from nemo_lowprec.data.prepare import is_prepared
+from nemo_lowprec.data.prepare import is_prepared, prepare_data
 
 SMALL = {"vocab_size": 300, "seq_length": 16, "micro_batch_size": 4, "validation_fraction": 0.2}
 
@@ -90,6 +90,19 @@ def test_data_of_megatron_are_used_in_place(build_indexed, tmp_path):
 def test_the_tokenizer_beside_existing_data_is_found(prepared):
     data = TextDataModule(train_prefix=prepared.train_prefix, validation_prefix=prepared.validation_prefix)
     assert data.vocab_size == prepared.vocab_size
+
+
+def test_what_is_left_out_is_as_the_data_were_prepared(corpus, tmp_path):
+    options = {"vocab_size": 300, "validation_fraction": 0.3, "seed": 5, "max_bytes": 20_000}
+    prepared = prepare_data(tmp_path / "out", corpus, **options)
+    data = TextDataModule(prepared.path, corpus, seq_length=16, micro_batch_size=4, seed=1)
+    assert data.vocab_size == prepared.vocab_size  # a model may be made before the data are set up
+    data.prepare_data()
+    data.setup()
+    assert data.prepared.record == prepared.record and data.seed == 1
+    new = TextDataModule(tmp_path / "new", corpus)
+    (tmp_path / "new").mkdir()
+    assert new.vocab_size == 8192
 
 
 def test_data_prepared_otherwise_are_refused_before_training(prepared, corpus):
