@@ -13,8 +13,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-# Imports of the project are inside the functions: --help and `levels` should not wait for torch.
+# Imports are inside the functions: a command answers --help and mistakes before it loads torch.
 
 __all__ = ["main"]
 
@@ -23,9 +24,7 @@ _DESCRIPTION = "Low-precision training for PyTorch Lightning and NeMo."
 
 def _pretrain(arguments: Sequence[str]) -> None:
     """train a language model; takes Hydra overrides such as precision=fp16_mixed trainer.max_steps=400"""
-    from nemo_lowprec.conf.job import run_with_overrides
-
-    run_with_overrides(arguments)
+    _hydra("pretrain", arguments)
 
 
 def _run(arguments: Sequence[str]) -> None:
@@ -42,14 +41,13 @@ def _prepare_data(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--source", help="folder of text or .jsonl files, or one .jsonl file (default: the standard library's sources)"
     )
-    parser.add_argument("--vocab-size", type=int, default=8192, help="ids of the tokenizer (default: %(default)s)")
-    parser.add_argument(
-        "--validation-fraction", type=float, default=0.02, help="part of the files kept apart (default: %(default)s)"
-    )
+    parser.add_argument("--vocab-size", type=int, help="ids of the tokenizer (default: 8192)")
+    parser.add_argument("--validation-fraction", type=float, help="part of the files kept apart (default: 0.02)")
     parser.add_argument("--max-bytes", type=int, help="take only so much of the source (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split (default: %(default)s)")
-    parser.add_argument("--text-field", default="text", help="key of the text in .jsonl lines (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="of the split (default: 0)")
+    parser.add_argument("--text-field", help="key of the text in .jsonl lines (default: text)")
     options = vars(parser.parse_args(arguments))
+    _check_exists(options["source"])
 
     from rich.console import Console
     from rich.table import Table
@@ -74,6 +72,8 @@ def _export(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder, such as prepare-data's, to go with them")
     options = vars(parser.parse_args(arguments))
+    _check_exists(options["checkpoint"])
+    _check_exists(options["tokenizer"])
 
     from nemo_lowprec.models import export_checkpoint
 
@@ -82,33 +82,47 @@ def _export(arguments: Sequence[str]) -> None:
 
 def _audit(arguments: Sequence[str]) -> None:
     """train two steps and print what a level declares beside what is found; takes Hydra overrides"""
-    from nemo_lowprec.conf.job import audit_job, run_with_overrides
-
-    run_with_overrides(arguments, job=audit_job, command="audit")
+    _hydra("audit", arguments)
 
 
 def _plan(arguments: Sequence[str]) -> None:
     """print bytes of a process and traffic of a step, without training; takes Hydra overrides, nodes=8 gpus=8"""
-    from nemo_lowprec.conf.job import run_with_overrides
-    from nemo_lowprec.conf.plan_job import plan_job
+    _hydra("plan", arguments)
 
-    run_with_overrides(arguments, job=plan_job, command="plan", writes=False)
+
+def _hydra(command: str, arguments: Sequence[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        from nemo_lowprec.conf.help import help_of
+
+        print(help_of(command))
+        return
+    from nemo_lowprec.conf.app import run_job
+
+    run_job(command, arguments)
 
 
 def _levels(arguments: Sequence[str]) -> None:
     """print the precision chart"""
     argparse.ArgumentParser("nemo-lowprec levels", description=_summary(_levels)).parse_args(arguments)
 
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    from nemo_lowprec.chart import CHART, COLUMNS
+    from nemo_lowprec.chart import CHART
 
-    table = Table(*COLUMNS, title="Precision levels", caption="dim: declared, not available yet")
+    # 80 columns: the longest name has 38 letters.
+    headings = ("\nLevel", "\nGEMM", "\nComm", "\nWeight", "Master\nweight", "Weight\ngrad", "Optimizer\nstates")
+    table = Table(*headings, title="Precision levels", box=SIMPLE_HEAD, show_edge=False, padding=0)
+    table.caption = "*: FP8 with fp8_params=True"
     for level in CHART.values():
-        table.add_row(*level.columns().values())
-    # A table cut off at 80 columns in a pipe would lose cells.
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+        table.add_row(*(cell.replace(", FP8 with fp8_params", "*") for cell in level.columns().values()))
+    Console().print(table)
+
+
+def _check_exists(path: str | None) -> None:
+    if path is not None and not Path(path).exists():
+        raise ValueError(f"{path} does not exist.")
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -133,6 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None: the process' own.
     """
     parser = argparse.ArgumentParser("nemo-lowprec", description=_DESCRIPTION)
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and those of what it needs")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         # The subcommand reads its own --help: Hydra and nemo_run have one, too.
@@ -150,6 +165,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nemo-lowprec {chosen}: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        names = ("nemo-lowprec", "torch", "lightning", "transformers", "transformer-engine", "megatron-core")
+        for name in names:
+            try:
+                print(name, version(name))
+            except PackageNotFoundError:
+                print(name, "not installed")
+        parser.exit()
 
 
 def _is_bad_input(error: Exception) -> bool:

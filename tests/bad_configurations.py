@@ -27,7 +27,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from nemo_lowprec import strategies
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.conf.check import check_config
-from nemo_lowprec.conf.job import CONF_DIR, build
+from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.job import build
 from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
@@ -217,7 +218,7 @@ def outcome(face: str, field: str, value: Any) -> str:
 
 
 def _check_sentence(there: str, error: Exception) -> None:
-    from nemo_lowprec.conf.job import one_sentence
+    from nemo_lowprec.conf.command_line import one_sentence
 
     text = one_sentence(error) if isinstance(error, OmegaConfBaseException) else str(error)
     if not text.strip():

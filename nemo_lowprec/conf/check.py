@@ -1,8 +1,10 @@
-"""Checks a composed Hydra config before anything of it is made: every group against what its ``_target_`` takes."""
+"""Checks a composed Hydra config before anything of it is made: every group against what its ``_target_`` takes.
+
+``check_values`` needs neither torch nor Lightning, and is made first: most mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,15 +12,12 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from nemo_lowprec.arguments import Seed, Text, check_arguments, check_value
+from nemo_lowprec.arguments import RANGES, Seed, Text, check_arguments, check_value
 from nemo_lowprec.chart import CHART, get_level
-from nemo_lowprec.checks import check_processes
-from nemo_lowprec.models.architecture import check_architecture
-from nemo_lowprec.models.presets import get_preset
+from nemo_lowprec.conf.overrides import nearest
 from nemo_lowprec.options import parse_options
-from nemo_lowprec.train import check_ckpt_path
 
-__all__ = ["check_config"]
+__all__ = ["check_config", "check_values"]
 
 _VALUES: dict[str, Any] = {
     "seed": Seed,
@@ -38,6 +37,47 @@ _TAKEN = {
 _LOGGED = ("val/loss", "val/perplexity", "train/loss", "train/perplexity", "lr")
 
 
+def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
+    """Check what needs no other library: settings, arguments of the level, and ranges of values by their names.
+
+    Args:
+        cfg, complete: as for ``check_config``.
+
+    Returns:
+        The config as plain dicts and lists.
+
+    Raises:
+        TypeError: a setting or an argument that there is not.
+        ValueError: a bad value, or a setting that is missing.
+        omegaconf.errors.OmegaConfBaseException: an interpolation that cannot be resolved.
+    """
+    whole = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(whole, dict)
+    for name in whole:
+        if name not in {*_VALUES, *_GROUPS}:
+            raise TypeError(f"There is no setting {name!r}.{nearest(str(name), [*_VALUES, *_GROUPS])}")
+    for name, kind in _VALUES.items():
+        if name not in whole:
+            raise ValueError(f"{name} is missing: leave it in.")
+        check_value(name, whole[name], kind)
+    for name in _GROUPS:
+        if not isinstance(whole.get(name), dict):
+            raise ValueError(f"{name}={whole.get(name)!r} must be a choice of the group {name}.")
+    for name, instead in _TAKEN.items():
+        if name in whole["trainer"]:
+            raise TypeError(f"trainer.{name} is not read: use {instead}.")
+    _check_precision(whole["precision"])
+    for path in ("model", "data", "trainer", "trainer.strategy", "checkpoint"):
+        node = whole[path] if path in whole else whole["trainer"].get("strategy")
+        for name, value in node.items() if isinstance(node, dict) else ():
+            if value == "???":
+                if complete:
+                    raise ValueError(f"{path}.{name} is missing: add {path}.{name}=...")
+            elif name in RANGES and value is not None:  # what may be None is known to the class only
+                check_value(f"{path}.{name}", value, RANGES[name])
+    return whole  # type: ignore[return-value]
+
+
 def check_config(cfg: DictConfig, complete: bool = True) -> None:
     """Check everything that can be seen without making an object.
 
@@ -51,27 +91,15 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
         ValueError: a bad value, or a key that is missing.
         omegaconf.errors.OmegaConfBaseException: an interpolation that cannot be resolved.
     """
-    whole = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(whole, dict)
-    for name in whole:
-        if name not in {*_VALUES, *_GROUPS}:
-            raise TypeError(f"There is no setting {name!r}.{_nearest(str(name), [*_VALUES, *_GROUPS])}")
-    for name, kind in _VALUES.items():
-        if name not in whole:
-            raise ValueError(f"{name} is missing: leave it in.")
-        check_value(name, whole[name], kind)
-    for name in _GROUPS:
-        if not isinstance(whole.get(name), dict):
-            raise ValueError(f"{name}={whole.get(name)!r} must be a choice of the group {name}.")
+    from nemo_lowprec.checks import check_processes
+    from nemo_lowprec.train import check_ckpt_path
+
+    whole = check_values(cfg, complete)
     trainer = whole["trainer"]
-    for name, instead in _TAKEN.items():
-        if name in trainer:
-            raise TypeError(f"trainer.{name} is not read: use {instead}.")
     for name in _GROUPS:
         if not complete:
             whole[name] = {key: value for key, value in whole[name].items() if value != "???"}
         _check_node(name, whole[name], complete)
-    _check_precision(whole["precision"])
     _check_model(whole["model"])
     monitor = whole["checkpoint"].get("monitor")
     if monitor is not None and monitor not in _LOGGED and _is_ours(whole["model"]):
@@ -110,7 +138,7 @@ def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> No
             raise ValueError(f"{path}.{name} is missing: add {path}.{name}=...")
         if name not in names and not takes_more and target not in _levels():
             raise TypeError(
-                f"{path}.{name}: {target.__name__} got an unexpected keyword argument {name!r}.{_nearest(name, names)}"
+                f"{path}.{name}: {target.__name__} got an unexpected keyword argument {name!r}.{nearest(name, names)}"
             )
         below = [value] if isinstance(value, dict) else value if isinstance(value, list) else []
         nodes = [entry for entry in below if isinstance(entry, dict) and "_target_" in entry]
@@ -157,13 +185,11 @@ def _is_ours(node: Mapping[str, Any]) -> bool:
 def _check_model(node: Mapping[str, Any]) -> None:
     if not _is_ours(node):
         return
+    from nemo_lowprec.models.architecture import check_architecture
+    from nemo_lowprec.models.presets import get_preset
+
     config = node.get("config") or {}
     if node.get("preset") is not None:
         preset = get_preset(node["preset"])
         if config:
             check_architecture(preset.model_type, {**preset.config, **config}, "model.config.")
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    found = difflib.get_close_matches(name, names, 1)
-    return f" Did you mean {found[0]!r}?" if found else f" There are: {', '.join(names)}."

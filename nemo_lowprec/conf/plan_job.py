@@ -10,7 +10,8 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.conf.check import check_config
-from nemo_lowprec.conf.job import one_sentence, own_words
+from nemo_lowprec.conf.command_line import one_sentence
+from nemo_lowprec.conf.job import own_words
 
 if TYPE_CHECKING:
     from nemo_lowprec.report import Plan

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
 import nemo_lowprec
 from nemo_lowprec import LowPrecision
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.conf.check import check_config
-from nemo_lowprec.conf.job import CONF_DIR, build
+from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.job import build
 from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import PRESETS, CausalLM, MegatronGPT
@@ -92,6 +94,12 @@ def test_level_is_a_choice_with_the_arguments_of_its_function(name: str, tmp_pat
     defaults = {k: p.default for k, p in inspect.signature(getattr(nemo_lowprec, name)).parameters.items()}
     listed = {k: tuple(v) if isinstance(v, list) else v for k, v in plugin.options.items()}
     assert listed == defaults
+
+
+def test_the_trainer_lists_all_arguments_that_no_other_group_gives(tmp_path: Path) -> None:
+    listed = set(composed(tmp_path, "strategy=ddp").trainer) - {"_target_"}
+    elsewhere = {"precision", "plugins", "callbacks", "model_registry"}  # strategy, devices, ... are of other groups
+    assert listed == set(inspect.signature(Trainer).parameters) - elsewhere
 
 
 def test_a_timeout_is_a_node_of_its_own(tmp_path: Path) -> None:

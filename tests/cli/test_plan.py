@@ -67,7 +67,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture) -> None:
 def test_pretrain_takes_the_same_keys() -> None:
     from hydra import compose, initialize_config_dir
 
-    from nemo_lowprec.conf.job import CONF_DIR
+    from nemo_lowprec.conf.choices import CONF_DIR
     from nemo_lowprec.conf.levels import register_levels
 
     register_levels()

@@ -1,0 +1,129 @@
+"""The Hydra application around the jobs: one run, or with ``-m`` one for each combination.
+
+Nothing here imports torch: a job is imported once its config is composed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_lowprec.conf.check import check_values
+from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.command_line import CommandLine, one_sentence
+from nemo_lowprec.conf.levels import register_levels
+from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
+from nemo_lowprec.conf.sweep import SweptRun, print_sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["run_job"]
+
+_JOBS = {
+    "pretrain": ("nemo_lowprec.conf.job", "pretrain_job"),
+    "audit": ("nemo_lowprec.conf.job", "audit_job"),
+    "plan": ("nemo_lowprec.conf.plan_job", "plan_job"),
+}
+_NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
+
+
+def run_job(command: str, arguments: Sequence[str]) -> None:
+    """Run a job as a Hydra application, once or (with ``-m``) once for each combination.
+
+    Args:
+        command: ``pretrain``, ``audit`` or ``plan``.
+        arguments: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
+
+    Raises:
+        ValueError: an unknown choice of a group, or a malformed or impossible override.
+        TypeError: a setting that there is not, or an argument that the level does not take.
+    """
+    line = CommandLine.of(arguments)
+    check_overrides(line)
+    line = with_plus(line)
+    if command == "plan":
+        if line.is_multirun:
+            raise ValueError("plan writes nothing, and -m a record of its runs. Call it once for each combination.")
+        line = with_strategy(line)
+        line = replace(line, overrides=(*_NOTHING_WRITTEN, *line.overrides))
+
+    register_levels()
+    failures: list[Exception] = []
+    swept: list[SweptRun] = []
+    begun = False
+    own = sys.argv
+
+    def run(cfg: DictConfig) -> Any:
+        nonlocal begun
+        begun = True
+        # Lightning starts its other processes with this command line.
+        of_hydra, sys.argv = sys.argv, _one_run(own, command, arguments, line) if line.is_multirun else own
+        result = failure = None
+        try:
+            check_values(cfg, complete=command != "plan")
+            module, name = _JOBS[command]
+            result = getattr(importlib.import_module(module), name)(cfg)
+            return result
+        except Exception as error:
+            failure = error
+            # Of several runs Hydra says which one failed; of one run it has nothing to add to our sentence.
+            if line.is_multirun:
+                raise
+            failures.append(error)
+        finally:
+            sys.argv = of_hydra
+            if line.is_multirun:
+                settings = HydraConfig.get()
+                swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result, failure))
+
+    app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
+    try:
+        with _arguments([f"nemo-lowprec {command}", *line.arguments]):
+            app()
+        if failures:
+            raise failures[0]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, line) from error
+    except Exception as error:
+        if begun:
+            raise
+        # Nothing of ours has run: the folder of the run, or a setting of Hydra's own.
+        said = f"{type(error).__name__}: {one_sentence(error)}"
+        raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {said}") from error
+    finally:
+        print_sweep(swept)
+
+
+def _one_run(own: Sequence[str], command: str, arguments: Sequence[str], line: CommandLine) -> list[str]:
+    """The command line that repeats one run of a sweep, in that run's folder."""
+    settings = HydraConfig.get()
+    program = own[: -len(arguments)] if list(own[-len(arguments) :]) == list(arguments) else [own[0], command]
+    return [*program, *line.flags, *settings.overrides.task, f"output_dir={settings.runtime.output_dir}"]
+
+
+@contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv; and it prints and exits where an exception is wanted, unless told otherwise."""
+    saved, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = argv
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv = saved
+        if full_error is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full_error

@@ -1,0 +1,27 @@
+"""Groups of the configuration, and the choices that their folders hold: the package's own, and the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_lowprec.chart import CHART
+
+__all__ = ["CONF_DIR", "GROUPS", "choices_of", "file_of"]
+
+CONF_DIR = Path(__file__).parent
+GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
+
+
+def choices_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
+    """Names of a group's choices: levels for ``precision``, and files of the package's folder and of more folders."""
+    names = list(CHART) if group == "precision" else []
+    for folder in (CONF_DIR, *folders):
+        names += sorted(str(f.relative_to(folder / group).with_suffix("")) for f in (folder / group).rglob("*.yaml"))
+    return list(dict.fromkeys(names))
+
+
+def file_of(group: str, choice: str, folders: Sequence[Path] = ()) -> Path | None:
+    """The file of a choice: the package's, or that of the first of more folders; None for a level of the chart."""
+    files = [folder / group / f"{choice}.yaml" for folder in (CONF_DIR, *folders)]
+    return next((file for file in files if file.is_file()), None)
