@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -119,7 +120,7 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> str:
 
 _NAMED = 5  # differences of which a message tells
 _PATIENCE = timedelta(seconds=10)  # for an answer of the first process, which may wait for others as long as it may
-_meetings = 0
+_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of each group that was the default
 
 
 def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
@@ -136,13 +137,14 @@ def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
         ValueError: on every process, where two differ; naming what differs, and on which processes.
         RuntimeError: a process does not come.
     """
-    global _meetings
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    _meetings += 1
-    key = f"nemo_lowprec/meeting/{_meetings}"
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    _meetings[world_group] = _meetings.get(world_group, 0) + 1
+    key = f"nemo_lowprec/meeting/{_meetings[world_group]}"
     store.set(f"{key}/{rank}", json.dumps(dict(facts)))
     if rank == 0:
         here = _wait(store, [f"{key}/{other}" for other in range(world)], timeout)

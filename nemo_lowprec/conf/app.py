@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from nemo_lowprec.conf.choices import CONF_DIR
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
 from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
-from nemo_lowprec.conf.sweep import SweptRun, print_sweep
+from nemo_lowprec.conf.sweep import SweptRun, one_run, print_sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,18 +63,23 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     failures: list[Exception] = []
     swept: list[SweptRun] = []
     begun = False
-    own = sys.argv
+    own = (
+        sys.argv
+        if sys.argv[len(sys.argv) - len(arguments) :] == list(arguments)
+        else [sys.argv[0], command, *arguments]
+    )
 
     def run(cfg: DictConfig) -> Any:
         nonlocal begun
         begun = True
-        # Lightning starts its other processes with this command line.
-        of_hydra, sys.argv = sys.argv, _one_run(own, command, arguments, line) if line.is_multirun else own
         result = failure = None
+        # Lightning starts its other processes with this command line.
+        one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
-            check_values(cfg, complete=command != "plan")
-            module, name = _JOBS[command]
-            result = getattr(importlib.import_module(module), name)(cfg)
+            with one as argv, _arguments(argv):
+                check_values(cfg, complete=command != "plan")
+                module, name = _JOBS[command]
+                result = getattr(importlib.import_module(module), name)(cfg)
             return result
         except Exception as error:
             failure = error
@@ -83,7 +88,6 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
                 raise
             failures.append(error)
         finally:
-            sys.argv = of_hydra
             if line.is_multirun:
                 settings = HydraConfig.get()
                 swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result, failure))
@@ -104,13 +108,6 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {said}") from error
     finally:
         print_sweep(swept)
-
-
-def _one_run(own: Sequence[str], command: str, arguments: Sequence[str], line: CommandLine) -> list[str]:
-    """The command line that repeats one run of a sweep, in that run's folder."""
-    settings = HydraConfig.get()
-    program = own[: -len(arguments)] if list(own[-len(arguments) :]) == list(arguments) else [own[0], command]
-    return [*program, *line.flags, *settings.overrides.task, f"output_dir={settings.runtime.output_dir}"]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _SETTINGS = {
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
-        "nemo-lowprec pretrain precision=fp16_mixed model=gpt2_tiny trainer.max_steps=50",
+        "nemo-lowprec pretrain precision=fp16_mixed model=gpt2_tiny",
         "nemo-lowprec pretrain -m precision=bf16_mixed,msamp_o2 trainer.max_steps=50",
     ),
     "audit": ("nemo-lowprec audit precision=msamp_o2",),

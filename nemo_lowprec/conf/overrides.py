@@ -33,9 +33,12 @@ def check_overrides(line: CommandLine) -> None:
     """Check the syntax of overrides, Hydra's own settings, and the choices of the groups.
 
     Raises:
-        ValueError: a malformed override, or an unknown choice of a group.
+        ValueError: a malformed override, an unknown choice of a group, or a folder that there is not.
         TypeError: an unknown setting of Hydra's.
     """
+    for folder in line.folders or ():
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: --config-dir and hydra.searchpath take folders of YAML files.")
     for override in line.parsed:
         group, _, setting = override.key_or_group.partition(".")
         if group == "hydra" and setting.partition(".")[0] not in HydraConf.__dataclass_fields__:

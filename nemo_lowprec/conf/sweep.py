@@ -1,16 +1,20 @@
-"""The table at the end of ``nemo-lowprec pretrain -m``: one row for each run."""
+"""Runs of ``nemo-lowprec pretrain -m``: each starts processes of its own, and a table at the end names them all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["SweptRun", "print_sweep"]
+__all__ = ["SweptRun", "one_run", "print_sweep"]
 
 _FIGURES = {"Val loss": "{:.4f}", "Perplexity": "{:.2f}", "Tokens/s": "{:,.0f}"}
 
@@ -30,6 +34,31 @@ class SweptRun:
     overrides: tuple[str, ...]
     result: Any = None
     failure: BaseException | None = None
+
+
+@contextmanager
+def one_run(program: Sequence[str], flags: Sequence[str]) -> Iterator[list[str]]:
+    """One run of a sweep: yields the command line that repeats this run alone, in its folder.
+
+    Lightning starts the other processes of a run with such a line, and leaves a process group and environment
+    variables (``LOCAL_RANK``) behind, by which the next run would take itself for one of many processes.
+
+    Args:
+        program: the program and its subcommand.
+        flags: Hydra's, without ``-m``.
+    """
+    settings: Any = HydraConfig.get()
+    environment = dict(os.environ)
+    with read_write(settings), open_dict(settings):
+        settings.run.dir = settings.runtime.output_dir
+    try:
+        yield [*program, *flags, *settings.overrides.task]
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def print_sweep(runs: Sequence[SweptRun]) -> None:
