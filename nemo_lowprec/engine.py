@@ -157,6 +157,7 @@ class Engine:
         self._handles: list[Any] = []
         self._found_inf: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
         self._unscaled: WeakKeyDictionary[Optimizer, tuple[Tensor, Any]] = WeakKeyDictionary()
+        self._norms: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._saturated: Tensor | None = None
         self._has_te_layers = False
         self._share_flag: Callable[[Tensor], None] | None = None
@@ -603,11 +604,26 @@ class Engine:
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scale the optimizer's true gradients down to ``max_norm``. The norm tells, too, whether they are finite."""
         self.unscale(optimizer)
-        norm = clip_grad_norm_(_params(optimizer), max_norm)
+        norm = self._norms[optimizer] = clip_grad_norm_(_params(optimizer), max_norm)
         found, _ = self._unscaled.pop(optimizer, (None, None))
         if self.loss_scale is None or found is not None:
             infinite = (~norm.isfinite()).float().to(self.device)
             self._note(optimizer, infinite if found is None else torch.maximum(infinite, found))
+
+    def norm_of(self, optimizer: Optimizer, needed: bool = True) -> Tensor | None:
+        """The L2 norm of the optimizer's true gradients, as ``clip`` found it before this step.
+
+        Args:
+            needed: whether it is taken now where nobody has clipped; a collective where gradients are sharded.
+
+        Returns:
+            FP32 scalar; None where it is not known, or gradient release has dropped the gradients.
+        """
+        norm = self._norms.pop(optimizer, None)
+        if norm is None and needed and not self.low_bit.gradient_release:
+            self.unscale(optimizer)
+            norm = clip_grad_norm_(_params(optimizer), 0.0)
+        return norm
 
     def look(self, optimizer: Optimizer) -> None:
         """Find out whether the optimizer's gradients are finite, where ``clip`` has not."""

@@ -27,6 +27,7 @@ from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
 from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
 from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
@@ -68,16 +69,19 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         )  # fmt: skip
         self._resume = ResumeState()
         self._partial = PartialGradients()
+        self.log = LevelLog()
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
         self._manual: ManualPasses | None = None
         self._compared = False  # whether this training's epochs were, over the processes
 
     def __repr__(self) -> str:
+        return f"{self.level.name}({self._given()})"
+
+    def _given(self) -> str:
         defaults = option_defaults(self.level)
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in self.options.items()}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
-        return f"{self.level.name}({arguments})"
+        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,8 +104,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     # Setting up
 
     def follow(self, module: pl.LightningModule) -> None:
-        """Save and restore what belongs to the run of ``module`` beside it, for a strategy that runs without hooks."""
+        """Save, restore and log what belongs to the run of ``module``; for a strategy that runs without hooks, too."""
         self._module = module
+        self.log.begin(module, self.level.name, self._given())
 
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
@@ -171,7 +176,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if strategy is not None:
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
-            self._module = module
+            self.follow(module)
             hold_back_skipped(module, self.engine, lr_schedulers)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
@@ -196,6 +201,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             self._signals = None
         self.engine.sharding = None  # another Trainer may have another strategy
         if self._module is not None:
+            self.log.end(self._module)
             release_schedulers(self._module)
             if self._module._trainer is not None:
                 average_as_before(self._module.trainer)
@@ -288,9 +294,13 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._partial.running = True
         self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
+        norm = self.engine.norm_of(optimizer, needed=self.log.is_due(model))
+        scale = None if self.engine.loss_scale is None else self.engine.loss_scale.used
         self.engine.step(optimizer, **kwargs)
-        if optimizer in self.engine.skipped and not self.level.has_loss_scale:
+        skipped = optimizer in self.engine.skipped
+        if skipped and not self.level.has_loss_scale:
             rank_zero_warn(SKIPPED.format("precision_plugin.engine"))
+        self.log.write(model, optimizer, skipped, norm, scale)
         return result
 
     @override
@@ -318,11 +328,13 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def state_dict(self) -> dict[str, Any]:
         new = None if self._manual is None else self._manual.new_gradients()
         partial = self._partial.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
-        return {**self.engine.state_dict(), **self._resume.state_dict(self._module), **partial}
+        counted = {"skipped_steps": self.log.skipped_steps}
+        return {**self.engine.state_dict(), **counted, **self._resume.state_dict(self._module), **partial}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
+        self.log.skipped_steps = int(state_dict.get("skipped_steps", 0))
         self._resume.load_state_dict(state_dict, self._module)
         self._partial.load_state_dict(state_dict, self._module)
 

@@ -309,8 +309,13 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         settings = engine.settings
         # A scale that is static, or that the level does not have, cannot fall until gradients are finite.
         stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
-        if not engine.step() and stays:
+        assert engine.optimizer is not None
+        scale = engine.optimizer.loss_scale if engine.optimizer.scaler is not None else None
+        stepped = engine.step()
+        if not stepped and stays:
             rank_zero_warn(SKIPPED.format("strategy.engine.optimizer"))
+        log = self.precision_plugin.log  # type: ignore[attr-defined]
+        log.write(self.lightning_module, optimizer, not stepped, engine.optimizer.grad_norm, scale)
         return result
 
     # State
@@ -360,6 +365,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         built = engine is not None and engine.is_pipelined
         if module is not None:
             release_schedulers(module)
+            self.precision_plugin.log.end(module)  # type: ignore[attr-defined]
             if engine is not None:
                 # Where a process has failed, the others cannot be waited for.
                 engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)

@@ -1,0 +1,84 @@
+"""What the Trainer's loggers are told of a level: its name, the loss scale, skipped steps, and the gradient norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.data import AttributeDict
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["LevelLog"]
+
+_OWN = ("_hparams_initial", "_log_hyperparams")
+
+
+class LevelLog:
+    """Writes to the loggers of a Trainer, every ``log_every_n_steps``.
+
+    Hyperparameters: ``precision_level``, and ``precision_options`` where there are any. Metrics: ``grad_norm``, the L2
+    norm of the true gradients of all processes before clipping (``grad_norm/0``, ... with several optimizers);
+    ``loss_scale`` of this step, at levels that have one; ``skipped_steps``, how many steps were skipped so far because
+    a gradient was not finite.
+
+    Attributes:
+        skipped_steps: counted from the start of the training, those before a resume included.
+    """
+
+    def __init__(self) -> None:
+        self.skipped_steps = 0
+        self._before: dict[str, Any] | None = None
+
+    def begin(self, module: pl.LightningModule, level: str, options: str) -> None:
+        """Name the level among the hyperparameters that Lightning hands to the loggers after this."""
+        self.end(module)
+        self._before = {name: vars(module)[name] for name in _OWN if name in vars(module)}
+        told = {"precision_level": level} | ({"precision_options": options} if options else {})
+        module._hparams_initial = AttributeDict({**module.hparams_initial, **told})  # type: ignore[assignment]
+        module._log_hyperparams = True
+
+    def end(self, module: pl.LightningModule) -> None:
+        """Leave the module's own hyperparameters as they were."""
+        if self._before is None:
+            return
+        for name in _OWN:
+            vars(module).pop(name, None)
+        vars(module).update(self._before)
+        self._before = None
+
+    def is_due(self, module: pl.LightningModule) -> bool:
+        """Whether this step is written: the same on all processes."""
+        trainer = module._trainer
+        # Without a hook at work, a step by hand, the module cannot log.
+        if trainer is None or trainer._results is None or module._current_fx_name is None or trainer.barebones:
+            return False
+        return trainer._logger_connector.should_update_logs
+
+    def write(
+        self,
+        module: pl.LightningModule,
+        optimizer: Optimizer,
+        skipped: bool,
+        norm: Tensor | None,
+        loss_scale: float | None,
+    ) -> None:
+        """Write one step.
+
+        Args:
+            optimizer: that took the step.
+            skipped: whether a gradient was not finite.
+            norm: of its gradients; None where nobody knows.
+            loss_scale: that its gradients had; None without.
+        """
+        self.skipped_steps += skipped
+        if not self.is_due(module):
+            return
+        trainer: Any = module.trainer
+        several = len(trainer.optimizers) > 1
+        suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""
+        metrics: dict[str, Any] = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale}
+        metrics["skipped_steps"] = float(self.skipped_steps)
+        for name, value in metrics.items():
+            if value is not None:
+                module.log(name, value, on_step=True, on_epoch=False)
