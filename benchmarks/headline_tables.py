@@ -114,7 +114,7 @@ def _optimizers() -> dict[str, Headline]:
 
     return {
         "adam": Headline(
-            claim, f"{parameters}, {both}",
+            claim, parameters,
             moved(ours), f"``nemo_lowprec.optim.AdamW``: {both}",
             moved(te), f"Transformer Engine's FusedAdam: {both}",
             times(ours, te),
@@ -136,7 +136,7 @@ def _memory() -> dict[str, Headline]:
         found[model] = Headline(
             "Peak memory, 1 GPU",
             f"timm's {model}, {ours['parameters'] / 1e9:.2f} B parameters, batch {ours['batch']} of 224 × 224, timm's "
-            "attention, head in FP16 or BF16",
+            "attention, head in half precision",
             f"{ours['peak_allocated_mb']:,} MB, {ours['ms']:.0f} ms",
             f"``msamp_o2``, FP8 GEMMs: {_formats('msamp_o2')}",
             f"{amp['peak_allocated_mb']:,} MB, {amp['ms']:.0f} ms",
@@ -168,7 +168,7 @@ def _loss() -> dict[str, Headline]:
             f"a Llama of {run['parameters'] / 1e6:.0f} M parameters, {tokens}, mean of {base['seeds']} seeds, {_PLAIN}",
             f"{ours['val_loss_mean']:.3f}", f"``msamp_o2``: {_formats('msamp_o2')}",
             f"{base['val_loss_mean']:.3f}", f"``{BASELINE}``: {_formats(BASELINE)}",
-            f"{ours['gap_percent_mean']:+.2f} %; seeds of one level lie {base['seed_spread_percent']:.2f} % apart",
+            f"{ours['gap_percent_mean']:+.2f} %; ``{BASELINE}``'s seeds lie {base['seed_spread_percent']:.2f} % apart",
         )
     }  # fmt: skip
 
@@ -201,10 +201,10 @@ def _several_gpus() -> dict[str, Headline]:
             times(o2, te, 3),
         ),
         "fsdp2": Headline(
-            f"Whole step, sharded over {ours['gpus']} GPUs", f"{each}, {_PLAIN}",
+            f"Whole step, sharded over {ours['gpus']} GPUs", f"{each}, FP32 shards gathered in BF16, {_PLAIN}",
             _step(ours, " a GPU"), f"``bf16_mixed``, ``lowprec_sharded``: {_formats('bf16_mixed')}",
             _step(fsdp2, " a GPU"),
-            f"Lightning's ModelParallelStrategy (FSDP2), FP32 shards gathered in BF16: {_formats('bf16_mixed')}",
+            f"Lightning's ModelParallelStrategy (FSDP2): {_formats('bf16_mixed')}",
             times(ours, fsdp2, 3),
         ),
     }  # fmt: skip

@@ -78,8 +78,8 @@ def megatron_parity() -> str:
     origins, figures = read(_PARITY)
     first = min(f["init_seed"] for f in figures)
     takeaway = (
-        f"From the transformers path the mean training loss of ten steps is at most {_furthest(figures, first)} away, "
-        f"and from any of the initial weights {_furthest(figures)}."
+        f"The mean training loss of ten steps departs from that of the transformers path by at most "
+        f"{_furthest(figures, first)} (from any of the initial weights: {_furthest(figures)})."
     )
     table = simple_table(
         (
@@ -129,8 +129,8 @@ def megatron_seeds() -> str:
     seeds = list(next(iter(found.values())))
     means = {run: statistics.mean(of.values()) for run, of in found.items()}
     takeaway = (
-        f"The means over {len(seeds)} sets of initial weights lie between {min(means.values()):+.4f} and "
-        f"{max(means.values()):+.4f}."
+        f"The validation loss less that of the transformers path lies, in the mean over {len(seeds)} sets of initial "
+        f"weights, between {min(means.values()):+.4f} and {max(means.values()):+.4f}."
     )
     rows = [
         (called(level), layout, *(f"{d:+.4f}" for d in (*of.values(), means[level, layout])))

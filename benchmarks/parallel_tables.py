@@ -130,10 +130,10 @@ def parallel_single() -> str:
     """The levels on one GPU, with the settings that they have on several."""
     figures = [f for f in _figures() if f["gpus"] == 1]
     found = {f["name"]: f for f in figures}
-    first, half = figures[0], found["bf16_mixed"]
+    first, te = figures[0], found["te_fp8"]
     takeaway = (
-        f"``{first['name']}`` is the fastest, {times(first, half)} as fast as ``bf16_mixed`` in "
-        f"{first['peak_gib']:.1f} GiB beside {half['peak_gib']:.1f}."
+        f"``{first['name']}`` is the fastest, {times(first, te)} as fast as ``te_fp8`` with the same attention and head, "
+        f"in {first['peak_gib']:.1f} GiB beside {te['peak_gib']:.1f}."
     )
     rows = [(f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}") for f in figures]
     return block(takeaway, simple_table(("Level", "tokens/s", "ms a step: median (min – max)", "peak GiB"), rows))
@@ -148,8 +148,8 @@ def _label(name: str) -> str:
 
 def _picture(file: str, see: str, ours: list[str], others: dict[str, str]) -> Picture:
     found = on_all_gpus()
-    gpus = found[ours[0]]["gpus"]
-    xlabel = f"tokens/s (in brackets: GiB a GPU at the peak)\nbatch {BATCH} × {SEQUENCE} a GPU, {gpus} H200"
+    gpus = f"{found[ours[0]]['gpus']} × {read(_FILE)[0][0]['gpu']}"
+    xlabel = f"tokens/s (in brackets: GiB a GPU at the peak)\nbatch {BATCH} × {SEQUENCE} a GPU, {gpus}"
     shown = (
         "The other packages have torch's attention, and the head in half precision unless a bar says FP8. Bars: all "
         "that was measured of them, and five of this project's levels; the table below has the others."

@@ -51,8 +51,8 @@ class Bars:
 
     @property
     def alt(self) -> str:
-        ends = "; ".join(f"{bar.label} {bar.text}" for bar in self.bars)
-        return f"Bars of {self.xlabel}: {ends}".replace("\n", " ")
+        ends = "; ".join(f"{bar.label} {bar.text}" for bar in self.bars).replace("\n", " ")
+        return f"Bars of {self.xlabel}: {ends}".replace("\n", ", ")
 
     def draw(self, plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(10, 0.52 * self.marks + 1.6))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.llama import BATCH, SEQUENCE
-from benchmarks.pictures import Picture, bars
+from benchmarks.pictures import Bars, Picture, bars
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 
@@ -21,7 +21,6 @@ _BESIDE = {  # what the others are called in pictures
     "lightning TransformerEnginePrecision, FP32 weights": "Lightning's Transformer Engine, FP32 weights,\nhead in FP8",
 }
 _LEVELS = ("msamp_o2", "msamp_o3", "bf16_with_fp8_mixed", "te_fp8", "bf16_mixed")
-_XLABEL = f"tokens/s (in brackets: GiB at the peak)\nbatch {BATCH} × {SEQUENCE}, one H200"
 
 
 def steps() -> dict[str, dict[str, Any]]:
@@ -74,6 +73,12 @@ def _table(figures: list[dict[str, Any]]) -> str:
     )
 
 
+def _bars(found: dict[str, dict[str, Any]], labels: dict[str, str]) -> Bars:
+    gpu = read(RESULTS / "train_step_h200.jsonl")[0][0]["gpu"]
+    xlabel = f"tokens/s (in brackets: GiB at the peak)\nbatch {BATCH} × {SEQUENCE}, one {gpu}"
+    return bars(xlabel, list(found.values()), labels)
+
+
 def throughput_picture() -> Picture:
     """As they come: the contestants of other packages, and five levels."""
     found = steps()
@@ -89,7 +94,7 @@ def throughput_picture() -> Picture:
         "``docs/measured.rst`` have all."
     )
     labels = {f"nemo_lowprec {level}": f"nemo_lowprec {level}" for level in _LEVELS} | _BESIDE
-    return Picture("train_step_h200.png", see, shown, bars(_XLABEL, list(found.values()), labels))
+    return Picture("train_step_h200.png", see, shown, _bars(found, labels))
 
 
 def fastest_picture() -> Picture:
@@ -111,4 +116,4 @@ def fastest_picture() -> Picture:
         attention = "cuDNN attention" if cudnn else "torch's attention"
         labels[name] = f"{who},\n{attention}" + (", Liger kernels" if liger else "")
     shown = "Bars: all rows of the table below; the head is in FP8 on every side."
-    return Picture("train_step_fastest_h200.png", see, shown, bars(_XLABEL, list(found.values()), labels))
+    return Picture("train_step_fastest_h200.png", see, shown, _bars(found, labels))

@@ -19,18 +19,8 @@ BLOCK = re.compile(r"(?s)^\.\. (\w+) begins\n\n(.*?)\n\n\.\. \1 ends$", re.M)
 TIME = re.compile(r"([\d.]+) ms\b")
 SENTENCE = re.compile(r"(?s)[A-Z`].*\d.*\.")  # with a figure
 OF_TIMES = ("te", "torchao", "adam", "adam low-bit", "average", "parallel", "fsdp2", "megatron", "megatron msamp")
-OF_STEPS = (
-    "te",
-    "torchao",
-    "parallel",
-    "fsdp2",
-    "megatron",
-    "megatron msamp",
-    "llama_8b",
-    "loss",
-    "swin_1b",
-    "deit_1b",
-)
+OF_MODELS = ("te", "torchao", "parallel", "fsdp2", "megatron", "megatron msamp")
+OF_MODELS += ("llama_8b", "loss", "swin_1b", "deit_1b")
 
 
 def blocks(text):
