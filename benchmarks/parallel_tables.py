@@ -132,8 +132,8 @@ def parallel_single() -> str:
     found = {f["name"]: f for f in figures}
     first, te = figures[0], found["te_fp8"]
     takeaway = (
-        f"``{first['name']}`` is the fastest, {times(first, te)} as fast as ``te_fp8`` with the same attention and head, "
-        f"in {first['peak_gib']:.1f} GiB beside {te['peak_gib']:.1f}."
+        f"``{first['name']}`` is the fastest, {times(first, te)} as fast as ``te_fp8`` with the same attention and "
+        f"head, in {first['peak_gib']:.1f} GiB beside {te['peak_gib']:.1f}."
     )
     rows = [(f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}") for f in figures]
     return block(takeaway, simple_table(("Level", "tokens/s", "ms a step: median (min – max)", "peak GiB"), rows))
