@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, read
-from benchmarks.rst import origin, rst_table
+from benchmarks.rst import block, origin, simple_table
 
 __all__ = ["FORMS", "faults"]
 
@@ -36,9 +36,14 @@ def faults(path: Path = RESULTS / "faults.jsonl") -> str:
         cells = [found[fault, form] for form in FORMS]
         lost = [cell["lost_steps_max"] for cell in cells if "lost_steps_max" in cell]
         rows.append((name, *map(_cell, cells), str(max(lost)) if lost else "–"))
-    table = rst_table(("Fault", *FORMS.values(), "steps made again at most"), rows)
+    table = simple_table(("Fault", *FORMS.values(), "steps made again at most"), rows)
     survived, trials = (sum(f[key] for f in found.values()) for key in ("survived", "trials"))
-    return f"{origin(origins)}\n\nSurvived: {survived} of {trials}.\n\n{table}"
+    takeaway = f"Survived: {survived} of {trials}."
+    costs = [(fault, f["lost_steps_max"]) for (fault, _), f in found.items() if "lost_steps_max" in f]
+    if costs:
+        after_term = max(cost for fault, cost in costs if fault.startswith("term"))
+        takeaway += f" At most {max(cost for _, cost in costs)} steps are made again, and after SIGTERM {after_term}."
+    return block(takeaway, table, origin(origins))
 
 
 def _cell(figure: dict[str, Any]) -> str:

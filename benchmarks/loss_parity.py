@@ -112,34 +112,6 @@ def summarize(record: Record, runs: list[dict[str, Any]]) -> None:
         )  # fmt: skip
 
 
-def plot(runs: list[dict[str, Any]], path: Path) -> None:
-    """Loss curves of the first seed, and the gaps with the seed spread."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    levels = list(dict.fromkeys(r["level"] for r in runs))
-    base = {r["seed"]: r["val_loss"] for r in runs if r["level"] == BASELINE}
-    spread = (max(base.values()) - min(base.values())) / statistics.mean(base.values()) * 100 if base else 0.0
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5))
-    for level in levels:
-        run = next(r for r in runs if r["level"] == level)
-        xs = [run["every"] * (i + 1) for i in range(len(run["train_loss"]))]
-        left.plot(xs, run["train_loss"], label=level, linewidth=1)
-    left.set(xlabel="step", ylabel="training loss (nats a token)", title=f"seed {runs[0]['seed']}")
-    left.legend(fontsize=7)
-    for i, level in enumerate(levels):
-        gaps = [(r["val_loss"] / base[r["seed"]] - 1) * 100 for r in runs if r["level"] == level and r["seed"] in base]
-        right.scatter(gaps, [i] * len(gaps), s=18)
-    right.axvspan(-spread / 2, spread / 2, alpha=0.15, label=f"seed spread of {BASELINE}")
-    right.set_yticks(range(len(levels)), levels, fontsize=8)
-    right.set(xlabel=f"validation loss against {BASELINE}, % (one dot a seed)")
-    right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
     levels = [*HOPPER, "msamp_o2+stochastic_rounding", "msamp_o3+stochastic_rounding", "msamp_o2+fp8_head"]
     levels += ["bf16_with_fp8_mixed+fp8_params"]
@@ -206,7 +178,6 @@ def main() -> None:
     if runs:
         runs.sort(key=lambda r: (r["seed"], args.levels.index(r["level"]) if r["level"] in args.levels else 99))
         summarize(record, runs)
-        plot(runs, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,61 +1,59 @@
-"""Tables and a picture of what Megatron-core does with the levels."""
+"""Tables and pictures of what Megatron-core does with the levels."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from benchmarks.megatron_parity import LAYOUTS, smoothed
 from benchmarks.megatron_step import LEVELS
+from benchmarks.pictures import LINES, Dots, Line, Lines, Panel, Picture
 from benchmarks.record import RESULTS, read
-from benchmarks.rst import failure, milliseconds, origin, rst_table
+from benchmarks.rst import block, failure, milliseconds, origin, simple_table
 
-__all__ = ["megatron_headlines", "megatron_parity", "megatron_picture", "megatron_seeds", "megatron_step"]
+__all__ = [
+    "called", "megatron_parity", "megatron_seeds", "megatron_step", "parity_picture", "seeds_picture", "steps",
+]  # fmt: skip
 
 _STEP, _PARITY = RESULTS / "megatron_step_h200.jsonl", RESULTS / "megatron_parity_h200.jsonl"
 
 
+_IN_WORDS = {  # what runs are called in pictures
+    "transformers, DP2": "transformers, data-parallel",
+    "transformers, fused": "transformers, fused matrices",
+    "TP1": "MegatronStrategy, one GPU",
+    "TP2": "MegatronStrategy, tensor-parallel",
+    "PP2": "MegatronStrategy, pipeline",
+    "DP2": "MegatronStrategy, data-parallel",
+}
+_DRAWN = {layout: name for layout, name in _IN_WORDS.items() if layout != "TP1"}
 _OPTIONS = {"": "", "fp16": '(half="fp16")', "fp8_params": "(fp8_params=True)"}
 
 
-def _called(name: str) -> str:
+def called(name: str) -> str:
     """A level's call, of a name such as ``msamp_o2+fp16``."""
     level, _, variant = name.partition("+")
     return f"``{level}{_OPTIONS[variant]}``"
 
 
-def megatron_headlines() -> list[tuple[str, str, str, str]]:
-    """Rows for the table of what there is to see first."""
-    steps = {(f["level"], f["path"]): f for f in read(_STEP)[1] if f["gpus"] == 1 and "ms" in f}
-    whole = "{tokens_per_s_per_gpu:,} tokens/s, {ms:.1f} ms, {peak_gib:.1f} GiB".format
-    rows = []
-    for level, other in (
-        ("bf16_with_fp8_mixed", "bf16_with_fp8_mixed"),
-        ("bf16_with_fp8_mixed+fp8_params", "bf16_with_fp8_mixed+fp8_params"),
-        ("msamp_o2+fp16", "bf16_with_fp8_mixed"),
-    ):
-        ours, bare = steps[level, "MegatronStrategy"], steps[other, "bare loop"]
-        rows.append(
-            (
-                "Whole step on Megatron-core, Llama-8B-shaped GPTModel",
-                f"{_called(level)}: {whole(**ours)}",
-                f"a bare Megatron-core loop, {_called(other)}: {whole(**bare)}",
-                f"{bare['ms'] / ours['ms']:.3f} × as fast",
-            )
-        )
-    return rows
+def steps() -> dict[tuple[str, str], dict[str, Any]]:
+    """Whole steps on one GPU, by level and path."""
+    return {(f["level"], f["path"]): f for f in read(_STEP)[1] if f["gpus"] == 1 and "ms" in f}
 
 
 def megatron_step() -> str:
     """Whole steps on Megatron-core, from megatron_step_h200.jsonl."""
     origins, figures = read(_STEP)
     figures.sort(key=lambda f: (f["gpus"], LEVELS.index(f["level"])))  # levels may have been measured in any order
-    table = rst_table(
+    ratios = [f["of_bare"] for f in figures if f["path"] == "MegatronStrategy" and f.get("of_bare")]
+    takeaway = (
+        f"``MegatronStrategy`` is {min(ratios):.2f} to {max(ratios):.2f} × as fast as the bare loop at the same level."
+    )
+    table = simple_table(
         ("Level", "path", "GPUs", "tokens/s a GPU", "of the bare loop", "ms a step: median (min – max)", "peak GiB"),
         [
             (
-                _called(f["level"]),
+                called(f["level"]),
                 f["path"],
                 str(f["gpus"]),
                 *(
@@ -72,21 +70,25 @@ def megatron_step() -> str:
             for f in figures
         ],
     )
-    return f"{origin(origins, 'megatron-core')}\n\n{table}"
+    return block(takeaway, table, origin(origins, "megatron-core"))
 
 
 def megatron_parity() -> str:
     """Losses of Megatron-core's layouts, from megatron_parity_h200.jsonl."""
     origins, figures = read(_PARITY)
     first = min(f["init_seed"] for f in figures)
-    table = rst_table(
+    takeaway = (
+        f"The mean training loss of ten steps departs from that of the transformers path by at most "
+        f"{_furthest(figures, first)} (from any of the initial weights: {_furthest(figures)})."
+    )
+    table = simple_table(
         (
             "Level", "run", "GPUs", "validation loss", "beside transformers",
             "training loss: furthest from transformers", "from transformers, fused", "steps skipped",
         ),
         [
             (
-                _called(f["level"]),
+                called(f["level"]),
                 f["layout"],
                 str(f["gpus"]),
                 f"{f['val_loss']:.4f}",
@@ -99,24 +101,42 @@ def megatron_parity() -> str:
             if f["init_seed"] == first
         ],
     )  # fmt: skip
-    return f"{origin(origins, 'megatron-core')}\n\n{table}"
+    return block(takeaway, table, origin(origins, "megatron-core"))
+
+
+def _furthest(figures: list[dict[str, Any]], seed: int | None = None) -> str:
+    """Distances of training losses from the transformers path's: with GEMMs in half precision, and in FP8."""
+    chosen = [f for f in figures if seed in (None, f["init_seed"])]
+    half = max(f["furthest"] for f in chosen if f["level"] == "bf16_mixed")
+    fp8 = max(f["furthest"] for f in chosen if f["level"] != "bf16_mixed")
+    return f"{half:.4f} at ``bf16_mixed`` and {fp8:.4f} where GEMMs run in FP8"
+
+
+def _by_seed() -> dict[tuple[str, str], dict[int, float]]:
+    """Distances in validation loss by level, run and seed, of the runs that were trained from all initial weights."""
+    figures = _in_order(read(_PARITY)[1])
+    seeds = {f["init_seed"] for f in figures}
+    found: dict[tuple[str, str], dict[int, float]] = {}
+    for f in figures:
+        if f["layout"] != "transformers":
+            found.setdefault((f["level"], f["layout"]), {})[f["init_seed"]] = _distance(figures, f)
+    return {run: of for run, of in found.items() if set(of) == seeds}
 
 
 def megatron_seeds() -> str:
     """Validation losses beside transformers' by initial weights, and their mean."""
-    figures = _in_order(read(_PARITY)[1])
-    seeds = sorted({f["init_seed"] for f in figures})
-    runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for f in figures:
-        runs.setdefault((f["level"], f["layout"]), {})[f["init_seed"]] = f
-    names, rows = [f"seed {seed}" for seed in seeds], []
-    for (level, layout), of in runs.items():
-        if layout == "transformers" or len(of) < len(seeds):
-            continue
-        distances = [_distance(figures, of[seed]) for seed in seeds]
-        distances.append(statistics.mean(distances))
-        rows.append((_called(level), layout, *(f"{distance:+.4f}" for distance in distances)))
-    return rst_table(("Level", "run", *names, "mean"), rows)
+    found = _by_seed()
+    seeds = list(next(iter(found.values())))
+    means = {run: statistics.mean(of.values()) for run, of in found.items()}
+    takeaway = (
+        f"The validation loss less that of the transformers path lies, in the mean over {len(seeds)} sets of initial "
+        f"weights, between {min(means.values()):+.4f} and {max(means.values()):+.4f}."
+    )
+    rows = [
+        (called(level), layout, *(f"{d:+.4f}" for d in (*of.values(), means[level, layout])))
+        for (level, layout), of in found.items()
+    ]
+    return block(takeaway, simple_table(("Level", "run", *(f"seed {seed}" for seed in seeds), "mean"), rows))
 
 
 def _in_order(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -134,37 +154,51 @@ def _base(figures: list[dict[str, Any]], level: str, seed: int) -> dict[str, Any
     return next(f for f in figures if (f["level"], f["layout"], f["init_seed"]) == (level, "transformers", seed))
 
 
-def megatron_picture(path: Path) -> None:
-    """Training losses, and how far each layout's is from that of transformers' path, by initial weights."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def parity_picture() -> Picture:
+    """How far the training losses of the runs on two GPUs are from the transformers path's, where GEMMs run in FP8."""
     figures = _in_order(read(_PARITY)[1])
-    levels = list(dict.fromkeys(f["level"] for f in figures))
-    seeds = sorted({f["init_seed"] for f in figures})
-    rows, limit = 1 + len(seeds), 1.05 * max(f["furthest"] for f in figures)
-    figure, axes = plt.subplots(
-        rows, len(levels), figsize=(4 * len(levels), 2.2 * rows), sharex=True, sharey="row", squeeze=False
+    first = min(f["init_seed"] for f in figures)
+    levels = [level for level in dict.fromkeys(f["level"] for f in figures) if level != "bf16_mixed"]
+    colours = dict(zip(_DRAWN, LINES, strict=False))
+    drawn = [f for f in figures if f["init_seed"] == first and f["layout"] in _DRAWN]
+    limit = round(1.1 * max(f["furthest"] for f in drawn), 4)
+    panels = []
+    for level in levels:
+        base, lines = smoothed(_base(figures, level, first)["train_loss"]), []
+        for f in drawn:
+            if f["level"] == level:
+                ys = tuple(a - b for a, b in zip(smoothed(f["train_loss"]), base, strict=True))
+                lines.append(Line(_DRAWN[f["layout"]], ys, colours[f["layout"]]))
+        xs = tuple(10.0 * (i + 1) for i in range(len(base)))
+        panels.append(Panel(called(level).strip("`"), "nats a token", xs, tuple(lines), limit))
+    furthest = {level: max(f["furthest"] for f in drawn if f["level"] == level) for level in ("bf16_mixed", *levels)}
+    said = ", ".join(f"{d:.4f} at {called(level)}" for level, d in furthest.items())
+    see = f"The training losses of the layouts depart from that of the transformers path by at most {said}."
+    shown = (
+        f"Lines: the mean of ten steps less that of the transformers path, from the weights of seed {first}, where "
+        "GEMMs run in FP8; on two GPUs, but for that with fused matrices. Megatron-core on one GPU is in the next "
+        "picture."
     )
-    colors = {layout: f"C{i}" for i, layout in enumerate(LAYOUTS)}
-    for f in figures:
-        column, row, losses = levels.index(f["level"]), 1 + seeds.index(f["init_seed"]), smoothed(f["train_loss"])
-        steps = [10 * (i + 1) for i in range(len(losses))]
-        base = smoothed(_base(figures, f["level"], f["init_seed"])["train_loss"])
-        look = {"color": colors[f["layout"]], "linewidth": 1}
-        if row == 1:
-            axes[0][column].plot(steps, losses, label=f["layout"], **look)
-        axes[row][column].plot(steps, [a - b for a, b in zip(losses, base, strict=True)], **look)
-    for column, level in enumerate(levels):
-        axes[0][column].set_title(level, fontsize=10)
-        axes[-1][column].set_xlabel("step")
-    axes[0][0].set_ylabel("training loss,\nmean of ten steps")
-    for row, seed in enumerate(seeds):
-        axes[1 + row][0].set_ylim(-limit, limit)
-        axes[1 + row][0].set_ylabel(f"from transformers\n(weights of seed {seed})")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    alt = f"Lines of the distance in training loss from the transformers path over steps. Furthest: {said}".replace(
+        "`", ""
+    )
+    return Picture("megatron_parity_h200.png", see, shown, Lines("step", tuple(panels), alt, sharey=True))
+
+
+def seeds_picture() -> Picture:
+    """Distances in validation loss by initial weights."""
+    found = {f"{called(level).strip('`')},\n{_IN_WORDS[layout]}": of for (level, layout), of in _by_seed().items()}
+    seeds = len(next(iter(found.values())))
+
+    def between(layout: str) -> str:
+        apart = [d for (_, run), of in _by_seed().items() if run == layout for d in of.values()]
+        return f"between {min(apart):+.4f} and {max(apart):+.4f}"
+
+    see = (
+        f"Megatron-core's validation loss less that of the transformers path lies {between('TP1')}, and that of the "
+        f"transformers path with fused matrices {between('transformers, fused')}."
+    )
+    xlabel = "validation loss less that of the transformers path"
+    means = "; ".join(f"{name} {statistics.mean(of.values()):+.4f}" for name, of in found.items()).replace("\n", " ")
+    shown = f"Rows: every run that was trained from all {seeds} sets of initial weights, on one GPU."
+    return Picture("megatron_seeds_h200.png", see, shown, Dots(xlabel, found, f"Dots of {xlabel}. Means: {means}"))

@@ -1,118 +1,202 @@
-"""Tables and a picture of what several GPUs do together."""
+"""Tables and pictures of what several GPUs do together."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
+from benchmarks.llama import BATCH, SEQUENCE
+from benchmarks.pictures import Picture, bars
 from benchmarks.record import RESULTS, read
-from benchmarks.rst import milliseconds, origin, rst_table
+from benchmarks.rst import block, milliseconds, origin, simple_table, times
+from nemo_lowprec.chart import CHART
 from nemo_lowprec.comm.cut import BUCKET_BYTES
 
-__all__ = ["gradient_sync", "parallel_headlines", "parallel_parity", "parallel_picture", "parallel_step"]
+__all__ = [
+    "FSDP2", "averages", "gradient_sync", "on_all_gpus", "parallel_parity", "parallel_single", "replicated",
+    "replicated_picture", "sharded", "sharded_picture",
+]  # fmt: skip
 
-OTHERS = ("lightning", "torchao")  # with which the names of contestants that are not ours begin
+FSDP2 = "lightning FSDP2, FP32 shards gathered in bf16"
+_FILE = RESULTS / "parallel_step_h200.jsonl"
+_REPLICATED = {  # what the others are called in pictures
+    "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp": (
+        "Lightning's Transformer Engine, DDP,\nBF16 weights, no masters, head in FP8"
+    ),
+    "lightning bf16-true, ddp": "Lightning's bf16-true, DDP,\nBF16 weights, no masters",
+    "lightning bf16-mixed, ddp": "Lightning's bf16-mixed, DDP, FP32 weights",
+}
+_SHARDED = {
+    "torchao float8 all-gather, FP32 shards, compiled layers, FSDP2": (
+        "torchao float8, FSDP2, compiled layers,\nFP32 shards gathered in FP8"
+    ),
+    FSDP2: "Lightning's FSDP2,\nFP32 shards gathered in BF16",
+    "lightning FSDP2, bf16-true": "Lightning's FSDP2, BF16 shards, no masters",
+}
 
 
-def parallel_headlines() -> list[tuple[str, str, str, str]]:
-    """Rows for the table of what there is to see first."""
-    means = {(f["gpus"], f["contestant"]): f for f in read(RESULTS / "gradient_sync_h200.jsonl")[1]}
-    rows = []
-    for gpus in sorted({gpus for gpus, _ in means}):
-        fp8, bf16 = means[gpus, f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"], means[gpus, "bf16 all_reduce"]
-        rows.append(
-            (
-                f"268 M gradients averaged over {gpus} GPUs",
-                f"FP8, with quantization: {fp8['ms']:.2f} ms",
-                f"BF16 all_reduce of NCCL: {bf16['ms']:.2f} ms",
-                f"{bf16['ms'] / fp8['ms']:.2f} × as fast",
-            )
-        )
-    steps = {(f["gpus"], f["name"]): f for f in read(RESULTS / "parallel_step_h200.jsonl")[1]}
-    gpus = max(gpus for gpus, _ in steps)
-    ours = steps[gpus, "msamp_o2, lowprec_ddp"]
-    fp8, te = (
-        steps[gpus, name]
-        for name in ("te_fp8, lowprec_ddp", "lightning TransformerEnginePrecision, bf16 weights, no masters, ddp")
-    )
-    whole = "{tokens_per_s:,} tokens/s, {ms:.1f} ms, {peak_gib:.1f} GiB a GPU".format
-    settings = "cuDNN attention, head in FP8"
-    figure, own = (
-        f"Whole step on {gpus} GPUs, Llama-8B-shaped",
-        f"``msamp_o2``, ``lowprec_ddp``, {settings}: {whole(**ours)}",
-    )
-    rows += [
-        (
-            figure,
-            own,
-            f"``te_fp8`` (FP32 weights and gradients), ``lowprec_ddp``, {settings}: {whole(**fp8)}",
-            f"{fp8['ms'] / ours['ms']:.3f} × as fast",
-        ),
-        (
-            figure,
-            own,
-            "Lightning's TransformerEnginePrecision, BF16 weights and states, DDP, torch's attention, head in FP8: "
-            f"{whole(**te)}",
-            "– (not the same attention)",
-        ),
-    ]
-    return rows
+def averages() -> dict[int, dict[str, dict[str, Any]]]:
+    """Figures of gradient_sync_h200.jsonl, by number of GPUs and contestant."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for f in read(RESULTS / "gradient_sync_h200.jsonl")[1]:
+        found.setdefault(f["gpus"], {})[f["contestant"]] = f
+    return dict(sorted(found.items()))
 
 
 def gradient_sync() -> str:
-    """Time to average gradients, from gradient_sync_h200.jsonl."""
-    origins, figures = read(RESULTS / "gradient_sync_h200.jsonl")
-    table = rst_table(
-        ("Gradients averaged by", "GPUs", "ms: median (min – max)", "of bf16", "MB sent", "relative error"),
-        [
-            (
-                f["contestant"],
-                str(f["gpus"]),
-                milliseconds(f, 3),
-                f"{f['of_bf16']:.3f}",
-                f"{f['bytes_sent'] / 1e6:,.0f}",
-                f"{f['error']:.4f}" if "error" in f else "–",
-            )
-            for f in figures
-        ],
-    )
-    return f"{origin(origins)}\n\n{table}"
+    """Time to average gradients."""
+    found = averages()
+    ours = f"fp8, buckets of {BUCKET_BYTES >> 20} MiB"
+    said = [
+        f"{times(of[ours], of['bf16 all_reduce'])} as fast as NCCL's BF16 all_reduce on {gpus} GPUs (relative error "
+        f"{of[ours]['error']:.3f} beside {of['bf16 all_reduce']['error']:.3f})"
+        for gpus, of in found.items()
+    ]
+    takeaway = f"Averaging in FP8, quantization included, is {' and '.join(said)}."
+    header = ["Gradients averaged by"]
+    for gpus in found:
+        header += [f"{gpus} GPUs, ms: median (min – max)", "of bf16", "MB sent", "relative error"]
+    rows = []
+    for name in next(iter(found.values())):
+        row = [name]
+        for of in found.values():
+            f = of[name]
+            error = f"{f['error']:.4f}" if "error" in f else "–"
+            row += [milliseconds(f, 3), f"{f['of_bf16']:.3f}", f"{f['bytes_sent'] / 1e6:,.0f}", error]
+        rows.append(row)
+    return block(takeaway, simple_table(header, rows), origin(read(RESULTS / "gradient_sync_h200.jsonl")[0]))
 
 
-def parallel_step() -> str:
-    """Whole steps on several GPUs, from parallel_step_h200.jsonl."""
-    origins, figures = read(RESULTS / "parallel_step_h200.jsonl")
-    table = rst_table(
+def _figures() -> list[dict[str, Any]]:
+    return sorted(read(_FILE)[1], key=lambda f: -f["tokens_per_s"])
+
+
+def on_all_gpus() -> dict[str, dict[str, Any]]:
+    """Whole steps on the most GPUs that were measured, by contestant."""
+    figures = _figures()
+    gpus = max(f["gpus"] for f in figures)
+    return {f["name"]: f for f in figures if f["gpus"] == gpus}
+
+
+def _is_sharded(name: str) -> bool:
+    return "sharded" in name or "FSDP2" in name
+
+
+def _table(figures: list[dict[str, Any]]) -> str:
+    return simple_table(
         (
-            "Contestant",
-            "GPUs",
-            "tokens/s",
-            "of as many single ones",
-            "ms a step: median (min – max)",
-            "peak GiB",
+            "Contestant", "tokens/s", "of as many single ones", "ms a step: median (min – max)", "peak GiB a GPU",
             "GB sent a step",
         ),
         [
             (
                 f["name"],
-                str(f["gpus"]),
                 f"{f['tokens_per_s']:,}",
                 f"{f['of_one_gpu']:.2f}" if "of_one_gpu" in f else "–",
                 milliseconds(f, 1),
                 f"{f['peak_gib']:.1f}",
                 f"{f['bytes_sent'] / 1e9:.2f}" if "bytes_sent" in f else "–",
             )
-            for f in sorted(figures, key=lambda f: (-f["gpus"], -f["tokens_per_s"]))
+            for f in figures
         ],
+    )  # fmt: skip
+
+
+def replicated() -> str:
+    """Whole steps where each GPU holds the model."""
+    found = on_all_gpus()
+    o2, te = found["msamp_o2, lowprec_ddp"], found["te_fp8, lowprec_ddp"]
+    ours, other = found["bf16_mixed, ddp"], found["lightning bf16-mixed, ddp"]
+    takeaway = (
+        f"With the same attention and head ``msamp_o2`` is {times(o2, te, 3)} as fast as ``te_fp8``, sending "
+        f"{o2['bytes_sent'] / 1e9:.2f} GB a step where that sends {te['bytes_sent'] / 1e9:.2f}, and ``bf16_mixed`` "
+        f"{times(ours, other, 3)} as fast as Lightning's ``bf16-mixed``."
     )
-    return f"{origin(origins)}\n\n{table}"
+    return block(takeaway, _table([f for name, f in found.items() if not _is_sharded(name)]), origin(read(_FILE)[0]))
+
+
+def sharded() -> str:
+    """Whole steps where each GPU holds a part of the model; the commands stand below ``replicated``."""
+    found = on_all_gpus()
+    ours, other = found["bf16_mixed, lowprec_sharded"], found[FSDP2]
+    least = min((f for name, f in found.items() if _is_sharded(name)), key=lambda f: f["peak_gib"])
+    takeaway = (
+        f"``bf16_mixed`` is {times(ours, other, 3)} as fast as Lightning's FSDP2 with the same formats, attention and "
+        f"head, and the least memory a GPU is {least['peak_gib']:.1f} GiB, of {least['name']}."
+    )
+    return block(takeaway, _table([f for name, f in found.items() if _is_sharded(name)]))
+
+
+def parallel_single() -> str:
+    """The levels on one GPU, with the settings that they have on several."""
+    figures = [f for f in _figures() if f["gpus"] == 1]
+    found = {f["name"]: f for f in figures}
+    first, te = figures[0], found["te_fp8"]
+    takeaway = (
+        f"``{first['name']}`` is the fastest, {times(first, te)} as fast as ``te_fp8`` with the same attention and "
+        f"head, in {first['peak_gib']:.1f} GiB beside {te['peak_gib']:.1f}."
+    )
+    rows = [(f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}") for f in figures]
+    return block(takeaway, simple_table(("Level", "tokens/s", "ms a step: median (min – max)", "peak GiB"), rows))
+
+
+def _label(name: str) -> str:
+    """Of a contestant of ours such as ``msamp_o2, ddp``."""
+    level, strategy = name.split(", ")
+    own = "cuDNN attention, head in FP8" if CHART[level].has_fp8 else "torch's attention, head in half precision"
+    return f"nemo_lowprec {level}, {strategy},\n{own}"
+
+
+def _picture(file: str, see: str, ours: list[str], others: dict[str, str]) -> Picture:
+    found = on_all_gpus()
+    gpus = f"{found[ours[0]]['gpus']} × {read(_FILE)[0][0]['gpu']}"
+    xlabel = f"tokens/s (in brackets: GiB a GPU at the peak)\nbatch {BATCH} × {SEQUENCE} a GPU, {gpus}"
+    shown = (
+        "The other packages have torch's attention, and the head in half precision unless a bar says FP8. Bars: all "
+        "that was measured of them, and five of this project's levels; the table below has the others."
+    )
+    return Picture(file, see, shown, bars(xlabel, list(found.values()), {name: _label(name) for name in ours} | others))
+
+
+def replicated_picture() -> Picture:
+    """Five levels and Lightning's contestants, each GPU with the whole model."""
+    found = on_all_gpus()
+    o2, te = found["msamp_o2, ddp"], found["te_fp8, ddp"]
+    see = (
+        f"``msamp_o2`` is {times(o2, te)} as fast as ``te_fp8`` with the same attention and head, in "
+        f"{o2['peak_gib']:.1f} GiB a GPU beside {te['peak_gib']:.1f}."
+    )
+    levels = ("msamp_o2", "msamp_o3", "bf16_with_fp8_mixed", "te_fp8", "bf16_mixed")
+    return _picture("parallel_replicated_h200.png", see, [f"{level}, ddp" for level in levels], _REPLICATED)
+
+
+def sharded_picture() -> Picture:
+    """Five levels, and FSDP2 as Lightning and torchao have it."""
+    found = on_all_gpus()
+    o2, ours, other = found["msamp_o2, lowprec_sharded"], found["bf16_mixed, lowprec_sharded"], found[FSDP2]
+    see = (
+        f"``msamp_o2`` takes {o2['peak_gib']:.1f} GiB a GPU, and the two whose settings are the same, "
+        f"``bf16_mixed`` and Lightning's FSDP2 with FP32 shards, come to {ours['tokens_per_s']:,} and "
+        f"{other['tokens_per_s']:,} tokens/s."
+    )
+    levels = ("msamp_o2", "msamp_o3", "fp16_with_fp8_mixed", "bf16_with_fp8_mixed", "bf16_mixed")
+    return _picture("parallel_sharded_h200.png", see, [f"{level}, lowprec_sharded" for level in levels], _SHARDED)
 
 
 def parallel_parity() -> str:
     """Validation losses on several GPUs beside one, from loss_parity_parallel_h200.jsonl."""
     origins, figures = read(RESULTS / "loss_parity_parallel_h200.jsonl")
-    losses = {f["level"]: f["val_loss"] for f in figures if f["benchmark"] == "loss_parity"}
-    rows = [f for f in figures if f["benchmark"] == "loss_parity"]
-    table = rst_table(
+    rows = sorted((f for f in figures if f["benchmark"] == "loss_parity"), key=lambda f: f["level"])
+    losses = {f["level"]: f["val_loss"] for f in rows}
+    gaps = [
+        _gap(loss, losses[level])
+        for name, loss in losses.items()
+        for level, _, strategy in [name.partition("@")]
+        if strategy
+    ]
+    takeaway = (
+        f"On several GPUs the validation losses lie between {min(gaps):+.2f} % and {max(gaps):+.2f} % of those on one."
+    )
+    table = simple_table(
         ("Level", "strategy", "GPUs", "validation loss", "gap to one GPU, %", "gap to bf16_mixed on one GPU, %"),
         [
             (
@@ -120,40 +204,16 @@ def parallel_parity() -> str:
                 strategy or "–",
                 str(f["gpus"]),
                 f"{f['val_loss']:.4f}",
-                _gap(f["val_loss"], losses.get(level)) if strategy else "–",
-                _gap(f["val_loss"], losses.get("bf16_mixed")),
+                f"{_gap(f['val_loss'], losses[level]):+.2f}" if strategy else "–",
+                f"{_gap(f['val_loss'], losses['bf16_mixed']):+.2f}",
             )
-            for f in sorted(rows, key=lambda f: f["level"])
+            for f in rows
             for level, _, strategy in [f["level"].partition("@")]
         ],
     )
-    return f"{origin(origins)}\n\n{table}"
+    return block(takeaway, table, origin(origins))
 
 
-def _gap(loss: float, beside: float | None) -> str:
-    return "–" if beside is None else f"{(loss / beside - 1) * 100:+.2f}"
-
-
-def parallel_picture(path: Path) -> None:
-    """Tokens/s of the largest number of GPUs, by contestant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    origins, figures = read(RESULTS / "parallel_step_h200.jsonl")
-    gpus = max(f["gpus"] for f in figures)
-    rows = sorted((f for f in figures if f["gpus"] == gpus), key=lambda f: f["tokens_per_s"])
-    figure, axes = plt.subplots(figsize=(11, 0.34 * len(rows) + 1.2))
-    colors = ["#8899aa" if f["name"].startswith(OTHERS) else "#76b900" for f in rows]
-    bars = axes.barh([f["name"] for f in rows], [f["tokens_per_s"] for f in rows], color=colors)
-    axes.bar_label(bars, [f"{f['tokens_per_s']:,}  ({f['peak_gib']:.0f} GiB)" for f in rows], padding=3, fontsize=8)
-    axes.set(
-        xlabel=f"tokens/s of whole training steps, Llama-8B-shaped, {gpus} × {origins[0]['gpu']}",
-        title="green: this project",
-    )
-    axes.margins(y=0.02)
-    axes.set_xlim(right=1.2 * rows[-1]["tokens_per_s"])
-    axes.tick_params(axis="y", labelsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def _gap(loss: float, beside: float) -> float:
+    """Percent."""
+    return (loss / beside - 1) * 100

@@ -1,0 +1,96 @@
+"""Tables of what a step consists of: the optimizer's step, GEMMs, and quantization of their operands."""
+
+from __future__ import annotations
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import block, milliseconds, origin, simple_table, times
+
+__all__ = ["OPTIMIZERS", "backends", "casts", "optimizer_step"]
+
+OPTIMIZERS = {  # names in the results of the headline's optimizers
+    "o2": "nemo_lowprec O2: FP16 weights, FP8 gradients, FP8+FP16 states",
+    "o3": "nemo_lowprec O3: O2 with FP8 weights and FP16 masters",
+    "masters": "nemo_lowprec: BF16 weights, FP32 masters and states",
+    "te low-bit": "TE FusedAdam, FP16 weights and masters, FP8+FP16 states",
+    "te masters": "TE FusedAdam, BF16 weights, FP32 masters and states",
+}
+
+
+def optimizer_step() -> str:
+    """The optimizer's step alone, from optimizer_step_h200.jsonl."""
+    origins, figures = read(RESULTS / "optimizer_step_h200.jsonl")
+    by_benchmark = {f["benchmark"]: f for f in figures}
+    shapes, copy = by_benchmark["optimizer_step_shapes"], by_benchmark["optimizer_step_copy"]
+    found = {f["name"]: f for f in figures if "of_copy" in f}
+    o2, ours, te = (found[OPTIMIZERS[key]] for key in ("o2", "masters", "te masters"))
+    takeaway = (
+        f"The step of O2 reads and writes {o2['bytes_per_param']:.2f} bytes a parameter in {o2['ms']:.2f} ms, at "
+        f"{100 * o2['of_copy']:.0f} % of copy bandwidth, and with BF16 weights and FP32 masters and states this "
+        f"project's step is {times(ours, te)} as fast as that of Transformer Engine's FusedAdam."
+    )
+    table = simple_table(
+        (
+            "Optimizer", "ms: median (min – max)", "bytes moved/param", "GB/s", "of copy bandwidth, %",
+            "state bytes/param", "temporaries bytes/param",
+        ),
+        [
+            (
+                name,
+                milliseconds(f, 2),
+                f"{f['bytes_per_param']:.2f}",
+                f"{f['gb_per_s']:,}",
+                f"{100 * f['of_copy']:.1f}",
+                f"{f['state_bytes_per_param']:.2f}",
+                f"{f['temporaries_bytes_per_param']:.2f}",
+            )
+            for name, f in found.items()
+        ],
+    )  # fmt: skip
+    about = f"{shapes['parameters']:,} parameters in {shapes['tensors']} tensors; copy: {copy['gb_per_s']:,} GB/s."
+    return block(takeaway, table, f"{about} {origin(origins, 'torchao')}")
+
+
+def backends() -> str:
+    """Errors and times of the backends' GEMMs, from backends_h200.jsonl."""
+    origins, figures = read(RESULTS / "backends_h200.jsonl")
+    cells: dict[tuple[str, str], dict[str, dict]] = {}
+    for f in figures:
+        if "to_float64" in f:
+            cells.setdefault((f["scaling"], f["backend"]), {})[f["gemm"]] = f
+    times = {(f.get("scaling"), f["backend"]): f["ms"] for f in figures if f["benchmark"] == "backends_time"}
+    half, delayed = times[None, "bf16"], times["delayed", "te"]
+    furthest = max(
+        g["to_reference"] for (_, backend), gemms in cells.items() if backend != "reference" for g in gemms.values()
+    )
+    takeaway = (
+        f"With delayed scaling a layer's quantization and GEMMs take {delayed:.2f} ms on Transformer Engine where BF16 "
+        f"GEMMs take {half:.2f} ({half / delayed:.2f} × as fast), and no backend's result is further than "
+        f"{100 * furthest:.3f} % from the reference backend's."
+    )
+    rows: list[tuple[str, ...]] = [("none: BF16", "torch", "–", "–", "–", f"{half:.2f}")]
+    for key, gemms in cells.items():
+        errors = (f"{100 * g['to_float64']:.2f} ({100 * g['to_reference']:.3f})" for g in gemms.values())
+        rows.append((*key, *errors, f"{times[key]:.2f}" if key in times else "–"))
+    table = simple_table(("Scaling", "Backend", "fprop", "dgrad", "wgrad", "ms at Llama-8B's MLP"), rows)
+    return block(takeaway, table, origin(origins))
+
+
+def casts() -> str:
+    """Speed of quantization, from the same file, so that the command stands above."""
+    figures = [f for f in read(RESULTS / "backends_h200.jsonl")[1] if f["benchmark"] == "backends_cast"]
+    by_operand: dict[str, dict[str, int]] = {}
+    for f in figures:
+        by_operand.setdefault(f["operand"], {})[f["name"]] = f["gb_per_s"]
+    ratios = [of["te backend"] / of["Transformer Engine"] for of in by_operand.values()]
+    takeaway = (
+        f"The ``te`` backend quantizes at {min(ratios):.2f} to {max(ratios):.2f} × the speed of Transformer "
+        "Engine's own kernels."
+    )
+    table = simple_table(
+        ("Quantization in both orientations", "Operand", "GB/s: median (min – max)"),
+        [
+            (f["name"], f"{f['operand']}, {f['shape']}", f"{f['gb_per_s']} ({f['gb_per_s_min']} – {f['gb_per_s_max']})")
+            for f in figures
+        ],
+    )
+    return block(takeaway, table)

@@ -1,0 +1,73 @@
+"""Tables of the memory that training takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import block, failure, origin, simple_table
+
+__all__ = ["llama_8b", "memory", "on_one_gpu", "vision"]
+
+
+def vision() -> dict[str, dict[str, dict[str, Any]]]:
+    """Figures of memory_h200.jsonl, by model and level."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for f in read(RESULTS / "memory_h200.jsonl")[1]:
+        if "ms" in f:
+            found.setdefault(f["model"], {})[f["level"]] = f
+    return found
+
+
+def on_one_gpu() -> dict[str, dict[str, Any]]:
+    """Figures of llama_8b_h200.jsonl, by level."""
+    return {f["level"]: f for f in read(RESULTS / "llama_8b_h200.jsonl")[1]}
+
+
+def memory() -> str:
+    """Peak memory of two vision models."""
+    found = vision()
+    said = [
+        f"{of['msamp_o2']['saved_percent']:.1f} % on {model} at "
+        f"{of['msamp_o2']['ms'] / of['fp16_amp']['ms']:.2f} × its time"
+        for model, of in found.items()
+    ]
+    takeaway = f"Of the peak of ``fp16_amp`` ``msamp_o2`` saves {' and '.join(said)}."
+    columns = ("weights", "masters", "gradients", "states", "rest")
+    table = simple_table(
+        ("Model, batch", "Level", "peak MB", "saved, %", *columns, "reserved MB", "ms a step"),
+        [
+            (
+                f"{f['model']}, {f['batch']}",
+                f"``{f['level']}``",
+                f"{f['peak_allocated_mb']:,}",
+                "–" if f["saved_percent"] is None else f"{f['saved_percent']:.1f}",
+                *(f"{f['mb_at_peak'][c]:,.0f}" for c in columns),
+                f"{f['peak_reserved_mb']:,}",
+                f"{f['ms']:.1f}",
+            )
+            for of in found.values()
+            for f in of.values()
+        ],
+    )
+    return block(takeaway, table, origin(read(RESULTS / "memory_h200.jsonl")[0], "timm"))
+
+
+def llama_8b() -> str:
+    """Llama-3-8B on one GPU."""
+    found = on_one_gpu()
+    said = [
+        f"``{level}`` ends {failure(f)}"
+        if "error" in f
+        else f"``{level}`` trains with a peak of {f['peak_gib']:.1f} GiB"
+        for level, f in found.items()
+    ]
+    rows = []
+    for level, f in found.items():
+        if "error" in f:
+            rows.append((f"``{level}``", failure(f), "–", "–", "–"))
+        else:
+            sizes = (f"{f[key]:.1f}" for key in ("peak_gib", "peak_reserved_gib", "setup_peak_gib"))
+            rows.append((f"``{level}``", f"{f['tokens_per_s']:,}", *sizes))
+    table = simple_table(("Level", "tokens/s", "peak GiB", "reserved GiB", "GiB while setting up"), rows)
+    return block(f"{', '.join(said[:-1])} and {said[-1]}.", table, origin(read(RESULTS / "llama_8b_h200.jsonl")[0]))

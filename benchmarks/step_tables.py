@@ -1,0 +1,119 @@
+"""Tables and pictures of whole training steps on one GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.llama import BATCH, SEQUENCE
+from benchmarks.pictures import Bars, Picture, bars
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import block, milliseconds, origin, simple_table, times
+
+__all__ = ["TE", "TORCHAO", "fastest", "fastest_picture", "one_run", "steps", "throughput", "throughput_picture"]
+
+TE = "lightning TransformerEnginePrecision, bf16 weights, no masters"
+TORCHAO = "torchao float8 tensorwise, compiled layers, bf16-true"
+_BESIDE = {  # what the others are called in pictures
+    TE: "Lightning's Transformer Engine, BF16 weights,\nno masters, head in FP8",
+    TORCHAO: "torchao float8, compiled layers,\nBF16 weights, no masters",
+    "lightning bf16-true": "Lightning's bf16-true: BF16 weights, no masters",
+    "lightning bf16-mixed": "Lightning's bf16-mixed: FP32 weights",
+    "lightning TransformerEnginePrecision, FP32 weights": "Lightning's Transformer Engine, FP32 weights,\nhead in FP8",
+}
+_LEVELS = ("msamp_o2", "msamp_o3", "bf16_with_fp8_mixed", "te_fp8", "bf16_mixed")
+
+
+def steps() -> dict[str, dict[str, Any]]:
+    """The figures of every contestant by name, from train_step_h200.jsonl."""
+    return {f["name"]: f for f in read(RESULTS / "train_step_h200.jsonl")[1] if "ms" in f}
+
+
+def one_run() -> dict[str, dict[str, Any]]:
+    """The figures of the fastest contestants, measured one after the other, from train_step_passes_h200.jsonl."""
+    return {f["name"]: f for f in read(RESULTS / "train_step_passes_h200.jsonl")[1] if "ms" in f}
+
+
+def _fastest() -> dict[str, dict[str, Any]]:
+    """Those with other kernels than the rest: they stand in their own table and in no other."""
+    return {name: f for name, f in one_run().items() if name != TE}
+
+
+def throughput() -> str:
+    """Whole training steps, but for those of ``fastest``."""
+    found = steps()
+    o2, hand = found["nemo_lowprec msamp_o2"], found["by hand bf16_with_fp8_mixed"]
+    under, release = found["nemo_lowprec bf16_with_fp8_mixed"], found["nemo_lowprec msamp_o2, gradient_release"]
+    takeaway = (
+        f"``bf16_with_fp8_mixed`` as a plugin is {times(under, hand, 3)} as fast as the same loop by hand "
+        f"({under['ms']:.1f} and {hand['ms']:.1f} ms), and ``gradient_release`` takes ``msamp_o2`` from "
+        f"{o2['peak_gib']:.1f} to {release['peak_gib']:.1f} GiB at {times(release, o2, 3)} its speed."
+    )
+    rows = [f for name, f in found.items() if name not in _fastest()]
+    return block(takeaway, _table(rows), origin(read(RESULTS / "train_step_h200.jsonl")[0]))
+
+
+def fastest() -> str:
+    """Whole training steps with cuDNN's attention or Liger's kernels, measured one after the other."""
+    found = _fastest()
+    ours, te = found["nemo_lowprec msamp_o2, cuDNN attention, FP8 head"], found[f"{TE}, cuDNN attention"]
+    takeaway = (
+        f"With cuDNN's attention and the head in FP8 on both sides ``msamp_o2`` is {times(ours, te, 3)} as "
+        f"fast as Lightning's Transformer Engine, in {ours['peak_gib']:.1f} GiB beside {te['peak_gib']:.1f}."
+    )
+    return block(takeaway, _table(list(found.values())), origin(read(RESULTS / "train_step_passes_h200.jsonl")[0]))
+
+
+def _table(figures: list[dict[str, Any]]) -> str:
+    return simple_table(
+        ("Contestant", "tokens/s", "ms a step: median (min – max)", "peak GiB"),
+        [
+            (f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}")
+            for f in sorted(figures, key=lambda f: -f["tokens_per_s"])
+        ],
+    )
+
+
+def _bars(found: dict[str, dict[str, Any]], labels: dict[str, str]) -> Bars:
+    gpu = read(RESULTS / "train_step_h200.jsonl")[0][0]["gpu"]
+    xlabel = f"tokens/s (in brackets: GiB at the peak)\nbatch {BATCH} × {SEQUENCE}, one {gpu}"
+    return bars(xlabel, list(found.values()), labels)
+
+
+def throughput_picture() -> Picture:
+    """As they come: the contestants of other packages, and five levels."""
+    found = steps()
+    o2, mixed, torchao = (found[name] for name in ("nemo_lowprec msamp_o2", "lightning bf16-mixed", TORCHAO))
+    see = (
+        f"``msamp_o2`` is {times(o2, mixed)} as fast as Lightning's ``bf16-mixed``, in {o2['peak_gib']:.1f} GiB beside "
+        f"{mixed['peak_gib']:.1f}, and {times(o2, torchao, 3)} as fast as torchao's compiled float8 layers, which take "
+        f"{torchao['peak_gib']:.1f} GiB."
+    )
+    shown = (
+        "Every side as it comes, with torch's attention; the head is in half precision unless a bar says FP8. Bars: "
+        "the contestants of other packages without further kernels, and five of this project's levels; the tables of "
+        "``docs/measured.rst`` have all."
+    )
+    labels = {f"nemo_lowprec {level}": f"nemo_lowprec {level}" for level in _LEVELS} | _BESIDE
+    return Picture("train_step_h200.png", see, shown, _bars(found, labels))
+
+
+def fastest_picture() -> Picture:
+    """The fastest contestants."""
+    found = _fastest()
+    best, liger, cudnn = (
+        max(found.values(), key=lambda f: f["tokens_per_s"]),
+        *(found[f"{TE}, {with_}"] for with_ in ("Liger kernels", "cuDNN attention")),
+    )
+    see = (
+        f"The fastest contestant, {best['name']}, comes to {best['tokens_per_s']:,} tokens/s, and Lightning's "
+        f"Transformer Engine to {cudnn['tokens_per_s']:,} with cuDNN's attention and to {liger['tokens_per_s']:,} with "
+        "Liger's kernels."
+    )
+    labels = {}
+    for name in found:
+        other, cudnn, liger = name.startswith(TE), "cuDNN" in name, "Liger" in name
+        who = "Lightning's Transformer Engine, BF16 weights" if other else " ".join(name.split(",")[0].split())
+        attention = "cuDNN attention" if cudnn else "torch's attention"
+        labels[name] = f"{who},\n{attention}" + (", Liger kernels" if liger else "")
+    shown = "Bars: all rows of the table below; the head is in FP8 on every side."
+    return Picture("train_step_fastest_h200.png", see, shown, _bars(found, labels))
