@@ -23,3 +23,5 @@ def test_ci_runs_the_readme_s_test_command():
     ci = (ROOT / ".ci" / "run").read_text().splitlines()
     assert ci.index(install) < ci.index(test)
     assert not any("PATH" in line for line in ci)  # nor does the README activate the environment
+    (first,) = re.findall(r"^ +(python3 -m venv .*pretrain)$", README, re.M)
+    assert any(line.endswith(f'&& "$venv"/bin/{first.rpartition(".venv/bin/")[2]})') for line in ci)

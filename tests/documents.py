@@ -1,0 +1,60 @@
+"""Code of README.rst and docs/, block by block, as printed."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ROOT", "Block", "block", "blocks", "inline_commands"]
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
+_BLOCK = re.compile(r"^\.\. code-block:: (\w+)\n(?:   :\w+:.*\n)*\n((?:   .*\n|\n)+)", re.MULTILINE)
+_INLINE = re.compile(r"(?:``|^# {1,3}|^ {4}|^)(nemo-lowprec (?:pretrain|audit|plan|run) [^`\n]*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ``code-block``.
+
+    Attributes:
+        document: name of the file.
+        language: ``bash``, ``python``, ``yaml`` or ``text``.
+        code: without its indentation.
+    """
+
+    document: str
+    language: str
+    code: str
+
+    @property
+    def lines(self) -> list[str]:
+        """Its commands: a line that ends in a backslash goes on."""
+        return self.code.replace("\\\n", " ").splitlines()
+
+
+def blocks() -> list[Block]:
+    """Every block of every document."""
+    found = []
+    for path in DOCUMENTS:
+        for language, code in _BLOCK.findall(path.read_text()):
+            found.append(Block(path.name, language, textwrap.dedent(code).strip()))
+    return found
+
+
+def block(document: str, start: str) -> Block:
+    """The block of a document that starts with these words; there is one."""
+    (found,) = (b for b in blocks() if b.document == document and b.code.startswith(start))
+    return found
+
+
+def inline_commands() -> list[str]:
+    """Commands within sentences of the documents, comments of the package's YAML, and its docstrings."""
+    package = [p for ending in ("py", "yaml") for p in (ROOT / "nemo_lowprec").rglob(f"*.{ending}")]
+    found: dict[str, None] = {}
+    for path in [*DOCUMENTS, ROOT / "CONTRIBUTING.md", *package]:
+        text = re.sub(r"``([^`]*)``", lambda m: "``" + " ".join(m[1].split()) + "``", path.read_text())
+        found |= dict.fromkeys(line.strip() for line in _INLINE.findall(_BLOCK.sub("", text)) if "..." not in line)
+    return list(found)

@@ -1,0 +1,226 @@
+"""Every command and every piece of Python in README.rst and docs/ runs as printed.
+
+What takes long is made short by overrides behind the printed line; what needs a GPU runs up to where it needs one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch import nn
+
+from tests.documents import ROOT, Block, block, blocks, inline_commands
+
+SHORT = [
+    *("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"),
+    *("trainer.accumulate_grad_batches=1", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"),
+]
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+SMALL = [
+    *(f"model.config.{name}={size}" for name, size in SIZES.items()),
+    *("data.seq_length=16", "data.micro_batch_size=2", "data.validation_samples=8", "data.num_workers=0"),
+]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for more GPUs than a machine may have")
+
+# Blocks that another test runs, or none can: the first words, and where or why.
+ELSEWHERE = {
+    ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . &&"): ".ci/run",
+    ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]'"): ".ci/run",
+    ("launching.rst", "torchrun --nnodes"): "tests/packaging/test_launching.py",
+    ("launching.rst", "#!/bin/bash\n#SBATCH"): "tests/packaging/test_launching.py",
+    ("launching.rst", "import nemo_run as run"): "tests/packaging/test_launching.py",
+    ("megatron.rst", "from nemo.collections import llm"): "tests/megatron/test_in_nemo.py",
+    ("megatron.rst", "pip install torch=="): "an environment of its own, of several gigabytes",
+}
+HERE = {
+    ("README.rst", "from lightning.pytorch import Trainer"),
+    ("README.rst", "import nemo_run as run"),
+    ("README.rst", "nemo-lowprec levels"),
+    ("README.rst", "model, optimizer = nemo_lowprec.initialize("),
+    ("README.rst", "nemo-lowprec prepare-data"),
+    ("README.rst", "nemo-lowprec pretrain -m"),
+    ("README.rst", "defaults:"),
+    ("README.rst", "nemo-lowprec pretrain --config-dir"),
+    ("README.rst", "nemo-lowprec export"),
+    ("README.rst", "model = transformers."),
+    ("README.rst", "nemo-lowprec plan"),
+    ("README.rst", "Trainer(plugins=msamp_o2(), strategy="),
+    ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
+    ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
+    ("megatron.rst", "from lightning.pytorch import Trainer"),
+}
+
+
+def test_each_block_is_run_somewhere() -> None:
+    starts = [*HERE, *ELSEWHERE]
+    code = [b for b in blocks() if b.language != "text"]  # text is what a command prints
+    for b in code:
+        of = [start for start in starts if start[0] == b.document and b.code.startswith(start[1])]
+        assert len(of) == 1, (b, of)
+    for document, start in starts:
+        assert block(document, start) in code
+    for place in ELSEWHERE.values():
+        assert " " in place or (ROOT / place).is_file()
+
+
+def run(line: str, folder: Path, more: list[str] | None = None, timeout: int = 300) -> str:
+    """A line as a shell reads it, with ``more`` behind it; what it prints."""
+    scripts = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        " ".join([line, *(f"'{word}'" for word in more or [])]),
+        shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, (line, done.stdout, done.stderr)
+    return done.stdout
+
+
+def python(b: Block, **names: Any) -> dict[str, Any]:
+    """Run a block of Python; what it has made."""
+    exec(compile(b.code, b.document, "exec"), names)
+    return names
+
+
+@WITHOUT_GPU
+def test_the_first_example_is_a_trainer() -> None:
+    trainer = python(block("README.rst", "from lightning.pytorch import Trainer"))["trainer"]
+    assert trainer.precision_plugin.level.name == "msamp_o2"
+    from nemo_lowprec import LowPrecision
+
+    assert LowPrecision("msamp_o2").level.name == "msamp_o2"
+    with pytest.raises(ValueError, match="Precision 'msamp_o2' is invalid"):
+        Trainer(precision="msamp_o2")
+    with pytest.raises(MisconfigurationException, match="invalid type for plugin"):
+        Trainer(plugins="msamp_o2")
+
+
+@WITHOUT_GPU
+def test_the_examples_of_strategies_are_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_lowprec import msamp_o2
+    from nemo_lowprec.strategies import MegatronStrategy
+
+    monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: None)
+    for start in ("Trainer(plugins=msamp_o2(), strategy=", 'Trainer(plugins=msamp_o2(half="fp16"), strategy='):
+        python(block("README.rst", start), Trainer=Trainer, msamp_o2=msamp_o2, MegatronStrategy=MegatronStrategy)
+
+
+@WITHOUT_GPU
+def test_the_example_of_megatron_core_gets_to_its_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[Any] = []
+    monkeypatch.setattr("nemo_lowprec.strategies.megatron.check_megatron", lambda: None)
+    monkeypatch.setattr(Trainer, "fit", lambda self, *args, **kwargs: fitted.append((self, args, kwargs)))
+    python(block("megatron.rst", "from lightning.pytorch import Trainer"))
+    ((trainer, (model,), kwargs),) = fitted
+    assert trainer.strategy.layout.tensor == 2 and model.hparams["preset"] == "llama3_8b"
+    assert kwargs["datamodule"].seq_length == 8192
+
+
+def test_the_recipe_is_one_that_nemo_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fiddle as fdl
+    import nemo_run
+
+    handed: dict[str, Any] = {}
+    monkeypatch.setattr(nemo_run, "run", lambda recipe, executor: handed.update(recipe=recipe, executor=executor))
+    python(block("README.rst", "import nemo_run as run"))
+    assert fdl.build(handed["recipe"].trainer.plugins).level.name == "fp16_mixed"
+    assert isinstance(handed["executor"], nemo_run.LocalExecutor)
+
+
+def test_a_loop_of_one_s_own() -> None:
+    import nemo_lowprec
+
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    start = "model, optimizer = nemo_lowprec.initialize("
+    made = python(block("README.rst", start), nemo_lowprec=nemo_lowprec, model=model, optimizer=optimizer)
+    made["model"](torch.ones(16, 32)).sum().backward()
+    made["optimizer"].step()
+
+
+def test_the_first_commands(tmp_path: Path) -> None:
+    levels, pretrain, recipe = block("README.rst", "nemo-lowprec levels").lines
+    assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, tmp_path)
+    assert "Pretraining" in run(pretrain, tmp_path, SHORT)
+    assert "Pretraining" in run(recipe, tmp_path, SHORT)
+
+
+def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = tmp_path / "my_texts"
+    texts.mkdir()
+    for i in range(400):
+        (texts / f"{i}.txt").write_text(f"Text number {i}: {' '.join(map(str, range(i, i + 300)))}\n")
+    prepare, pretrain = block("README.rst", "nemo-lowprec prepare-data").lines
+    run(prepare, tmp_path)
+    assert "Pretraining" in run(pretrain, tmp_path, [*SHORT, *SMALL, "hydra.run.dir=run"])
+    (sweep,) = block("README.rst", "nemo-lowprec pretrain -m").lines
+    table = run(sweep, tmp_path, [*SHORT, *SMALL]).rpartition("Runs of this sweep")[2]
+    assert "0_bf16_mixed" in table and "1_msamp_o2" in table and "failed" not in table
+
+    shutil.copy(tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path)
+    (export,) = block("README.rst", "nemo-lowprec export").lines
+    run(export, tmp_path)
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    model = python(block("README.rst", "model = transformers."), transformers=transformers)["model"]
+    assert model.dtype == torch.bfloat16
+
+
+def test_yaml_of_one_s_own(tmp_path: Path) -> None:
+    mine = tmp_path / "my_conf" / "precision" / "mine.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(block("README.rst", "defaults:").code + "\n")
+    (line,) = block("README.rst", "nemo-lowprec pretrain --config-dir").lines
+    short = [word for word in SHORT if "limit_val_batches" not in word]
+    printed = run(line, tmp_path, [*short, *SMALL, "precision.backend=reference"])
+    assert "msamp_o2(" in printed and "stochastic_rounding=True" in printed
+
+
+def test_plans(tmp_path: Path) -> None:
+    for line in block("README.rst", "nemo-lowprec plan").lines:
+        assert "Plan of" in run(line, tmp_path)
+
+
+def test_several_processes_of_one_machine(tmp_path: Path) -> None:
+    (line,) = block("launching.rst", "nemo-lowprec pretrain model=llama3_8b").lines
+    line = line.replace("model=llama3_8b", "model=llama_tiny").replace("gpus=8", "gpus=2")
+    assert "Pretraining" in run(line, tmp_path, [*SHORT, *SMALL])
+
+
+@pytest.mark.parametrize("command", inline_commands())
+def test_a_command_in_a_sentence_or_a_comment_is_one(command: str) -> None:
+    from hydra import compose, initialize_config_dir
+
+    from nemo_lowprec.conf.check import check_values
+    from nemo_lowprec.conf.choices import CONF_DIR
+    from nemo_lowprec.conf.command_line import CommandLine
+    from nemo_lowprec.conf.levels import register_levels
+    from nemo_lowprec.conf.overrides import check_overrides, with_plus, with_strategy
+
+    _, name, *arguments = command.split()
+    if name == "run":
+        pytest.importorskip("nemo_lowprec.recipes")
+        return
+    line = CommandLine.of(arguments)
+    check_overrides(line)
+    line = with_plus(line)
+    line = with_strategy(line) if name == "plan" else line
+    register_levels()
+    choices = [] if line.is_multirun else ["output_dir=out", *line.overrides]
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        cfg = compose("config", overrides=choices or ["output_dir=out"])
+    check_values(cfg, complete=False)
