@@ -55,7 +55,10 @@ def clip_grad_norm_(
         return torch.zeros(())
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        by_device[grad.device].append(local_of(grad))
+        local = local_of(grad)
+        if local.is_sparse and max_norm <= 0:  # clipping them is not in torch, either
+            local = local.coalesce().values()
+        by_device[grad.device].append(local)
     device = grads[0].device
     norms = [n.float().to(device) for group in by_device.values() for n in torch._foreach_norm(group, norm_type)]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)

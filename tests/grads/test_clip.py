@@ -109,3 +109,10 @@ def test_small_gradients_keep_their_values():
 
 def test_it_is_the_packages():
     assert nemo_lowprec.clip_grad_norm_ is clip_grad_norm_
+
+
+def test_the_norm_of_sparse_gradients_is_that_of_their_sum():
+    table = torch.nn.Embedding(8, 4, sparse=True)
+    table(torch.tensor([1, 1, 5])).square().sum().backward()
+    dense = table.weight.grad.to_dense().norm()
+    assert clip_grad_norm_(table.weight, 0.0) == pytest.approx(float(dense))
