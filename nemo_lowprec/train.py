@@ -12,8 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checks import check_trainer
+from nemo_lowprec.display import own_display
+from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.models.throughput import data_parallel_size
+from nemo_lowprec.quiet import quiet
 from nemo_lowprec.strategies.replace import recover
 
 __all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
@@ -50,23 +53,19 @@ class PretrainResult:
 
     def print_table(self) -> None:
         """Prints the result for people."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title="Pretraining", show_header=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        for name, value, form in (
-            ("Level", self.level, "{}"),
-            ("Steps", self.steps, "{}"),
-            ("Validation loss before", self.val_loss_before, "{:.4f}"),
-            ("Validation loss after", self.val_loss, "{:.4f}"),
-            ("Perplexity", self.perplexity, "{:.2f}"),
-            ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
-            ("Checkpoint", self.checkpoint, "{}"),
-        ):
-            table.add_row(name, "-" if value is None else form.format(value))
-        Console().print(table)
+        pairs = [
+            (name, "-" if value is None else form.format(value))
+            for name, value, form in (
+                ("Level", self.level, "{}"),
+                ("Steps", self.steps, "{:,}"),
+                ("Validation loss before", self.val_loss_before, "{:.4f}"),
+                ("Validation loss after", self.val_loss, "{:.4f}"),
+                ("Perplexity", self.perplexity, "{:.2f}"),
+                ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
+                ("Checkpoint", self.checkpoint, "{}"),
+            )
+        ]
+        print("\n".join(["", "Pretraining", *pair_lines(pairs)]), flush=True)
 
 
 def pretrain(
@@ -98,7 +97,8 @@ def pretrain(
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks += ours
     try:
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        with quiet(), own_display(trainer):
+            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     finally:
         callbacks[:] = [callback for callback in callbacks if callback not in ours]
     if trainer.interrupted:
