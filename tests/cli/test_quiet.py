@@ -65,8 +65,9 @@ def test_pretrain_at_every_level(tiny: list[str], tmp_path: Path) -> None:
     for name in ON_CPU:
         assert len(re.findall(rf"^Precision: {name}\(", text, re.MULTILINE)) == 1
         assert len(re.findall(rf"^  Level +{name}$", text, re.MULTILINE)) == 1
-    of_ours = [line for line in text.splitlines() if not line.startswith("[")]  # Hydra's log lines
-    assert max(map(len, of_ours)) <= 80
+    # But for Hydra's log lines, and paths, which are whole.
+    rest = [line for line in text.splitlines() if not line.startswith("[") and not line.endswith(".ckpt")]
+    assert max(map(len, rest)) <= 80
     assert "Epoch 0 " in text and " 2/2 " in text
 
 
