@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from nemo_lowprec.quiet import quiet
+
 # Imports are inside the functions: a command answers --help and mistakes before it loads torch.
 
 __all__ = ["main"]
@@ -156,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Only the first word is ours; the rest may be any Hydra override, which argparse must not interpret.
     chosen = parser.parse_args(arguments[:1]).command
     try:
-        _COMMANDS[chosen](arguments[1:])
+        with quiet():
+            _COMMANDS[chosen](arguments[1:])
     except KeyboardInterrupt:
         return 130
     except Exception as error:

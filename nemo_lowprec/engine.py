@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -250,7 +249,7 @@ class Engine:
         self._attention_kernels.enter_context(prefer_attention(self.attention))
         watch_for_optimizers(self)
 
-    def describe_layers(self) -> tuple[Table, str | None] | None:
+    def describe_layers(self) -> tuple[str, str | None] | None:
         """The table of layers and matrices, and what to warn of; None for a level that converts no layer to FP8."""
         if self.recipe is None or self.model is None or self.backend is None:
             return None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.compute import as_text, is_converted
+from nemo_lowprec.compute import is_converted
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
@@ -135,7 +135,7 @@ def _say_what_is_converted(engine: Engine) -> None:
         return
     table, problem = found
     if log.isEnabledFor(logging.INFO):
-        log.info("%s\n%s", engine.level.name, as_text(table))
+        log.info("%s\n%s", engine.level.name, table)
     if problem:
         warnings.warn(problem, stacklevel=3)
 

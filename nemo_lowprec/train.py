@@ -12,8 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checks import check_trainer
+from nemo_lowprec.display import own_display
+from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.models.throughput import data_parallel_size
+from nemo_lowprec.quiet import quiet
 from nemo_lowprec.strategies.replace import recover
 
 __all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
@@ -34,6 +37,7 @@ class PretrainResult:
         val_loss: nats a token at the end; None without validation.
         tokens_per_sec: of training, over all ranks; None for a run shorter than two log intervals.
         checkpoint: the best checkpoint, else the last one; None where none was written.
+        skipped_steps: optimizer steps that were skipped because a gradient was not finite.
     """
 
     level: str
@@ -42,6 +46,7 @@ class PretrainResult:
     val_loss: float | None
     tokens_per_sec: float | None
     checkpoint: str | None
+    skipped_steps: int = 0
 
     @property
     def perplexity(self) -> float | None:
@@ -50,23 +55,21 @@ class PretrainResult:
 
     def print_table(self) -> None:
         """Prints the result for people."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title="Pretraining", show_header=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
-        for name, value, form in (
-            ("Level", self.level, "{}"),
-            ("Steps", self.steps, "{}"),
-            ("Validation loss before", self.val_loss_before, "{:.4f}"),
-            ("Validation loss after", self.val_loss, "{:.4f}"),
-            ("Perplexity", self.perplexity, "{:.2f}"),
-            ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
-            ("Checkpoint", self.checkpoint, "{}"),
-        ):
-            table.add_row(name, "-" if value is None else form.format(value))
-        Console().print(table)
+        pairs = [
+            (name, "-" if value is None else form.format(value))
+            for name, value, form in (
+                ("Level", self.level, "{}"),
+                ("Steps", self.steps, "{:,}"),
+                ("Validation loss before", self.val_loss_before, "{:.4f}"),
+                ("Validation loss after", self.val_loss, "{:.4f}"),
+                ("Perplexity", self.perplexity, "{:.2f}"),
+                ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
+                ("Skipped steps", self.skipped_steps, "{:,}: a gradient was not finite"),
+                ("Checkpoint", self.checkpoint, "{}"),
+            )
+            if name != "Skipped steps" or self.skipped_steps
+        ]
+        print("\n".join(["", "Pretraining", *pair_lines(pairs)]), flush=True)
 
 
 def pretrain(
@@ -98,7 +101,8 @@ def pretrain(
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks += ours
     try:
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        with quiet(), own_display(trainer):
+            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     finally:
         callbacks[:] = [callback for callback in callbacks if callback not in ours]
     if trainer.interrupted:
@@ -111,6 +115,7 @@ def pretrain(
         val_loss=record.last,
         tokens_per_sec=None if rate is None else rate * data_parallel_size(trainer),
         checkpoint=_checkpoint(trainer),
+        skipped_steps=getattr(getattr(trainer.precision_plugin, "log", None), "skipped_steps", 0),
     )
     if trainer.is_global_zero:
         result.print_table()

@@ -30,12 +30,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def logging_as_it_was() -> Iterator[None]:
     """Undoes what Hydra does to the logging of the whole process, for tests that call a command in theirs."""
-    root, level, handlers = logging.getLogger(), logging.getLogger().level, logging.getLogger().handlers[:]
+    loggers = [logging.getLogger(name) for name in (None, "lightning.pytorch", "megatron")]
+    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     # Hydra's dictConfig closes every handler there is, and absl's (fiddle brings it) closes its stream with it unless
     # that is the real stderr: under pytest it would be the file that pytest captures to.
     absl = sys.modules.get("absl.logging")
     if absl is not None:
         absl.get_absl_handler().python_handler.stream = sys.__stderr__
     yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, (level, logger.propagate, logger.handlers[:]) in zip(loggers, before, strict=True):
+        logger.setLevel(level)

@@ -14,7 +14,7 @@ from nemo_lowprec.compute.convert import (
     take_fp32_input,
     take_fp32_input_outside_autocast,
 )
-from nemo_lowprec.compute.layers_table import as_text, describe_layers
+from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
@@ -36,7 +36,6 @@ __all__ = [
     "Operand",
     "ReferenceBackend",
     "WeightScales",
-    "as_text",
     "check_attention",
     "check_unwrapped",
     "choose_backend",

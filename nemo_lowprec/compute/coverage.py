@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.convert import Conversion
 from nemo_lowprec.compute.te_layers import is_te_module
 
-__all__ = ["Fate", "Group", "as_patterns", "groups_of", "too_little"]
+__all__ = ["Fate", "Group", "as_globs", "as_patterns", "groups_of", "too_little"]
 
 _ENOUGH = 0.5  # of the elements
 _NAMED = 3
@@ -131,6 +132,32 @@ def as_patterns(names: list[str]) -> list[str]:
     for name in names:
         alike[_pattern(name)].append(name)
     return [pattern if len(of) > 1 else of[0] for pattern, of in alike.items()]
+
+
+def as_globs(names: list[str], others: list[str]) -> list[str]:
+    """Short globs that match all of ``names`` and none of ``others``: ``*.self_attn.q_proj`` for one in each layer.
+
+    A glob has the last two parts of a name, and as many more as it needs. Where layers of ``names`` and of ``others``
+    differ in their numbers only, no glob can tell them apart, and the short one stands for both.
+    """
+    own, rest = as_patterns(names), as_patterns(others)
+    found: list[str] = []
+    for pattern in own:
+        if any(fnmatchcase(pattern, glob) for glob in found):
+            continue
+        candidates = list(_shorter(pattern))
+        exact = (glob for glob in candidates if not any(fnmatchcase(other, glob) for other in rest))
+        found.append(next(exact, candidates[0] if "*" in pattern else pattern))
+    return found
+
+
+def _shorter(pattern: str) -> Iterator[str]:
+    """Globs for the last two parts of ``pattern``, the last three, and so on, and ``pattern`` itself."""
+    parts = pattern.split(".")
+    for start in range(max(len(parts) - 2, 1), 0, -1):
+        if set(parts[start:]) - {"*"}:
+            yield ".".join(parts[start:] if parts[start] == "*" else ["*", *parts[start:]])
+    yield pattern
 
 
 def _pattern(name: str) -> str:

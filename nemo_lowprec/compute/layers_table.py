@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from io import StringIO
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Column, Table
 from torch import nn
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compute.convert import Conversion
-from nemo_lowprec.compute.coverage import Group, as_patterns, groups_of, too_little
+from nemo_lowprec.compute.coverage import Group, as_globs, groups_of, too_little
+from nemo_lowprec.lines import WIDTH, name_lines, text_lines
 
-__all__ = ["as_text", "describe_layers", "layers_table"]
+__all__ = ["describe_layers", "layers_table"]
 
-_EXAMPLES = 3
+_NAMED = 8  # of a group
+_INDENT = 18
 _ARE = {
     "te": "{low}, by Transformer Engine",
     "norm": "norm with half output",
@@ -25,30 +22,34 @@ _ARE = {
 }
 
 
-def layers_table(groups: list[Group], low: str) -> Table:
-    """How many layers, their share of the elements of all matrices, what they are and why, and which; in 80 columns.
+def layers_table(groups: list[Group], low: str) -> str:
+    """Each group of layers: how many, their share of all matrices' elements, what they are and why; then their names.
+
+    Lines have at most 80 characters. The name of a layer is a glob, as ``convert`` and ``skip`` take it.
 
     Args:
         low: how the converted ones compute, for example ``FP8 (delayed, te)``.
     """
-    share = Column("Share", justify="right", no_wrap=True)
-    # Names are long and have no spaces: they get two thirds of what is left of a line.
-    are, which = Column("Are", ratio=1), Column("Which", ratio=2, overflow="fold")
-    table = Table("Layers", share, are, which, box=SIMPLE_HEAD, expand=True)
+    lines = [_row("Layers", "Weights", "Are")[0], " " + "─" * (WIDTH - 2)]
     total = sum(group.elements for group in groups)
     for group in groups:
         kind, reason, _ = group.fate
-        part = f"{100 * group.elements / total:.1f} %" if group.elements else ""
+        share = f"{100 * group.elements / total:.1f} %" if group.elements else ""
         what = low if kind == "low" else _ARE[kind].format(low=low.partition(" ")[0])
-        table.add_row(str(len(group.names)), part, f"{what}: {reason}" if reason else what, _shorten(group.names))
+        lines += _row(f"{len(group.names):,}", share, f"{what}: {reason}" if reason else what)
+        others = [name for other in groups if other is not group for name in other.names]
+        found = [glob or "the module itself" for glob in as_globs(group.names, others)]
+        lines += name_lines(found[:_NAMED], _INDENT + 2)
+        if len(found) > _NAMED:
+            lines.append(" " * (_INDENT + 2) + f"and {len(found) - _NAMED} more")
     if not any(group.is_low for group in groups):
-        table.add_row("0", "", f"{low}: no layer of the model can be converted", "")
-    return table
+        lines += _row("0", "", f"{low}: no layer can be converted")
+    return "\n".join(lines)
 
 
 def describe_layers(
     model: nn.Module, conversion: Conversion, level: PrecisionLevel, how: str
-) -> tuple[Table, str | None]:
+) -> tuple[str, str | None]:
     """The table of a converted model, and what to warn of; None where enough is converted.
 
     Args:
@@ -59,15 +60,6 @@ def describe_layers(
     return layers_table(groups, f"{level.compute.upper()} ({how})"), problem and f"{level.name}: {problem}"
 
 
-def as_text(table: Table) -> str:
-    """The table in lines of 80 characters."""
-    console = Console(width=80, file=StringIO())
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get()
-
-
-def _shorten(names: list[str]) -> str:
-    found = as_patterns(names)
-    more = f" and {len(found) - _EXAMPLES} more" if len(found) > _EXAMPLES else ""
-    return ", ".join(found[:_EXAMPLES]) + more
+def _row(count: str, share: str, text: str) -> list[str]:
+    lines = text_lines(text, _INDENT)
+    return [f" {count:>6}  {share:>7}  {lines[0].lstrip()}", *lines[1:]]

@@ -15,6 +15,8 @@ from rich.console import Console
 
 from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
+from nemo_lowprec.display import own_display
+from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report import Audit, AuditReport
 from nemo_lowprec.train import PretrainResult, pretrain
 
@@ -94,7 +96,8 @@ def audit_job(cfg: DictConfig) -> AuditReport:
     parts = build(cfg)
     trainer = parts["trainer"]
     trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)] + [audit]
-    trainer.fit(parts["model"], datamodule=parts["data"])
+    with quiet(), own_display(trainer):
+        trainer.fit(parts["model"], datamodule=parts["data"])
     report = audit.report
     assert report is not None
     if trainer.is_global_zero:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -66,18 +67,17 @@ def print_sweep(runs: Sequence[SweptRun]) -> None:
     if not any(getattr(run.result, "steps", None) for run in runs) or int(os.environ.get("LOCAL_RANK", "0")):
         return
     shared = set.intersection(*(set(run.overrides) for run in runs))
-    table = Table(title="Runs of this sweep")
+    table = Table(box=SIMPLE_HEAD, show_edge=False, title="Runs of this sweep", title_justify="left")
     table.add_column("Run", overflow="fold")
-    table.add_column("Overrides", overflow="fold")
     for heading in _FIGURES:
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:
         shown = {*shared, f"precision={run.folder.partition('_')[2]}"}
-        own = "\n".join(override for override in run.overrides if override not in shown)
+        name = "\n  ".join([run.folder, *(override for override in run.overrides if override not in shown)])
         if run.result is None:
-            table.add_row(run.folder, own, "failed", "", "")
+            table.add_row(name, "failed", "", "")
             continue
         found = (run.result.val_loss, run.result.perplexity, run.result.tokens_per_sec)
         cells = ["-" if v is None else form.format(v) for v, form in zip(found, _FIGURES.values(), strict=True)]
-        table.add_row(run.folder, own, *cells)
+        table.add_row(name, *cells)
     Console().print(table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from nemo_lowprec.chart import PrecisionLevel
@@ -9,17 +11,17 @@ from nemo_lowprec.chart import PrecisionLevel
 __all__ = ["check_device", "check_megatron"]
 
 _INSTALL = "pip install 'nemo-lowprec[te]'"
+_NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install megatron-core ({})."
 
 
 def check_megatron() -> None:
     """Raise RuntimeError where Megatron-core cannot train on this machine: no package, no GPU, no Transformer Engine.
 
     Transformer Engine is imported here, before anything else has touched the GPU: it fails once cuDNN is loaded.
+    Megatron-core is imported last: it takes seconds, and warns of what it does without.
     """
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(f"MegatronStrategy needs Megatron-core: pip install megatron-core ({error}).") from error
+    if not _is_installed("megatron.core"):
+        raise RuntimeError(_NO_MEGATRON.format("there is no module megatron.core"))
     if not torch.cuda.is_available():
         raise RuntimeError(
             "MegatronStrategy needs an NVIDIA GPU with CUDA, and torch finds none here. Without one, use "
@@ -31,6 +33,17 @@ def check_megatron() -> None:
         raise RuntimeError(
             f"MegatronStrategy needs Transformer Engine for Megatron-core's layers: {_INSTALL} ({error})."
         ) from error
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(_NO_MEGATRON.format(error)) from error
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
 
 
 def check_device(level: PrecisionLevel) -> None:

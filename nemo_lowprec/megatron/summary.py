@@ -1,4 +1,4 @@
-"""What the Trainer shows at the start of a run on Megatron-core: the level, the settings it became, and the layers."""
+"""What the Trainer shows at the start of a run on Megatron-core: the settings that the level became, and the layers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from nemo_lowprec.compute import Conversion, describe_layers
+from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.options import Recipe
@@ -19,40 +17,34 @@ from nemo_lowprec.options import Recipe
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.own_layers import OwnLayers
 
-__all__ = ["layers_tables", "settings_tables"]
+__all__ = ["layers_table", "settings_table"]
 
 
-def settings_tables(
-    settings: MegatronSettings, title: object, layout: ParallelLayout, overlaps: Mapping[str, Any]
-) -> list[Text | Table]:
-    """The chart's row, then the fields of Megatron-core's three configs."""
-    row = Table(show_header=False, box=SIMPLE_HEAD)
-    for column, cell in settings.level.columns(settings.fp8_weights).items():
-        if column != "Level":
-            row.add_row(column, cell)
-    fields = Table("Megatron-core", "Field", "Value", box=SIMPLE_HEAD)
+def settings_table(settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> str:
+    """The fields of Megatron-core's three configs that the level and the layout have set."""
     alone = ParallelLayout().fields()
     sizes = {name: value for name, value in layout.fields().items() if value != alone.get(name)}
+    lines = []
     for config, values in (
         ("TransformerConfig", {**settings.model, **sizes}),
         ("OptimizerConfig", settings.optimizer),
         ("DistributedDataParallelConfig", {**settings.ddp, **overlaps}),
     ):
-        for index, (name, value) in enumerate(sorted(values.items())):
-            fields.add_row("" if index else config, name, _shown(value))
-    return [Text(f"Precision: {title}", style="bold"), row, fields]
+        fields = ((name, _shown(value)) for name, value in sorted(values.items()))
+        lines += [f"  {config} of Megatron-core", *pair_lines(fields, indent=4)]
+    return "\n".join(lines)
 
 
-def layers_tables(
+def layers_table(
     chunks: Sequence[nn.Module], settings: MegatronSettings, recipe: Recipe | None, own_layers: OwnLayers | None
-) -> tuple[list[Table], str | None]:
-    """The layers and matrices of this process's parts, and what to warn of; nothing at a level without FP8.
+) -> tuple[str | None, str | None]:
+    """The layers and matrices of this process's parts, and what to warn of; None at a level without FP8.
 
     Args:
         own_layers: of a module whose layers this package has converted; None for Transformer Engine's.
     """
     if recipe is None:
-        return [], None
+        return None, None
     if own_layers is not None:
         conversion, how = own_layers.conversion, f"{recipe.scaling}, {own_layers.backend.name}"
     else:
@@ -60,8 +52,7 @@ def layers_tables(
         start, end = (settings.model.get(f"num_layers_at_{side}_in_bf16", 0) for side in ("start", "end"))
         how += f"; the first {start} and the last {end} layers in half precision" if start or end else ""
     parts = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-    table, problem = describe_layers(parts, conversion, settings.level, how)
-    return [table], problem
+    return describe_layers(parts, conversion, settings.level, how)
 
 
 def _shown(value: Any) -> str:

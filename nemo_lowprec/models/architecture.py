@@ -46,7 +46,8 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
             )
         _check_range(prefix + name, name, value)
     try:
-        made = kind(**fields)
+        # An architecture's own special tokens may be outside this vocabulary: transformers would warn of them.
+        made = kind(**{**dict.fromkeys(_TOKEN_IDS), **fields})
     except Exception as error:  # of transformers' own checks, in classes and words of several libraries
         raise ValueError(f"{prefix.rstrip('.')} does not make a {kind.__name__}: {one_line(error)}") from error
     heads, groups = (getattr(made, name, None) for name in ("num_attention_heads", "num_key_value_heads"))

@@ -9,7 +9,9 @@ import inspect
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
+from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.export_tokenizer import load_tokenizer
@@ -69,12 +72,6 @@ class ExportResult:
 
     def print_table(self) -> None:
         """Prints the result for people."""
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=self.path, show_header=False)
-        table.add_column(style="bold")
-        table.add_column(overflow="fold")
         error = f"{self.max_relative_error:.3g} of the value"
         rows = {
             "Level": self.level or "-",
@@ -91,10 +88,8 @@ class ExportResult:
             "Tokenizer": ("written" if self.tokenizer else "none: --tokenizer writes it, too")
             if self.architecture else None,
         }  # fmt: skip
-        for name, value in rows.items():
-            if value is not None:
-                table.add_row(name, value)
-        Console().print(table)
+        pairs = [("Folder", self.path), *((name, value) for name, value in rows.items() if value is not None)]
+        print("\n".join(["Export", *pair_lines(pairs)]))
 
 
 def export_checkpoint(
@@ -224,8 +219,24 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
     # transformers tells tied weights by their storage.
     weights |= {name: weights[first[number]] for name, number in tied.items()}
     model.to(cast.dtype)
-    model.save_pretrained(part, state_dict=weights, max_shard_size=_MAX_SHARD_SIZE)
+    with _bars_on_terminals():
+        model.save_pretrained(part, state_dict=weights, max_shard_size=_MAX_SHARD_SIZE)
     return count
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """transformers' progress bars would fill a log with control characters."""
+    from transformers.utils import logging
+
+    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if hidden:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hidden:
+            logging.enable_progress_bar()
 
 
 def _tied_names(model: nn.Module) -> dict[str, int]:

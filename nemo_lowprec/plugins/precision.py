@@ -33,7 +33,7 @@ from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
 from nemo_lowprec.plugins.signals import StopTogether
-from nemo_lowprec.plugins.summary import print_summary
+from nemo_lowprec.plugins.summary import print_summary, summarize_as_before, summarize_true_size
 
 __all__ = ["SKIPPED", "LowPrecision"]
 
@@ -150,6 +150,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             assert isinstance(module, pl.LightningModule)
             processes.prepare(module, trainer.strategy, self.engine)
             use_own_io(trainer.strategy)
+            summarize_true_size(trainer)
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
                 average_exactly(trainer, module)
@@ -181,7 +182,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
-            if optimizers:
+            if strategy is not None:  # a validation after a fit has the fit's optimizers, too
                 print_summary(self.engine, self)
         return model, optimizers, lr_schedulers
 
@@ -205,6 +206,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             release_schedulers(self._module)
             if self._module._trainer is not None:
                 average_as_before(self._module.trainer)
+                summarize_as_before(self._module.trainer)
 
     # A step
 

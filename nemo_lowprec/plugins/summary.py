@@ -1,36 +1,110 @@
-"""What the Trainer shows at its start: the level, and which layers run at it."""
+"""What the Trainer shows at its start: the level, which layers run at it, and the true size of the weights."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
+from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.lines import pair_lines, text_lines
 
-__all__ = ["print_summary", "summary_tables"]
+__all__ = ["level_table", "print_summary", "print_tables", "summarize_as_before", "summarize_true_size", "weight_bytes"]
 
 
-def summary_tables(engine: Engine, title: object) -> tuple[list[Text | Table], str | None]:
-    """The chart's row, then the layers by what became of them and why; and what to warn of."""
-    heading = Text(f"Precision: {title}", style="bold")
-    row = Table(show_header=False, box=SIMPLE_HEAD)
-    stored_fp8 = engine.recipe is not None and engine.recipe.fp8_params
-    for column, cell in engine.level.columns(stored_fp8).items():
-        if column != "Level":
-            row.add_row(column, cell)
-    found = engine.describe_layers()
-    return ([heading, row], None) if found is None else ([heading, row, found[0]], found[1])
+def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
+    """The chart's row, a column a line, and how many parameters ``modules`` have.
+
+    Args:
+        fp8_params: whether the weights of converted layers are kept in FP8 beside their masters.
+    """
+    rows = {column: cell for column, cell in level.columns(fp8_params).items() if column != "Level"}
+    params = {id(p): p for module in modules for p in module.parameters() if not _has_no_shape(p)}.values()
+    count, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+    rows["Parameters"] = f"{count:,}" + (f", of which {trained:,} are trained" if trained != count else "")
+    return "\n".join(pair_lines(rows.items()))
 
 
 @rank_zero_only
-def print_summary(engine: Engine, title: object) -> None:
-    """Print the tables once, and warn where hardly anything is converted."""
-    tables, problem = summary_tables(engine, title)
-    console = Console()
+def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
+    """Print the level and its arguments, then the tables; and warn of ``problem`` where there is one."""
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
     for table in tables:
-        console.print(table)
+        console.print("\n" + table)
+    console.print()
     if problem:
         rank_zero_warn(problem)
+
+
+def print_summary(engine: Engine, title: object) -> None:
+    """Print the tables of a model that is about to be trained, and warn where hardly anything is converted."""
+    assert engine.model is not None
+    fp8_params = engine.recipe is not None and engine.recipe.fp8_params
+    tables, problem = [level_table(engine.level, fp8_params, [engine.model])], None
+    found = engine.describe_layers()
+    if found is not None:
+        table, problem = found
+        tables.append(table)
+    print_tables(title, tables, problem)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters as they are stored now: scales included, masters and optimizer states not.
+
+    Of a sharded parameter, those of all shards.
+    """
+    total = 0.0
+    for param in module.parameters():
+        if _has_no_shape(param) or not param.numel():
+            continue
+        local: Any = local_of(param)
+        if isinstance(local, StoredTensor) and local.numel():
+            total += param.numel() * local.stored_bytes() / local.numel()
+        else:
+            total += param.numel() * param.element_size()
+    return round(total)
+
+
+def summarize_true_size(trainer: pl.Trainer) -> None:
+    """Have the Trainer's model summary say how many bytes the weights have at this level.
+
+    Lightning's knows the sizes of its own precisions only: it takes 4 bytes a parameter for any other, and warns that
+    this is not accurate (seen in 2.6).
+    """
+    for callback in _summaries(trainer):
+        callback.__dict__["_summary"] = MethodType(_with_true_size, callback)
+
+
+def summarize_as_before(trainer: pl.Trainer) -> None:
+    """Undo ``summarize_true_size``."""
+    for callback in _summaries(trainer):
+        callback.__dict__.pop("_summary", None)
+
+
+def _with_true_size(callback: ModelSummary, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", f"Precision {trainer.precision} is not supported by the model summary")
+        summary = type(callback)._summary(callback, trainer, module)
+    count = summary.total_parameters
+    summary._precision_megabytes = 1e-6 * weight_bytes(module) / count if count else 0.0
+    return summary
+
+
+def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
+    return [c for c in trainer.callbacks if isinstance(c, ModelSummary)]  # type: ignore[attr-defined]
+
+
+def _has_no_shape(param: nn.Parameter) -> bool:
+    return isinstance(param, UninitializedParameter)

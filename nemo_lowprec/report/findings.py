@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 
 from nemo_lowprec.chart import PrecisionLevel
@@ -66,16 +68,27 @@ class AuditReport:
         """Whether every column is what the chart says."""
         return bool(self.findings) and all(f.agrees for f in self.findings)
 
-    def table(self) -> Table:
-        """The report for people."""
-        table = Table(title=f"Audit of {self.level.name}", title_justify="left")
-        for title in ("Column", "Of", "Declared", "Observed", "Bytes/param", "Looked at", ""):
-            table.add_column(title)
+    def table(self) -> Group:
+        """The report for people: what was declared and found; then where it was looked at, with all bytes of a column.
+
+        It fits 80 columns.
+        """
+        found = Table(title=f"Audit of {self.level.name}", title_justify="left", box=SIMPLE_HEAD)
+        for title in ("Column", "Of", "Declared", "Found"):
+            found.add_column(title)
+        found.add_column("Bytes/param", justify="right", no_wrap=True)
+        found.add_column("")
         for f in self.findings:
             size = "–" if f.bytes_per_param is None else f"{f.bytes_per_param:.2f}"
-            mark = "ok" if f.agrees else "DIFFERS"
-            place = {**_AT, **self.places}[f.column]
-            table.add_row(f.column, f.part, f.declared.upper(), f.observed.upper(), size, place, mark)
-        for name, total in self.total_bytes.items():
-            table.add_row(f"{name}, all", "", "", "", f"{total / 2**20:,.1f} MiB", "", "")
-        return table
+            formats = f.declared.upper(), f.observed.upper()
+            found.add_row(f.column, f.part, *formats, size, "ok" if f.agrees else "DIFFERS")
+        places = {**_AT, **self.places}
+        columns = dict.fromkeys([*(f.column for f in self.findings), *self.total_bytes])
+        totals = Table(box=SIMPLE_HEAD)
+        totals.add_column("Column")
+        totals.add_column("Looked at")
+        totals.add_column("All bytes", justify="right", no_wrap=True)
+        for name in columns:
+            total = self.total_bytes.get(name)
+            totals.add_row(name, places.get(name, ""), "" if total is None else f"{total / 2**20:,.1f} MiB")
+        return Group(found, totals)

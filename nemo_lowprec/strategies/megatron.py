@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,11 +23,12 @@ from nemo_lowprec.arguments import checked
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
-from nemo_lowprec.megatron.summary import layers_tables, settings_tables
+from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
+from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_as_before, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.between_steps import check_saves
 from nemo_lowprec.strategies.replace import recover, remove
@@ -184,13 +184,14 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         plugin.follow(module)
         hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
+        if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
+            summarize_true_size(trainer)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
-            layers, problem = layers_tables(chunks, settings, plugin.parsed.recipe, engine.own_layers)
-            for table in [*settings_tables(settings, plugin, self.layout, overlaps), *layers]:
-                Console().print(table)
-            if problem:
-                rank_zero_warn(problem)
+            layers, problem = layers_table(chunks, settings, plugin.parsed.recipe, engine.own_layers)
+            row = level_table(settings.level, settings.fp8_weights, chunks)
+            fields = settings_table(settings, self.layout, overlaps)
+            print_tables(plugin, [row, fields, *([layers] if layers else [])], problem)
 
     def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
         """The level and its settings for ``module``.
@@ -366,6 +367,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         if module is not None:
             release_schedulers(module)
             self.precision_plugin.log.end(module)  # type: ignore[attr-defined]
+            summarize_as_before(module.trainer)
             if engine is not None:
                 # Where a process has failed, the others cannot be waited for.
                 engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)

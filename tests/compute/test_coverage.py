@@ -1,14 +1,27 @@
 """Every matrix of a model is in the start-up table, with its share; and where hardly any is converted is said so."""
 
 import math
+from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-from nemo_lowprec.compute import ReferenceBackend, as_text, convert_layers
-from nemo_lowprec.compute.coverage import as_patterns, groups_of, too_little
+from nemo_lowprec.compute import ReferenceBackend, convert_layers
+from nemo_lowprec.compute.coverage import as_globs, as_patterns, groups_of, too_little
 from nemo_lowprec.compute.layers_table import layers_table
 from nemo_lowprec.options import LayerFilter, Recipe
 
@@ -131,26 +144,121 @@ def test_experts_of_transformers_are_named_with_their_share():
     )
 
 
-def test_the_table_has_all_of_it_in_80_columns():
+def test_the_table_has_all_of_it():
     model = mixtral()
-    found = groups(model)
-    lines = as_text(layers_table(found, "FP8 (current, reference)")).splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) < 40
-    which = next(line.index("Which") for line in lines if "Which" in line)
-    names = "".join(line[which:].rstrip() for line in lines)  # folded
-    for pattern in ("experts.gate_up_proj", "experts.down_proj", "lm_head", "mlp.gate.weight", "embed_tokens.weight"):
-        assert pattern in names
+    lines = layers_table(groups(model), "FP8 (current, reference)").splitlines()
+    assert lines[0].split() == ["Layers", "Weights", "Are"]
+    names = {name.rstrip(",") for line in lines[2:] if "*" in line for name in line.split()}
+    assert names == {
+        *(f"*.self_attn.{part}_proj" for part in "qkvo"), "*.experts.gate_up_proj", "*.experts.down_proj",
+        "lm_head", "*.gate.weight", "*.embed_tokens.weight", "*.input_layernorm", "*.post_attention_layernorm",
+        "*.norm",
+    } - {"lm_head"}  # fmt: skip
+    assert lines[lines.index(next(line for line in lines if "the head" in line)) + 1].split() == ["lm_head"]
     shares = [float(line.split("%")[0].split()[-1]) for line in lines if "%" in line]
     assert math.isclose(sum(shares), 100, abs_tol=0.5)
-    by_name = {name: line.split()[1] for line in lines for name in ("experts.gate", "experts.down") if name in line}
+    above = {line.split()[0]: before.split()[1] for before, line in pairwise(lines) if "*.experts" in line}
     share = 100 * 4 * 64 * 96 * 2 / elements_of(model)
-    assert float(by_name["experts.gate"]) == round(2 * share, 1)
-    assert float(by_name["experts.down"]) == round(share, 1)
+    assert float(above["*.experts.gate_up_proj"]) == round(2 * share, 1)
+    assert float(above["*.experts.down_proj"]) == round(share, 1)
+
+
+def llama(**fields):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=128, **sizes, **fields))
+
+
+def gpt2():
+    config = GPT2Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config)
+
+
+def from_timm(name):
+    return pytest.importorskip("timm", exc_type=ImportError).create_model(name, img_size=64, num_classes=32)
+
+
+def adapted():
+    """LoRA in a wrapper of a wrapper: the longest names that there are."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=16, target_modules=["q_proj", "down_proj"]))
+    return nn.ModuleDict({"teacher_and_student": nn.ModuleDict({"student_to_be_distilled": model})})
+
+
+class Wrapped(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
+MODELS = {
+    "llama": llama,
+    "wrapped llama": lambda: Wrapped(llama()),
+    "mixtral": mixtral,
+    "gpt2": gpt2,
+    "vit": lambda: ViTForImageClassification(
+        ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32)
+    ),
+    "swin": lambda: SwinForImageClassification(
+        SwinConfig(image_size=32, embed_dim=16, depths=[1, 2], num_heads=[1, 2], window_size=4)
+    ),
+    "vit of timm": lambda: from_timm("vit_tiny_patch16_224"),
+    "swin of timm": lambda: from_timm("swin_tiny_patch4_window7_224"),
+    "transformer": lambda: nn.Transformer(32, 4, 2, 2, 64),
+    "attention": lambda: nn.MultiheadAttention(32, 4),
+    "lora": adapted,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers_at_end_in_half": 1}])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_line_is_over_80_columns_and_no_name_is_broken_but_behind_a_dot(name, options):
+    model = MODELS[name]()
+    found = groups(model, **options)
+    every = [n for group in found for n in group.names]
+    lines = layers_table(found, "FP8 (delayed, reference)").splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    shown = iter([line.strip() for line in lines if line.startswith(" " * 20)])
+    for group in found:
+        text = next(shown)
+        while text.endswith((",", ".")):
+            text += next(shown) if text.endswith(".") else " " + next(shown)
+        for glob in text.split(", "):
+            matched = {n for n in every if fnmatchcase(n, glob)} or {glob}
+            assert matched & set(group.names) or group.names == [""]
+            if not options:  # else one that stays in half precision has the same name but for a number
+                assert matched <= set(group.names) or group.names == [""]
+        named = {n for n in group.names for glob in text.split(", ") if fnmatchcase(n, glob)}
+        left = [n for n in group.names if n and n not in named]
+        if left:  # the rest is counted
+            assert (
+                next(shown) == f"and {len(as_globs(group.names, [n for n in every if n not in group.names])) - 8} more"
+            )
+    assert next(shown, None) is None
+
+
+def test_globs_are_short_and_tell_groups_apart():
+    layers = [f"model.layers.{i}.{part}" for i in range(3) for part in ("attn.q_proj", "attn.k_proj", "norm")]
+    assert as_globs(layers, ["model.lm_head"]) == ["*.attn.q_proj", "*.attn.k_proj", "*.norm"]
+    assert as_globs(["encoder.attn.q_proj"], ["decoder.attn.q_proj"]) == ["encoder.attn.q_proj"]
+    assert as_globs(["model.encoder.attn.q_proj"], ["model.decoder.attn.q_proj"]) == ["*.encoder.attn.q_proj"]
+    assert as_globs(["encoder.attn.q_proj", "decoder.attn.q_proj"], []) == ["*.attn.q_proj"]
+    assert as_globs(["model.layers.2.attn.q_proj"], layers[:6]) == ["*.2.attn.q_proj"]
+    assert as_globs(["blocks.0", "blocks.1", "head"], []) == ["blocks.*", "head"]
+    # All but the last layer: no glob is without it.
+    assert as_globs(layers[:6:3], ["model.layers.2.attn.q_proj"]) == ["*.attn.q_proj"]
+
+
+def test_a_glob_of_the_table_is_what_convert_and_skip_take():
+    low = groups(Wrapped(llama()))[0]
+    globs = as_globs(low.names, ["model.lm_head"])
+    again = groups(Wrapped(llama()), convert=globs)[0]
+    assert again.fate.kind == "low" and again.names == low.names
+    kept = next(group for group in groups(Wrapped(llama()), skip=globs[:1]) if group.fate.reason == "in skip")
+    assert kept.names == [f"model.model.layers.{i}.self_attn.q_proj" for i in range(3)]
 
 
 def test_an_embedding_that_is_the_head_is_the_head():
-    config = GPT2Config(vocab_size=96, n_positions=8, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config)
+    model = gpt2()
     found = sizes(groups(model))
     assert found["half", "the head (name it in convert to convert it)", "lm_head"] == 96 * 32
     assert found["embedding", "an embedding", "transformer.wpe.weight"] == 8 * 32

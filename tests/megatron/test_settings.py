@@ -9,14 +9,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
-from rich.console import Console
 from torch import nn
 
 from nemo_lowprec.chart import CHART, get_level
-from nemo_lowprec.compute import as_text
 from nemo_lowprec.megatron import ParallelLayout, resolve
 from nemo_lowprec.megatron.own_layers import OwnLayers
-from nemo_lowprec.megatron.summary import layers_tables, settings_tables
+from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.options import parse_options
 from tests.support import level_of
 
@@ -231,23 +229,20 @@ def test_own_layers_take_what_megatrons_cannot(name, options):
     assert settings_of(name, own_layers=True, **options).model["fp8"] is None
 
 
-def test_tables_show_the_row_and_the_fields():
-    console = Console(record=True, width=160)
+def test_the_table_shows_the_fields_in_80_columns():
     settings = settings_of("bf16_with_fp8_mixed", fp8_params=True)
     layout = ParallelLayout(tensor=2, pipeline=4, virtual_pipeline=5, sequence_parallel=True)
-    for table in settings_tables(settings, "the level(fp8_params=True)", layout, {"overlap_param_gather": False}):
-        console.print(table)
-    lines = [line.split() for line in console.export_text().splitlines()]
-    assert ["Precision:", "the", "level(fp8_params=True)"] in lines
-    assert ["Weight", "FP8"] in lines and ["Master", "weight", "FP32"] in lines
-    shown = {words[-2]: words[-1] for words in lines if len(words) in (2, 3)}
+    text = settings_table(settings, layout, {"overlap_param_gather": False})
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [line.split() for line in text.splitlines()]
+    shown = dict(words for words in lines if len(words) == 2)
     assert {**settings.model, **settings.optimizer, **settings.ddp}.keys() <= shown.keys()
     assert (shown["fp8_recipe"], shown["params_dtype"], shown["fp8_param_gather"]) == ("delayed", "bfloat16", "True")
     assert (shown["tensor_model_parallel_size"], shown["virtual_pipeline_model_parallel_size"]) == ("2", "5")
     assert (shown["sequence_parallel"], shown["overlap_p2p_comm"]) == ("True", "True")
     assert "context_parallel_size" not in shown  # one process, as without it
     assert shown["overlap_param_gather"] == "False"
-    configs = [words[0] for words in lines if len(words) == 3 and words[0].endswith("Config")]
+    configs = [words[0] for words in lines if words[1:] == ["of", "Megatron-core"]]
     assert configs == ["TransformerConfig", "OptimizerConfig", "DistributedDataParallelConfig"]
 
 
@@ -257,12 +252,11 @@ def test_layers_and_matrices_are_shown_and_too_little_is_warned_of(case):
     settings = resolve(options, own_layers=True)
     module = nn.ModuleDict({"up": nn.Linear(32, 32), "lstm": nn.LSTM(32, 64)})
     own = OwnLayers(module, options, settings, torch.device("cpu"))
-    tables, problem = layers_tables([module], settings, options.recipe, own)
+    table, problem = layers_table([module], settings, options.recipe, own)
     if case == "bf16_mixed":
-        assert (tables, problem) == ([], None)
+        assert (table, problem) == (None, None)
         return
-    [table] = tables
-    assert "FP8 (delayed," in as_text(table) and "lstm.weight_hh_l0" in as_text(table)
+    assert "FP8 (delayed," in table and "*.weight_hh_l0" in table
     assert problem.startswith(f"{case}: only 4% of the elements")
     own.remove()
 
@@ -272,7 +266,7 @@ def test_parts_that_megatron_core_has_built_are_looked_at_together():
     options = parse_options(get_level("bf16_with_fp8_current_scaling_mixed"), {"num_layers_at_start_in_half": 1})
     settings = resolve(options)
     parts = [nn.ModuleDict({"layer": nn.Bilinear(4, 4, 4)}) for _ in range(2)]
-    [table], problem = layers_tables(parts, settings, options.recipe, None)
-    text = " ".join(as_text(table).split())
+    table, problem = layers_table(parts, settings, options.recipe, None)
+    text = " ".join(table.split())
     assert "*.layer.weight" in text and "100.0 %" in text and "first 1 and" in text
     assert "no matrix" in problem

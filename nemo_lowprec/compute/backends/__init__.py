@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+import torch.distributed as dist
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -45,16 +46,22 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
             "Use a bf16_with_fp8 level here, or backend='reference' to emulate them slowly."
         )
     if recipe is None or not on_gpu:
-        log.info("GEMM backend: reference")
+        _say("reference")
         return ReferenceBackend()
     reasons: list[str] = []
     for kind in BACKENDS.values():
         reason = kind.unavailable(recipe)
         if reason is None:
-            log.info("GEMM backend: %s%s", kind.name, f" ({'; '.join(reasons)})" if reasons else "")
+            _say(kind.name + (f" ({'; '.join(reasons)})" if reasons else ""))
             return kind()
         reasons.append(f"not {kind.name}: {reason}")
     raise AssertionError("the reference backend runs anywhere")
+
+
+def _say(choice: str) -> None:
+    """Log the choice, on the first process: they all have the same GPUs and packages."""
+    if not (dist.is_initialized() and dist.get_rank()):
+        log.info("GEMM backend: %s", choice)
 
 
 def _has_blackwell() -> bool:

@@ -1,0 +1,73 @@
+"""Text in lines of at most 80 characters: prose, pairs of a name and a value, and lists of layer names.
+
+Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+__all__ = ["WIDTH", "name_lines", "pair_lines", "text_lines"]
+
+WIDTH = 80
+
+
+def text_lines(text: str, indent: int = 0, hanging: int | None = None) -> list[str]:
+    """``text`` broken at spaces only; a word longer than a line has a line of its own.
+
+    Args:
+        indent: spaces before the first line.
+        hanging: spaces before the others; None: as the first.
+    """
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent if hanging is None else hanging),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def pair_lines(pairs: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:
+    """One line for each name and value, the values below each other.
+
+    A value that is too long for the rest of the line goes on below; where one word of it is too long (a path), it
+    starts on the next line, so that it can be copied whole.
+    """
+    pairs = list(pairs)
+    column = indent + max((len(name) for name, _ in pairs), default=0) + 3
+    lines = []
+    for name, value in pairs:
+        start = " " * indent + name
+        if max(map(len, value.split()), default=0) > WIDTH - column:
+            lines += [start, *text_lines(value, indent + 2)]
+        else:
+            wrapped = text_lines(value, column) or [""]
+            lines += [start + wrapped[0][len(start) :], *wrapped[1:]]
+    return lines
+
+
+def name_lines(names: Sequence[str], indent: int) -> list[str]:
+    """Names of layers with commas between them, in lines that are ``indent`` spaces in.
+
+    A line ends behind a comma, or behind a dot of a name that is longer than a line.
+    """
+    room, lines = WIDTH - indent, [""]
+    for index, name in enumerate(names):
+        word = name + "," * (index < len(names) - 1)
+        joined = f"{lines[-1]} {word}".lstrip()
+        if len(joined) <= room:
+            lines[-1] = joined
+            continue
+        parts = [word] if len(word) <= room else [part + "." for part in word.split(".")]
+        if len(parts) > 1:
+            parts[-1] = parts[-1][:-1]
+        if lines[-1]:
+            lines.append("")
+        for part in parts:
+            if lines[-1] and len(lines[-1]) + len(part) > room:
+                lines.append("")
+            lines[-1] += part
+    return [" " * indent + line for line in lines if line]

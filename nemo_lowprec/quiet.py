@@ -1,0 +1,114 @@
+"""Messages of other libraries that tell a user of our commands nothing, and that would make a newcomer worry.
+
+The commands of ``nemo-lowprec`` and ``pretrain`` leave them out while they run. Nothing else does: what a user's own
+program shows is the program's choice. A message is left out by its text and its source, so that a new one is seen.
+Warnings of this package are shown without the line of code that they come from.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nemo_lowprec.lines import text_lines
+
+__all__ = ["LOGGED", "WARNED", "Noise", "quiet"]
+
+
+class Noise(NamedTuple):
+    """One message.
+
+    Attributes:
+        source: module that warns, as its file is named; or logger.
+        text: regular expression for the beginning of the message.
+        why: it is of no use.
+    """
+
+    source: str
+    text: str
+    why: str
+
+
+WARNED = (
+    Noise(
+        "lightning.pytorch.utilities._pytree",
+        re.escape("`isinstance(treespec, LeafSpec)` is deprecated"),
+        "Lightning 2.6 calls torch 2.11 or later by an old name. Theirs to change; nothing differs.",
+    ),
+    Noise(
+        "lightning.pytorch.trainer.connectors.logger_connector.result",
+        r"It is recommended to use `self\.log\('(val|test)/(loss|perplexity)', \.\.\., sync_dist=True\)`",
+        "CausalLM has summed both over all processes, exactly; sync_dist would average equal numbers.",
+    ),
+    Noise(
+        "lightning.pytorch.callbacks.model_checkpoint",
+        "The dirpath has changed from ",
+        "A resumed run of ours writes to a folder of its own, and its best checkpoint is the best of that run.",
+    ),
+    Noise(
+        "lightning.pytorch.trainer.connectors.data_connector",
+        "The '(val|test)_dataloader' does not have many workers",
+        "Validation reads token ids from a file in memory; processes that read ahead would cost more than they save.",
+    ),
+    Noise(
+        "megatron.core",
+        r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to ",
+        "Megatron-core warns when it is imported, whatever it is imported for; training on it checks what it needs.",
+    ),
+)
+
+LOGGED = (
+    Noise("lightning.pytorch.utilities.rank_zero", "💡 Tip: ", "An advertisement of another product."),
+    Noise("lightning.pytorch.utilities.rank_zero", "TPU available: False", "No level runs on one."),
+    Noise(
+        "lightning.pytorch.utilities.rank_zero",
+        r"You are using a CUDA device \(.*\) that has Tensor Cores",
+        "Advice for matrices in FP32. Those of a level are multiplied in FP8 or half precision, on Tensor Cores.",
+    ),
+    Noise(
+        "lightning.pytorch.utilities.rank_zero",
+        re.escape("`Trainer.fit` stopped: `max_steps="),
+        "The end that was asked for. The steps are in the result.",
+    ),
+)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave the messages above out, and show our own warnings as sentences; all is as before when the context ends."""
+    of_others = warnings.formatwarning
+
+    def form(message: Warning | str, category: type[Warning], filename: str, *place: Any, **options: Any) -> str:
+        if Path(filename).is_relative_to(Path(__file__).parent):
+            return "\n".join(text_lines(f"Warning: {message}", hanging=2)) + "\n"
+        return of_others(message, category, filename, *place, **options)
+
+    logs = [(logging.getLogger(noise.source), _Filter(noise.text)) for noise in LOGGED]
+    for logger, leave_out in logs:
+        logger.addFilter(leave_out)
+    try:
+        with warnings.catch_warnings():
+            for noise in WARNED:
+                warnings.filterwarnings("ignore", noise.text, module=re.escape(noise.source))
+            warnings.formatwarning = form
+            yield
+    finally:
+        warnings.formatwarning = of_others
+        for logger, leave_out in logs:
+            logger.removeFilter(leave_out)
+
+
+class _Filter(logging.Filter):
+    """Drops the records whose message begins with a regular expression."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = re.compile(text)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self._text.match(record.getMessage())
