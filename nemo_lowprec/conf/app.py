@@ -62,7 +62,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     register_levels()
     failures: list[Exception] = []
     swept: list[SweptRun] = []
-    begun = False
+    begun, sweep_dir = False, ""
     own = (
         sys.argv
         if sys.argv[len(sys.argv) - len(arguments) :] == list(arguments)
@@ -70,7 +70,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     )
 
     def run(cfg: DictConfig) -> Any:
-        nonlocal begun
+        nonlocal begun, sweep_dir
         begun = True
         result = failure = None
         # Lightning starts its other processes with this command line.
@@ -90,6 +90,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         finally:
             if line.is_multirun:
                 settings = HydraConfig.get()
+                sweep_dir = settings.sweep.dir
                 swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result, failure))
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
@@ -107,7 +108,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         said = f"{type(error).__name__}: {one_sentence(error)}"
         raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {said}") from error
     finally:
-        print_sweep(swept)
+        print_sweep(swept, sweep_dir)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class SweptRun:
     """One run of a sweep.
 
     Attributes:
-        folder: of the run, below the folder of the sweep.
+        folder: of the run, below that of the sweep.
         overrides: of the run.
         result: a ``PretrainResult``; None where the run failed.
         failure: what ended it.
@@ -62,12 +62,16 @@ def one_run(program: Sequence[str], flags: Sequence[str]) -> Iterator[list[str]]
             distributed.destroy_process_group()
 
 
-def print_sweep(runs: Sequence[SweptRun]) -> None:
-    """Print what differs between the runs, and what each came to; nothing without a run that trained."""
+def print_sweep(runs: Sequence[SweptRun], folder: str) -> None:
+    """Print what differs between the runs, and what each came to; nothing without a run that trained.
+
+    Args:
+        folder: of the sweep.
+    """
     if not any(getattr(run.result, "steps", None) for run in runs) or int(os.environ.get("LOCAL_RANK", "0")):
         return
     shared = set.intersection(*(set(run.overrides) for run in runs))
-    table = Table(box=SIMPLE_HEAD, show_edge=False, title="Runs of this sweep", title_justify="left")
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
     table.add_column("Run", overflow="fold")
     for heading in _FIGURES:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -80,4 +84,5 @@ def print_sweep(runs: Sequence[SweptRun]) -> None:
         found = (run.result.val_loss, run.result.perplexity, run.result.tokens_per_sec)
         cells = ["-" if v is None else form.format(v) for v, form in zip(found, _FIGURES.values(), strict=True)]
         table.add_row(name, *cells)
+    print(f"\nRuns of this sweep, in {folder}", flush=True)
     Console().print(table)
