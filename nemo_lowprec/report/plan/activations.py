@@ -172,24 +172,24 @@ def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] |
     return of_example
 
 
-# transformers' own switch
+# transformers' own switch, which it has renamed, and warns of the old name
 
 
 def _recomputes(model: nn.Module) -> bool | None:
     inner = getattr(model, "model", None)
-    if not hasattr(inner, "gradient_checkpointing_enable") or not getattr(
-        inner, "supports_gradient_checkpointing", False
-    ):
+    if not getattr(inner, "supports_gradient_checkpointing", False):
         return None
-    return bool(getattr(inner, "is_gradient_checkpointing", False))
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in inner.modules())  # type: ignore[union-attr]
 
 
 def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
     inner: Any = model.model
-    if not recomputes:
-        inner.gradient_checkpointing_disable()
-    elif not inner.is_gradient_checkpointing:
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
+    if recomputes == _recomputes(model):
+        return
+    which = "enable" if recomputes else "disable"
+    new = getattr(inner, f"activation_checkpointing_{which}", None)
+    switch = new or getattr(inner, f"gradient_checkpointing_{which}")
+    switch(*[{"use_reentrant": False}] * recomputes)
 
 
 # Equal blocks

@@ -132,7 +132,7 @@ class GpuRules(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
         if func in (torch.dropout, F.dropout):
-            return _dropout(func, *args, **kwargs)
+            return _dropout(func, *args, **({'training': kwargs.pop('train')} if 'train' in kwargs else {}), **kwargs)
         if func is torch.rms_norm or func is F.rms_norm:
             x, shape, weight = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("weight")
             if weight is not None and len(shape) == 1:
@@ -172,7 +172,7 @@ def _attention(
         half = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(half) if t.is_floating_point() else t for t in (query, key, value))
     head = query.shape[-1]
-    if attn_mask is None and query.dtype in _HALVES and head <= 256 and query.dim() == 4:
+    if attn_mask is None and query.dtype in _HALVES and head == value.shape[-1] <= 256 and query.dim() == 4:
         pad = -head % 8
         if pad:
             query, key, value = (F.pad(t, (0, pad)) for t in (query, key, value))
@@ -192,7 +192,10 @@ def _attention(
     return out.reshape(*shape[:-1], value.shape[-1])
 
 
-def _dropout(func: Callable[..., Tensor], x: Tensor, p: float = 0.5, training: bool = True, *rest: Any) -> Tensor:
-    if not training or p == 0 or rest:
-        return func(x, p, training, *rest)
-    return torch.native_dropout(x, p, True)[0]
+def _dropout(
+    func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:  # fmt: skip
+    """The kernel that keeps a mask of a byte an element."""
+    if training and 0 < p < 1 and not inplace:
+        return torch.native_dropout(input, p, True)[0]
+    return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)

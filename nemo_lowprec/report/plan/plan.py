@@ -20,6 +20,7 @@ from nemo_lowprec.report.found import format_of
 from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
 from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.megatron import MEGATRON, MegatronLayout, is_megatron, plan_megatron
 from nemo_lowprec.report.plan.on_meta import settled_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
 from nemo_lowprec.report.plan.tracing import Traced
@@ -32,6 +33,7 @@ _NOT_PLANNED = (
     "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of the "
     "model."
 )
+_OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 _CHOICES = {True: "with recomputation", False: "without recomputation"}
 
 
@@ -69,10 +71,11 @@ class Plan:
             activations are not planned.
         other_choice: bytes of (activations, all) with the other choice; None where there is none.
         without: why activations are not planned; empty where they are.
+        stage: which one of a pipeline's stages, that with the largest share; empty without a pipeline.
     """
 
     level: PrecisionLevel
-    layout: Layout
+    layout: Layout | MegatronLayout
     model: str
     parameters: int
     columns: tuple[PlannedColumn, ...]
@@ -83,6 +86,7 @@ class Plan:
     peak: int | None = None
     other_choice: tuple[int, int] | None = None
     without: str = ""
+    stage: str = ""
 
     @property
     def total(self) -> int:
@@ -108,14 +112,18 @@ class Plan:
     def table(self) -> Table:
         """The plan for people, in 80 columns."""
         title = f"Plan of {self.model} at {self.level.name}\n{_count(self.parameters)} parameters, {self.layout}"
+        if self.stage:
+            title += f"\nthe process with the largest share: {self.stage} of the pipeline"
         if self.sample is not None:
             choice = "" if self.recomputes is None else f", {_CHOICES[self.recomputes]}"
             title += f"\nmicro-batches: {self.sample}{choice}"
-        table = Table(title=title, title_justify="left", caption=self.caption(), caption_justify="left")
+        table = Table(title=title, title_justify="left", caption=self.caption(), caption_justify="left", min_width=72)
         for heading in ("Bytes of a process", "When", "Format"):
             table.add_column(heading, no_wrap=True)
         table.add_column("Size", justify="right", no_wrap=True)
         for c in self.columns:
+            if not c.bytes and c.name not in _OF_CHART:
+                continue
             table.add_row(c.name, c.when, c.formats.upper(), _size(c.bytes))
         table.add_section()
         table.add_row("All", "at most", "", _size(self.total))
@@ -181,6 +189,13 @@ def plan_training(
         TypeError: an option that the strategy does not take.
     """
     sample = Sample(micro_batch_size, seq_length, batch)
+    if is_megatron(model):
+        return _plan_megatron(model, precision, nodes, gpus, strategy, sample, accelerator, micro_batches, options)
+    if strategy == MEGATRON:
+        raise ValueError(
+            f"{type(model).__name__} is not built by Megatron-core, and has no plan with strategy='{MEGATRON}': each "
+            "process has all of it, as with strategy='lowprec_ddp'. Plan that one, or a MegatronGPT."
+        )
     layout = Layout.of(nodes, gpus, strategy, options, accelerator=accelerator, micro_batches=micro_batches)
     twin, engine = settled_on_meta(model, precision.engine, layout.is_sharded)
     padding = 0.0
@@ -194,6 +209,35 @@ def plan_training(
     count = sum(p.numel() for p in twin.parameters())
     plan = Plan(engine.level, layout, name_of(model), count, tuple(columns), _by_kind(messages), padding)
     return with_activations(plan, found, sample, beside)
+
+
+def _plan_megatron(
+    model: Any, precision: LowPrecision, nodes: int, gpus: int, strategy: str | None, sample: Sample, accelerator: str,
+    micro_batches: int, options: dict[str, Any],
+) -> Plan:  # fmt: skip
+    if strategy not in (None, MEGATRON):
+        raise ValueError(
+            f"{type(model).__name__} is trained with strategy='{MEGATRON}', and not with {strategy!r}. Leave the "
+            "strategy out, or plan a CausalLM."
+        )
+    if accelerator != "gpu":
+        raise ValueError(f"accelerator={accelerator!r}: Megatron-core trains on GPUs. Use accelerator='gpu'.")
+    layout = MegatronLayout.of(nodes, gpus, options, micro_batches)
+    stages, count = plan_megatron(model, precision.megatron(), layout, sample)
+    plans = []
+    for stage in stages:
+        sent = [
+            replace(t, kind=f"{t.kind}, {group}")
+            for group, messages in stage.messages.items()
+            for t in _by_kind(messages)
+        ]
+        which = f"stage {stage.stage + 1} of {layout.sizes.pipeline}" if layout.sizes.pipeline > 1 else ""
+        plan = Plan(
+            precision.level, layout, name_of(model), count, tuple(stage.columns), tuple(sent), stage=which
+        )  # fmt: skip
+        found = stage.activations or "give plan_training micro_batch_size and seq_length"
+        plans.append(with_activations(plan, found, sample, stage.beside))
+    return max(plans, key=lambda p: p.total)
 
 
 def with_activations(plan: Plan, found: Activations | str, sample: Sample, beside: Beside) -> Plan:
@@ -221,7 +265,7 @@ def with_activations(plan: Plan, found: Activations | str, sample: Sample, besid
 
 def name_of(model: nn.Module) -> str:
     """The preset or the model type of a language model of this package; else the class."""
-    known = getattr(model, "hparams", {})
+    known = vars(model).get("_hparams") or {}
     return str(known.get("preset") or known.get("model_type") or type(model).__name__)
 
 
