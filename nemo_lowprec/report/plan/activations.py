@@ -6,6 +6,7 @@ Where a model is a list of equal blocks, three of them are traced and the others
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def _trace(
     twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in [*model.parameters(), *model.buffers()]})
     if recomputes is not None:
         _set_recomputes(twin, recomputes)
-    blocks, times = _shortened(twin) if plain and not ends else ([], 1)
+    blocks, times = _blocks(twin, shorten=plain and not ends)
     # The copy that is converted has the blocks under the same names.
     names = [name for name, module in twin.named_modules() if any(module is b for b in blocks)]
     twin, settled = settled_on_meta(twin, engine, False, on_gpu)
@@ -136,10 +137,12 @@ def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] |
                 f"{type(model).__name__} is no language model of this package: give plan_training an example batch "
                 "in the place of micro_batch_size and seq_length"
             )
-        shape = sample.micro_batch_size, sample.seq_length
+        shape = sample.micro_batch_size or 1, sample.seq_length
         positions = getattr(getattr(getattr(model, "model", None), "config", None), "max_position_embeddings", None)
         if positions is not None and sample.seq_length > positions:
-            raise ValueError(f"Samples of {sample.seq_length} tokens are longer than the model's {positions} positions.")
+            raise ValueError(
+                f"Samples of {sample.seq_length} tokens are longer than the model's {positions} positions."
+            )
 
         def of_tokens(module: Any) -> Tensor:
             tokens = torch.zeros(shape, dtype=torch.int64)
@@ -160,7 +163,9 @@ def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] |
     def of_example(module: Any) -> Tensor:
         batch = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, example)
         if is_step:
-            out = module.training_step(batch, 0)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*self.log.*")  # which has no Trainer to go to
+                out = module.training_step(batch, 0)
             out = out["loss"] if isinstance(out, dict) else out
         elif isinstance(batch, dict):
             out = module(**batch)
@@ -195,15 +200,15 @@ def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
 # Equal blocks
 
 
-def _shortened(model: nn.Module) -> tuple[list[nn.Module], int]:
-    """Leave three of the longest list of equal blocks; returns them, and how many blocks the last one stands for."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > _TRACED]
+def _blocks(model: nn.Module, shorten: bool) -> tuple[list[nn.Module], int]:
+    """The longest list of equal blocks, of which ``shorten`` leaves three; and how many the last one stands for."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
     equal = [m for m in lists if len({_signature(block) for block in m}) == 1]
     if not equal:
         return [], 1
     longest: Any = max(equal, key=lambda m: sum(p.numel() for p in m.parameters()))
-    times = len(longest) - _TRACED + 1
-    del longest[_TRACED:]
+    times = max(len(longest) - _TRACED + 1, 1) if shorten else 1
+    del longest[len(longest) - times + 1 :]
     return list(longest), times
 
 

@@ -116,7 +116,7 @@ class Layout:
 
     def __str__(self) -> str:
         if self.strategy == "single_device":
-            return "one process"
+            return "one process, single_device"
         text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
         if self.is_sharded:
             text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"

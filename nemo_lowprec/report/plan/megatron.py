@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message
-from nemo_lowprec.formats import E4M3, BlockTensor, GradientTensor
+from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.flat import mark_part_of_matrix
 from nemo_lowprec.formats.row_blocks import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout

@@ -6,7 +6,6 @@ of the CPU. These are the points at which the two devices differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def _part(values: Tensor, operand: Operand, rows: int, cols: int) -> Part:
             values.new_empty(rows, cols, dtype=operand.fmt.dtype), values.new_empty(1, dtype=torch.float32), None
         )
     if layout.scale == "e4m3":  # two E2M1 elements to a byte
-        data = values.new_empty(rows, cols // 2, dtype=torch.uint8)
+        data = values.new_empty(rows, cols // 2, dtype=torch.float4_e2m1fn_x2)
     else:
         data = values.new_empty(rows, cols, dtype=operand.fmt.dtype)
     scale = torch.float32 if layout.scale == "fp32_pow2" else torch.uint8
@@ -131,8 +130,8 @@ class GpuRules(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
-        if func in (torch.dropout, F.dropout):
-            return _dropout(func, *args, **({'training': kwargs.pop('train')} if 'train' in kwargs else {}), **kwargs)
+        if func is torch.dropout or func is F.dropout:
+            return _dropout(*args, **{{"train": "training"}.get(name, name): value for name, value in kwargs.items()})
         if func is torch.rms_norm or func is F.rms_norm:
             x, shape, weight = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("weight")
             if weight is not None and len(shape) == 1:
@@ -141,7 +140,7 @@ class GpuRules(TorchFunctionMode):
             if func in _IN_FP32:
                 args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
             elif func in _TO_FP32 and args[0].dtype in _HALVES:
-                kwargs = {"dtype": torch.float32, **kwargs}
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
             elif func is F.cross_entropy:
                 args = (args[0].log_softmax(1, dtype=torch.float32), *args[1:])
                 func = _nll_loss
@@ -192,10 +191,8 @@ def _attention(
     return out.reshape(*shape[:-1], value.shape[-1])
 
 
-def _dropout(
-    func: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:  # fmt: skip
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """The kernel that keeps a mask of a byte an element."""
     if training and 0 < p < 1 and not inplace:
         return torch.native_dropout(input, p, True)[0]
-    return func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
+    return F.dropout(input, p, training, inplace)

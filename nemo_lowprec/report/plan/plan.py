@@ -30,8 +30,8 @@ from nemo_lowprec.report.traffic import sent_bytes
 __all__ = ["Plan", "PlannedTraffic", "plan_training"]
 
 _NOT_PLANNED = (
-    "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of the "
-    "model."
+    "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
+    "the model."
 )
 _OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 _CHOICES = {True: "with recomputation", False: "without recomputation"}
@@ -117,10 +117,10 @@ class Plan:
         if self.sample is not None:
             choice = "" if self.recomputes is None else f", {_CHOICES[self.recomputes]}"
             title += f"\nmicro-batches: {self.sample}{choice}"
-        table = Table(title=title, title_justify="left", caption=self.caption(), caption_justify="left", min_width=72)
-        for heading in ("Bytes of a process", "When", "Format"):
-            table.add_column(heading, no_wrap=True)
-        table.add_column("Size", justify="right", no_wrap=True)
+        table = Table(title=title, title_justify="left", caption=self.caption(), caption_justify="left")
+        for heading, width in (("Bytes of a process", 24), ("When", 14), ("Format", 18)):
+            table.add_column(heading, no_wrap=True, min_width=width)
+        table.add_column("Size", justify="right", no_wrap=True, min_width=9)
         for c in self.columns:
             if not c.bytes and c.name not in _OF_CHART:
                 continue

@@ -142,7 +142,7 @@ def trace(
         times: see ``blocks``.
         rules: a context for the forward and the backward pass.
     """
-    saved: dict[int, tuple[str, int]] = {}
+    saved: dict[int, tuple[torch.dtype, int]] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence():
         _with_fake_tensors(model)
         sizes = {id(p): gradient(p) for p in model.parameters() if p.requires_grad} if gradient is not None else {}
@@ -150,7 +150,7 @@ def trace(
 
         def pack(tensor: Tensor) -> Tensor:
             for part in _parts(tensor):
-                saved[part.untyped_storage()._cdata] = format_of(part.dtype), alive.size(part)
+                saved[part.untyped_storage()._cdata] = part.dtype, alive.size(part)
             return tensor
 
         entered: list[int] = []  # bytes at each block's begin
@@ -198,8 +198,9 @@ def trace(
     coming = (times - 1) * sum(sizes.get(id(p), 0) for p in blocks[-1].parameters()) if times > 1 else 0
     ends = [alive.most] if not until_last else [until_last[0] + more - coming, alive.most]
     by_format: dict[str, int] = {}
-    for name, size in saved.values():
-        by_format[name] = by_format.get(name, 0) + size
+    for dtype, size in saved.values():
+        if dtype.is_floating_point:
+            by_format[format_of(dtype)] = by_format.get(format_of(dtype), 0) + size
     formats = "+".join(sorted(name for name, size in by_format.items() if size > kept / 100))
     inside = in_blocks[0] if in_blocks else after_blocks
     return Traced(

@@ -40,14 +40,18 @@ def plan_whole(
                 largest = gradient
     gradients.add("all", largest)  # released ones go one by one
     messages, buffers, peers = _averaging(model, engine, layout)
-    return [
-        weights.column("Weight", KEPT),
-        masters.column("Master weight", KEPT),
-        gradients.column("Weight gradient", AT_MOST if largest is not None else AFTER_BACKWARD),
-        *_unscaled(gradients, engine),
-        states.column("Optimizer states", KEPT),
-        buffers,
-    ], messages, Beside(peers, peers, buffers.bytes if buffers.when == AT_MOST else 0)
+    return (
+        [
+            weights.column("Weight", KEPT),
+            masters.column("Master weight", KEPT),
+            gradients.column("Weight gradient", AT_MOST if largest is not None else AFTER_BACKWARD),
+            *_unscaled(gradients, engine),
+            states.column("Optimizer states", KEPT),
+            buffers,
+        ],
+        messages,
+        Beside(peers, peers, buffers.bytes if buffers.when == AT_MOST else 0),
+    )
 
 
 def _unscaled(gradients: Holdings, engine: Engine) -> list[PlannedColumn]:
