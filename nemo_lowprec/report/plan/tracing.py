@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.compute import gemm_plans
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.formats import StoredTensor, block, floats, gradient
 from nemo_lowprec.report.found import format_of
 
 __all__ = ["Traced", "fake", "trace"]
@@ -125,7 +125,7 @@ def trace(
     model: nn.Module,
     run: Callable[[nn.Module], Tensor],
     half: torch.dtype,
-    gradient: Callable[[nn.Parameter], int] | None,
+    stored_as: Callable[[nn.Parameter], int] | None,
     blocks: list[nn.Module],
     times: int,
     rules: Any,
@@ -136,16 +136,17 @@ def trace(
         model: converted and settled, on torch's meta device; it has fake tensors afterwards.
         run: the forward pass of a micro-batch to its loss, a scalar.
         half: dtype of autocast.
-        gradient: bytes in which a parameter's gradient is stored, for those that come during backward; None where all
+        stored_as: bytes in which a parameter's gradient is stored, for those that come during backward; None where all
             are there already, or do not count.
         blocks: the equal blocks that are left in ``model``; the last of them stands for ``times`` ones.
         times: see ``blocks``.
         rules: a context for the forward and the backward pass.
     """
     saved: dict[int, tuple[torch.dtype, int]] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence():
+    with _no_table_stays(), FakeTensorMode(allow_non_fake_inputs=True), _one_sequence():
         _with_fake_tensors(model)
-        sizes = {id(p): gradient(p) for p in model.parameters() if p.requires_grad} if gradient is not None else {}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        sizes = {} if stored_as is None else {id(p): stored_as(p) for p in trained}
         alive = _Alive(part for m in (model.parameters(), model.buffers()) for t in m for part in _parts(t))
 
         def pack(tensor: Tensor) -> Tensor:
@@ -210,6 +211,16 @@ def trace(
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.parts() if isinstance(tensor, StoredTensor) else (tensor,)
+
+
+@contextmanager
+def _no_table_stays() -> Iterator[None]:
+    """Forget the constants that formats keep: those that are made meanwhile have no values."""
+    try:
+        yield
+    finally:
+        for table in (floats._table, block._grid, gradient._one):
+            table.cache_clear()
 
 
 @contextmanager
