@@ -16,8 +16,8 @@ __all__ = ["BATCH", "SEQUENCE", "VOCAB", "Llama", "loader", "loss_of", "new_mode
 VOCAB, SEQUENCE, BATCH = 32_768, 4096, 2
 
 
-def new_model(dtype: torch.dtype, layers: int = 8) -> torch.nn.Module:
-    """A randomly initialised Llama on the GPU, in training mode."""
+def new_model(dtype: torch.dtype, layers: int = 8, device: str = "cuda") -> torch.nn.Module:
+    """A randomly initialised Llama on a device, in training mode."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -29,7 +29,7 @@ def new_model(dtype: torch.dtype, layers: int = 8) -> torch.nn.Module:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("cuda"):
+        with torch.device(device):
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(previous)

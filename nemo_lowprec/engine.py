@@ -194,9 +194,7 @@ class Engine:
         if other is self and device == self.device:
             return
         check_unwrapped(model)
-        self._check_device(device)
-        check_attention(self.attention, device)
-        backend = choose_backend(self.backend_name, self.recipe, device)
+        backend = self._backend_on(device)
         if other is not None:
             other.revert()
         self._check_weights(model, training)
@@ -255,6 +253,11 @@ class Engine:
             return None
         how = f"{self.recipe.scaling}, {self.backend.name}"
         return describe_layers(self.model, self.conversion, self.level, how)
+
+    def _backend_on(self, device: torch.device) -> Backend:
+        self._check_device(device)
+        check_attention(self.attention, device)
+        return choose_backend(self.backend_name, self.recipe, device)
 
     def _check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):

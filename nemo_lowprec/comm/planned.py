@@ -18,7 +18,7 @@ from nemo_lowprec.comm.exchange import PeerMemory
 from nemo_lowprec.comm.wire import Messages, by_rows
 from nemo_lowprec.formats.row_blocks import BLOCK
 
-__all__ = ["Message", "PlannedBucket", "buffer_bytes", "plan_buckets"]
+__all__ = ["Message", "PlannedBucket", "buffer_bytes", "peer_bytes", "plan_buckets"]
 
 
 @dataclass(frozen=True)
@@ -142,5 +142,10 @@ def buffer_bytes(
         sending = bucket.launched + (before.launched if before else 0) + stored
         then = bucket.launched + (before.advanced if before else 0) if i + 1 < len(buckets) else 0
         most = max(most, sending + (beside(i) if beside else 0), then + (beside(None) if beside else 0))
+    return most + peer_bytes(buckets, world)
+
+
+def peer_bytes(buckets: Sequence[PlannedBucket], world: int) -> int:
+    """Of ``PeerMemory``, which stays from the first exchange on; 0 without."""
     capacity = max((b.capacity for b in buckets), default=0)
-    return most + (PeerMemory.bytes_for(capacity, world) if capacity else 0)
+    return PeerMemory.bytes_for(capacity, world) if capacity else 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_job"]
 
+_MEGATRON_MODEL = "nemo_lowprec.models.MegatronGPT"
 _PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"
 
 
@@ -33,19 +34,16 @@ def plan_job(cfg: DictConfig) -> Plan:
     from nemo_lowprec.report import plan_training
 
     check_config(cfg, complete=False)
-    if cfg.model["_target_"] == "nemo_lowprec.models.MegatronGPT":
-        raise ValueError(
-            "No plan for a model on Megatron-core. The same one without it has a plan: add "
-            f"model={cfg.model.preset} and strategy={_PLANNED}."
-        )
+    on_megatron = cfg.model["_target_"] == _MEGATRON_MODEL
     if cfg.model.vocab_size is None:
         with open_dict(cfg.model):
             cfg.model.vocab_size = _vocab_size(cfg)
     with own_words():
         model, precision = instantiate(cfg.model), instantiate(cfg.precision)
-    with torch.device("meta"):
-        model.configure_model()
-    name, options = _strategy(cfg)
+    if not on_megatron:
+        with torch.device("meta"):
+            model.configure_model()
+    name, options = _strategy(cfg, on_megatron)
     nodes = cfg.trainer.get("num_nodes", 1) if cfg.nodes is None else cfg.nodes
     gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
     if not isinstance(gpus, int):
@@ -58,9 +56,15 @@ def plan_job(cfg: DictConfig) -> Plan:
         name,
         accelerator="cpu" if cfg.trainer.accelerator == "cpu" else "gpu",
         micro_batches=cfg.trainer.accumulate_grad_batches,
+        micro_batch_size=cfg.data.get("micro_batch_size"),
+        seq_length=cfg.data.get("seq_length"),
         **options,
     )
-    Console(width=None if sys.stdout.isatty() else 140).print(found.table())
+    console = Console(width=None if sys.stdout.isatty() else 80)
+    console.print(found.table())
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(0).total_memory / 2**30
+        console.print(f"A GPU of this machine has {there:.1f} GiB.")
     return found
 
 
@@ -87,7 +91,7 @@ def _vocab_size(cfg: DictConfig) -> int | None:
     return size
 
 
-def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
+def _strategy(cfg: DictConfig, on_megatron: bool) -> tuple[str | None, dict[str, Any]]:
     """A plan's name of the strategy, None where none was chosen, and those of its options that a plan depends on."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -100,10 +104,16 @@ def _strategy(cfg: DictConfig) -> tuple[str | None, dict[str, Any]]:
         by_hand = any(o.split("=")[0] == "strategy" for o in HydraConfig.get().overrides.task)
         return ("single_device" if by_hand else None), {}
     classes = {
+        "nemo_lowprec.strategies.MegatronStrategy": "lowprec_megatron",
         "nemo_lowprec.strategies.LowPrecisionShardedStrategy": "lowprec_sharded",
         "nemo_lowprec.strategies.LowPrecisionDDPStrategy": "lowprec_ddp",
     }
     if chosen["_target_"] not in classes:
         raise ValueError(f"No plan for {chosen['_target_']}. Choose strategy={_PLANNED}.")
     name = classes[chosen["_target_"]]
+    if name == "lowprec_megatron" and not on_megatron:
+        raise ValueError(
+            "A model that Megatron-core does not build has no plan with strategy=lowprec_megatron: each process has "
+            f"all of it there. Choose strategy={_PLANNED}, or a model megatron_*."
+        )
     return name, {k: chosen[k] for k in STRATEGIES[name] if chosen.get(k) is not None}

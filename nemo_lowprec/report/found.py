@@ -14,7 +14,10 @@ from nemo_lowprec.formats.local import local_of
 
 __all__ = ["Bytes", "Stored", "as_stored", "format_of"]
 
-_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+_NAMES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8",
+    torch.float4_e2m1fn_x2: "fp4",
+}  # fmt: skip
 
 
 def format_of(dtype: torch.dtype) -> str:

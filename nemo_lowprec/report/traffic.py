@@ -41,6 +41,7 @@ _SHARE: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda world: (world - 1) / world,
     "all_to_all": lambda world: (world - 1) / world,
     "broadcast": lambda world: 1,
+    "send": lambda world: 1,  # from one process to another
 }
 # Kind, and which argument holds what a process puts in.
 _KINDS = {

@@ -1,5 +1,6 @@
 """``nemo-lowprec plan``: the groups of ``pretrain``, and nothing written."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,35 @@ def refused(capsys: pytest.CaptureFixture, *overrides: str) -> str:
 
 def test_one_process_is_a_single_device(capsys: pytest.CaptureFixture) -> None:
     out = planned(capsys, "precision=msamp_o2")
-    assert "Plan of msamp_o2: 1.31 M parameters, one process" in out and "Sent" not in out
+    assert "Plan of llama_tiny at msamp_o2 1.31 M parameters, one process" in out and "Sent" not in out
+
+
+def test_activations_are_those_of_the_data_and_of_the_model(capsys: pytest.CaptureFixture) -> None:
+    out = planned(capsys)
+    assert "micro-batches: 8 × 128 tokens, without recomputation" in out and "│ Activations" in out
+    options = ["data.seq_length=256", "data.micro_batch_size=2", "model.activation_checkpointing=true"]
+    more = planned(capsys, *options)
+    assert "micro-batches: 2 × 256 tokens, with recomputation" in more
+    assert "Without recomputation activations would be" in more
+    assert "longer than the model's 2048 positions" in refused(capsys, "data.seq_length=4096")
+
+
+def test_a_pipe_is_80_columns_wide(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "nodes=2", "gpus=4", "precision=msamp_o3"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_model_on_megatron_core(capsys: pytest.CaptureFixture) -> None:
+    sizes = [
+        "strategy=lowprec_megatron", "trainer.strategy.tensor_model_parallel_size=4",
+        "trainer.strategy.sequence_parallel=true",
+    ]  # fmt: skip
+    samples = ["data.seq_length=8192", "data.micro_batch_size=1"]
+    out = planned(capsys, "model=megatron_llama3_70b", "nodes=4", "gpus=8", *sizes, *samples)
+    assert "4 × 8 processes, lowprec_megatron, TP 4, sequence parallel" in out
+    assert "Sent: reduce_scatter, TP" in out and "Weights for GEMMs" in out
+    alone = planned(capsys, "model=megatron_llama3_405b", "strategy=lowprec_megatron", "trainer.devices=8")
+    assert "Plan of llama3_405b at bf16_with_fp8_mixed 405.85 B parameters" in alone
 
 
 def test_several_are_sharded_unless_told_otherwise(capsys: pytest.CaptureFixture) -> None:
@@ -57,11 +86,10 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture) -> None:
     assert "-m a record" in refused(capsys, "-m", "precision=msamp_o1,msamp_o2")
     assert "takes no 'fp8_margin'" in refused(capsys, "precision=fp16_mixed", "precision.fp8_margin=1")
     assert "Choose strategy=single_device, ddp" in refused(capsys, "strategy=lowprec_megatron", "gpus=2")
-    for choice in ("model=megatron_llama3_8b", "experiment=megatron_tiny"):
-        preset = "llama3_8b" if "8b" in choice else "llama_tiny"
-        assert f"No plan for a model on Megatron-core. The same one without it has a plan: add model={preset} and " in (
-            refused(capsys, choice, "gpus=8")
-        )
+    megatron = ["model=megatron_llama3_8b", "trainer.devices=8"]
+    assert "and not with 'ddp'" in refused(capsys, *megatron, "strategy=ddp")
+    experts = "trainer.strategy.expert_model_parallel_size=2"
+    assert "No plan for experts" in refused(capsys, *megatron, "strategy=lowprec_megatron", experts)
 
 
 def test_pretrain_takes_the_same_keys() -> None:
@@ -82,6 +110,12 @@ def test_pretrain_takes_the_same_keys() -> None:
 
 def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture) -> None:
     readme = (Path(__file__).parents[2] / "README.rst").read_text()
-    command, _, rest = readme.partition("nemo-lowprec plan ")[2].partition("\n")
-    shown = rest.partition("code-block:: text\n\n")[2].partition("\n\n``plan``")[0]
-    assert planned(capsys, *command.split()) == " ".join(shown.split())
+    section = readme.partition("\nBefore it is trained\n")[2].partition("\nTry it\n")[0]
+    commands = [" ".join(c.split("\\\n")) for c in re.findall(r"nemo-lowprec plan ((?:.*\\\n)*.*)\n", section)]
+    shown = section.partition("code-block:: text\n\n")[2].partition("\n\n``msamp_o3``")[0]
+    first, *others = [planned(capsys, *command.split()) for command in commands]
+    assert first == " ".join(shown.split())
+    all_of = [re.search(r"All: ([\d.]+ GiB) of each process", out) for out in (first, *others)]
+    told = section.partition("\n\n``msamp_o3``")[2]
+    assert len(commands) == 3 and all(found is not None and found[1] in told for found in all_of[:2])
+    assert "8 copies of 8 shards" in others[1]

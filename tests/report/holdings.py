@@ -201,6 +201,9 @@ class Measure(Callback):
         self._flat.__exit__()
         engine = trainer.precision_plugin.engine
         params = list(module.parameters())
+        # Unscaled for the step, they stay so until they are zeroed.
+        if (wider := size([p.grad for p in params]) - self.found["Weight gradient"]) > 0:
+            self.found["Unscaled gradients"] = wider
         held = [p for p in params if not is_master(p, engine)]
         masters = [p for p in params if is_master(p, engine)]
         self.found |= {

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nemo_lowprec.report.found import as_stored, format_of
 
-__all__ = ["AFTER_BACKWARD", "AT_MOST", "KEPT", "Holdings", "PlannedColumn"]
+__all__ = ["AFTER_BACKWARD", "AFTER_FORWARD", "AT_MOST", "KEPT", "Beside", "Holdings", "PlannedColumn"]
 
-When = Literal["kept", "after backward", "at most"]
+When = Literal["kept", "after forward", "after backward", "at most"]
 KEPT: When = "kept"
+AFTER_FORWARD: When = "after forward"
 AFTER_BACKWARD: When = "after backward"
 AT_MOST: When = "at most"
 
@@ -26,7 +27,8 @@ class PlannedColumn:
 
     Attributes:
         name: as in the chart, or what is there beside.
-        when: ``kept`` for all of training, there ``after backward`` until the step, or ``at most`` at a time.
+        when: ``kept`` for all of training, there ``after forward`` until backward, or ``after backward`` until the
+            step, or ``at most`` at a time.
         formats: of what is stored, ``+`` between several, ``–`` for nothing.
         parts: bytes of each process (of the largest, where shards differ) for ``converted``, ``rest`` and ``vectors``;
             ``all`` for what belongs to no part.
@@ -72,3 +74,18 @@ class Holdings:
     def column(self, name: str, when: When) -> PlannedColumn:
         """What was added."""
         return PlannedColumn(name, when, "+".join(sorted(self.formats)) or "–", dict(self.parts))
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes of what is there ``at most``, and is no activation, by the part of a micro-batch.
+
+    Attributes:
+        in_blocks: in forward, until the last block is done.
+        after_blocks: from then until the loss.
+        backward: in backward.
+    """
+
+    in_blocks: int = 0
+    after_blocks: int = 0
+    backward: int = 0

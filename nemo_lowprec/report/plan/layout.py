@@ -12,7 +12,12 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "ddp": ("bucket_cap_mb",),
     "lowprec_ddp": ("bucket_cap_mb",),
     "lowprec_sharded": ("reshard_after_forward", "shard_size"),
-}
+    "lowprec_megatron": (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "overlap_grad_reduce",
+        "bucket_size",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Layout:
 
     def __str__(self) -> str:
         if self.strategy == "single_device":
-            return "one process"
+            return "one process, single_device"
         text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
         if self.is_sharded:
             text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"

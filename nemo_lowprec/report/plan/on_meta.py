@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.engine import Engine, Sharding
+from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
 __all__ = ["Part", "parts_of", "settled_on_meta"]
 
@@ -29,11 +30,13 @@ class Part:
     params: tuple[nn.Parameter, ...]
 
 
-def settled_on_meta(model: nn.Module, engine: Engine, sharded: bool) -> tuple[nn.Module, Engine]:
+def settled_on_meta(
+    model: nn.Module, engine: Engine, sharded: bool, on_gpu: bool = False
+) -> tuple[nn.Module, Engine]:  # fmt: skip
     """A copy of ``model`` on torch's meta device, and an engine like ``engine`` that converted it.
 
     The copy's parameters are stored as they would be for training, but where they are ``sharded``: then they are as
-    they were before.
+    they were before. ``on_gpu`` converts layers as a GPU takes them.
 
     Raises:
         ValueError: ``model`` is converted already, or has no parameters (yet).
@@ -44,11 +47,13 @@ def settled_on_meta(model: nn.Module, engine: Engine, sharded: bool) -> tuple[nn
     if not tensors:
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
     twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
-    meta = Engine(
+    kind = PlannedEngine if on_gpu else Engine
+    meta = kind(
         engine.level, engine.recipe, None, engine.layers, "reference", engine.low_bit, engine.reads_as
     )  # fmt: skip
     meta.sharding = Sharding(None, None) if sharded else None
-    meta.convert(twin, torch.device("cpu"))
+    meta.convert(twin, torch.device("cuda" if on_gpu else "cpu"))
+    meta.device = torch.device("cpu")  # of its tables
     if not sharded:
         meta.settle()
     return twin, meta

@@ -6,7 +6,7 @@ Nothing here knows what a format takes: tensors of the project's own classes are
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -17,20 +17,24 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.found import format_of
-from nemo_lowprec.report.plan.columns import KEPT, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
+from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.megatron import MEGATRON, MegatronLayout, is_megatron, plan_megatron
 from nemo_lowprec.report.plan.on_meta import settled_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
-from nemo_lowprec.report.plan.whole import plan_whole
+from nemo_lowprec.report.plan.tracing import Traced
+from nemo_lowprec.report.plan.whole import UNSCALED, plan_whole
 from nemo_lowprec.report.traffic import sent_bytes
 
 __all__ = ["Plan", "PlannedTraffic", "plan_training"]
 
-_PARTS = ("converted", "rest", "vectors", "all")
 _NOT_PLANNED = (
-    "Not planned: activations (they depend on batch, sequence length and checkpointing), workspaces, what the "
-    "allocator keeps. Not counted as sent: amaxes, flags, buffers of the model."
+    "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
+    "the model."
 )
+_OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
+_CHOICES = {True: "with recomputation", False: "without recomputation"}
 
 
 @dataclass(frozen=True)
@@ -55,24 +59,39 @@ class Plan:
     Attributes:
         level: the row, with its options.
         layout: processes and strategy.
+        model: the preset, the model type or the class.
         parameters: of the model, tied ones once.
-        columns: what is held, and when. Weight gradients are those right after backward; where the loss is scaled,
-            unscaling makes FP16 ones FP32, one by one.
+        columns: what is held, and when. Weight gradients are those right after backward. Activations are those of one
+            micro-batch; temporaries are what is alive beside them at the worst point of forward and backward.
         traffic: what is sent in a step.
         padding: part of the shards that is no parameter.
+        sample: the micro-batch; None where activations are not planned.
+        recomputes: whether blocks are recomputed in backward; None where that is no choice of the model.
+        peak: bytes at the worst point of forward and backward, where not all columns are at their largest; None where
+            activations are not planned.
+        other_choice: bytes of (activations, all) with the other choice; None where there is none.
+        without: why activations are not planned; empty where they are.
+        stage: which one of a pipeline's stages, that with the largest share; empty without a pipeline.
     """
 
     level: PrecisionLevel
-    layout: Layout
+    layout: Layout | MegatronLayout
+    model: str
     parameters: int
     columns: tuple[PlannedColumn, ...]
     traffic: tuple[PlannedTraffic, ...]
     padding: float = 0.0
+    sample: Sample | None = None
+    recomputes: bool | None = None
+    peak: int | None = None
+    other_choice: tuple[int, int] | None = None
+    without: str = ""
+    stage: str = ""
 
     @property
     def total(self) -> int:
-        """Bytes of all columns: at most, since not all of them are at their largest at one time."""
-        return sum(c.bytes for c in self.columns)
+        """Bytes of all columns at most: where activations are planned at the worst point of a step, else their sum."""
+        return sum(c.bytes for c in self.columns) if self.peak is None else self.peak
 
     @property
     def sent(self) -> int:
@@ -91,29 +110,44 @@ class Plan:
         raise ValueError(f"This plan has no column {name!r}. It has: {', '.join(c.name for c in self.columns)}.")
 
     def table(self) -> Table:
-        """The plan for people."""
-        title = f"Plan of {self.level.name}: {_count(self.parameters)} parameters, {self.layout}"
-        table = Table(title=title, title_justify="left", caption=_NOT_PLANNED, caption_justify="left")
-        parts = [part for part in _PARTS if any(c.parts.get(part) for c in self.columns)]
-        for heading in ("Bytes of a process", "When", "Format"):
-            table.add_column(heading)
-        for heading in [*(p.capitalize() for p in parts if p != "all"), "Sum"]:
-            table.add_column(heading, justify="right")
-        shown = [p for p in parts if p != "all"]
+        """The plan for people, in 80 columns."""
+        title = f"Plan of {self.model} at {self.level.name}\n{_count(self.parameters)} parameters, {self.layout}"
+        if self.stage:
+            title += f"\nthe process with the largest share: {self.stage} of the pipeline"
+        if self.sample is not None:
+            choice = "" if self.recomputes is None else f", {_CHOICES[self.recomputes]}"
+            title += f"\nmicro-batches: {self.sample}{choice}"
+        table = Table(title=title, title_justify="left", caption=self.caption(), caption_justify="left")
+        for heading, width in (("Bytes of a process", 24), ("When", 14), ("Format", 18)):
+            table.add_column(heading, no_wrap=True, min_width=width)
+        table.add_column("Size", justify="right", no_wrap=True, min_width=9)
         for c in self.columns:
-            cells = [_size(c.parts.get(part, 0)) for part in shown]
-            table.add_row(c.name, c.when, c.formats.upper(), *cells, _size(c.bytes))
+            if not c.bytes and c.name not in _OF_CHART:
+                continue
+            table.add_row(c.name, c.when, c.formats.upper(), _size(c.bytes))
         table.add_section()
-        empty = [""] * (len(shown) + 1)  # up to the sum
-        table.add_row("All", "at most", *empty, _size(self.total))
+        table.add_row("All", "at most", "", _size(self.total))
         if self.padding >= 0.001:
-            table.add_row("Padding of shards", "kept", *empty, f"{self.padding:.1%}")
+            table.add_row("Padding of shards", "kept", "", f"{self.padding:.1%}")
         if self.traffic:
             table.add_section()
             for t in self.traffic:
-                table.add_row(f"Sent: {t.kind}", "a step", t.format.upper(), *empty[1:], _size(t.bytes))
-            table.add_row("Sent, all", "a step", *empty, _size(self.sent))
+                table.add_row(f"Sent: {t.kind}", "a step", t.format.upper(), _size(t.bytes))
+            table.add_row("Sent, all", "a step", "", _size(self.sent))
         return table
+
+    def caption(self) -> str:
+        """What the table comes to, and what is not in it."""
+        lines = [f"All: {_size(self.total)} of each process."]
+        if self.other_choice is not None:
+            activations, total = self.other_choice
+            lines.append(
+                f"{_CHOICES[not self.recomputes].capitalize()} activations would be {_size(activations)}, and all "
+                f"{_size(total)}."
+            )
+        if self.without:
+            lines.append(f"Activations are not planned: {self.without}.")
+        return "\n".join([*lines, _NOT_PLANNED])
 
 
 def plan_training(
@@ -125,36 +159,114 @@ def plan_training(
     *,
     accelerator: str = "gpu",
     micro_batches: int = 1,
+    micro_batch_size: int | None = None,
+    seq_length: int | None = None,
+    batch: Any = None,
     **options: Any,
 ) -> Plan:
     """Plan the training of ``model`` with Adam or AdamW.
+
+    Activations are planned for a language model of this package by ``micro_batch_size`` and ``seq_length``, and for any
+    other module by an example ``batch``: one forward and backward pass is traced on tensors without memory.
 
     Args:
         model: any module with its parameters, on whatever device (torch's meta device takes no memory); not changed.
         precision: the level.
         nodes, gpus: machines, and processes of each.
-        strategy: ``single_device``, ``ddp``, ``lowprec_ddp`` or ``lowprec_sharded``; None for the first with one
-            process and the last with several.
+        strategy: ``single_device``, ``ddp``, ``lowprec_ddp``, ``lowprec_sharded``, or ``lowprec_megatron`` for a
+            ``MegatronGPT``; None for the first with one process and the last with several (but one) that fits.
         accelerator: ``gpu`` or ``cpu``: GPUs of one machine exchange gradients through memory of their own.
         micro_batches: backward passes of a step.
-        options: of the strategy: ``reshard_after_forward`` and ``shard_size``, or ``bucket_cap_mb``.
+        micro_batch_size: sequences of a micro-batch.
+        seq_length: tokens of a sequence.
+        batch: an example of what ``training_step`` takes, on any device; of a module without one, the argument of its
+            forward pass, or a tuple or a dict of them. None: the module's ``example_input_array``, where it has one.
+        options: of the strategy: ``reshard_after_forward`` and ``shard_size``, or ``bucket_cap_mb``, or Megatron-core's
+            parallel sizes.
 
     Raises:
         ValueError: a bad value, a model without parameters, or one that is converted already.
         TypeError: an option that the strategy does not take.
     """
+    sample = Sample(micro_batch_size, seq_length, batch)
+    if is_megatron(model):
+        return _plan_megatron(model, precision, nodes, gpus, strategy, sample, accelerator, micro_batches, options)
+    if strategy == MEGATRON:
+        raise ValueError(
+            f"{type(model).__name__} is not built by Megatron-core, and has no plan with strategy='{MEGATRON}': each "
+            "process has all of it, as with strategy='lowprec_ddp'. Plan that one, or a MegatronGPT."
+        )
     layout = Layout.of(nodes, gpus, strategy, options, accelerator=accelerator, micro_batches=micro_batches)
     twin, engine = settled_on_meta(model, precision.engine, layout.is_sharded)
     padding = 0.0
     if layout.is_sharded:
         engine.check_averaging()
-        columns, messages, padding = plan_sharded(twin, engine, layout)
+        columns, messages, beside, padding = plan_sharded(twin, engine, layout)
     else:
-        columns, messages = plan_whole(twin, engine, layout)
+        columns, messages, beside = plan_whole(twin, engine, layout)
     columns.append(_histories(engine))
-    traffic = _by_kind(messages)
+    found = plan_activations(model, precision.engine, layout, sample)
     count = sum(p.numel() for p in twin.parameters())
-    return Plan(engine.level, layout, count, tuple(columns), traffic, padding)
+    plan = Plan(engine.level, layout, name_of(model), count, tuple(columns), _by_kind(messages), padding)
+    return with_activations(plan, found, sample, beside)
+
+
+def _plan_megatron(
+    model: Any, precision: LowPrecision, nodes: int, gpus: int, strategy: str | None, sample: Sample, accelerator: str,
+    micro_batches: int, options: dict[str, Any],
+) -> Plan:  # fmt: skip
+    if strategy not in (None, MEGATRON):
+        raise ValueError(
+            f"{type(model).__name__} is trained with strategy='{MEGATRON}', and not with {strategy!r}. Leave the "
+            "strategy out, or plan a CausalLM."
+        )
+    if accelerator != "gpu":
+        raise ValueError(f"accelerator={accelerator!r}: Megatron-core trains on GPUs. Use accelerator='gpu'.")
+    layout = MegatronLayout.of(nodes, gpus, options, micro_batches)
+    stages, count = plan_megatron(model, precision.megatron(), layout, sample)
+    plans = []
+    for stage in stages:
+        sent = [
+            replace(t, kind=f"{t.kind}, {group}")
+            for group, messages in stage.messages.items()
+            for t in _by_kind(messages)
+        ]
+        which = f"stage {stage.stage + 1} of {layout.sizes.pipeline}" if layout.sizes.pipeline > 1 else ""
+        plan = Plan(
+            precision.level, layout, name_of(model), count, tuple(stage.columns), tuple(sent), stage=which
+        )  # fmt: skip
+        found = stage.activations or "give plan_training micro_batch_size and seq_length"
+        plans.append(with_activations(plan, found, sample, stage.beside))
+    return max(plans, key=lambda p: p.total)
+
+
+def with_activations(plan: Plan, found: Activations | str, sample: Sample, beside: Beside) -> Plan:
+    """The plan with the activations that were found, or with the reason for which there are none.
+
+    Args:
+        beside: what is there at most, by the part of a micro-batch.
+    """
+    if isinstance(found, str):
+        return replace(plan, without=found)
+    there = sum(c.bytes for c in plan.columns if c.when != AT_MOST or c.name == UNSCALED)
+
+    def peak(traced: Traced) -> int:
+        forward = max(traced.in_blocks + beside.in_blocks, traced.after_blocks + beside.after_blocks)
+        return there + max(forward, traced.backward + beside.backward, 0)
+
+    traced = found.chosen
+    kept = PlannedColumn("Activations", AFTER_FORWARD, traced.formats, {"all": traced.kept})
+    others = PlannedColumn("Temporaries", AT_MOST, "–", {"all": max(traced.most - traced.kept, 0)})
+    return replace(
+        plan, columns=(*plan.columns, kept, others), peak=peak(traced), sample=sample, recomputes=found.recomputes,
+        other_choice=None if found.other is None else (found.other.kept, peak(found.other)),
+    )  # fmt: skip
+
+
+def name_of(model: nn.Module) -> str:
+    """The preset or the model type of a language model of this package; else the class."""
+    known = vars(model).get("_hparams") or {}
+    return str(known.get("preset") or known.get("model_type") or type(model).__name__)
 
 
 def _histories(engine: Engine) -> PlannedColumn:
@@ -181,7 +293,11 @@ def _count(number: int) -> str:
 
 
 def _size(size: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:,.2f} {unit}"
-    return f"{size} B" if size else "–"
+    """Three digits."""
+    if size < 1000:
+        return f"{size} B" if size else "–"
+    value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {units[0]}"

@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, plan_buckets
+from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import Fp8Gathered, GradientTensor
-from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.report.plan.whole import add_states
@@ -27,8 +27,8 @@ __all__ = ["plan_sharded"]
 
 def plan_sharded(
     model: nn.Module, engine: Engine, layout: Layout
-) -> tuple[list[PlannedColumn], list[Message], float]:  # fmt: skip
-    """Columns, messages, and the part of the shards that is padding.
+) -> tuple[list[PlannedColumn], list[Message], Beside, float]:  # fmt: skip
+    """Columns, messages, what is there at most, and the part of the shards that is padding.
 
     Args:
         model: converted on the meta device, and not yet stored in the level's formats.
@@ -43,18 +43,20 @@ def plan_sharded(
         peers=layout.peers(layout.shards),
     )
     weights, masters, gradients, states = _kept(units, engine)
-    columns = [
-        weights,
-        _gathered(units, layout),
-        masters,
-        gradients,
-        _whole_gradients(units, buckets, layout),
-        states,
-        _buffers(units, buckets, layout),
-    ]
+    gathered, whole = _gathered(units, layout), _whole_gradients(units, buckets, layout)
+    buffers = _buffers(units, buckets, layout)
+    columns = [weights, gathered, masters, gradients, whole, states, buffers]
     messages = [m for bucket in buckets for m in bucket.messages] + _of_fsdp(units, layout)
     padding = sum(p.padded for p in units.params) / sum(p.whole.numel() for p in units.params) - 1
-    return columns, messages, padding
+    # From one micro-batch to the next, whole gradients stay; and so does the memory that peers write to.
+    stays = peer_bytes(buckets, layout.shards) + (whole.bytes if layout.micro_batches > 1 else 0)
+    last = units.root + (units.blocks[-1] if units.blocks else [])  # whose buffer nothing else has taken the place of
+    after = gathered_bytes(last) if layout.reshard_after_forward else gathered.bytes
+    beside = Beside(
+        gathered.bytes + _forward_buffers(units, layout) + stays, after + stays,
+        gathered.bytes + whole.bytes + buffers.bytes,
+    )  # fmt: skip
+    return columns, messages, beside, padding
 
 
 def _kept(units: Units, engine: Engine) -> list[PlannedColumn]:
@@ -127,10 +129,17 @@ def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> Plan
         return max(backward[id(last)], then)
 
     fp8 = buffer_bytes(buckets, layout.shards, beside)
-    forward = [gathered_bytes(a) + gathered_bytes(b) for a, b in pairwise(units.all)]
-    fsdp = max(*forward, gathered_bytes(units.root), reduced_bytes(units.root), most)
+    fsdp = max(_forward_buffers(units, layout), reduced_bytes(units.root), most)
     held.add_bytes("all", torch.float8_e4m3fn if fp8 > fsdp else units.params[0].gathered, max(fp8, fsdp))
     return held.column("Communication buffers", AT_MOST)
+
+
+def _forward_buffers(units: Units, layout: Layout) -> int:
+    """Bytes of the flat buffers of two units in a row, in forward."""
+    if layout.shards == 1:
+        return 0
+    pairs = [gathered_bytes(a) + gathered_bytes(b) for a, b in pairwise(units.all)]
+    return max(*pairs, gathered_bytes(units.root)) if pairs else gathered_bytes(units.root)
 
 
 def _in_backward(units: Units, layout: Layout) -> list[tuple[list[ShardedParam], int]]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.comm.planned import Message, buffer_bytes, plan_buckets
+from nemo_lowprec.comm.planned import Message, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.optim.storage import StateFormats, zeros
-from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_meta import parts_of
 from nemo_lowprec.weights import master_of
 
-__all__ = ["add_states", "plan_whole"]
+__all__ = ["UNSCALED", "add_states", "gradient_of", "plan_whole"]
 
+UNSCALED = "Unscaled gradients"
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
-def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[PlannedColumn], list[Message]]:
-    """Columns and messages of a model that was settled on the meta device."""
+def plan_whole(
+    model: nn.Module, engine: Engine, layout: Layout
+) -> tuple[list[PlannedColumn], list[Message], Beside]:  # fmt: skip
+    """Columns, messages and what is there at most, of a model that was settled on the meta device."""
     weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
     largest: Tensor | None = None
     for part in parts_of(model, engine):
@@ -36,14 +39,35 @@ def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[P
             elif largest is None or gradient.numel() > largest.numel():
                 largest = gradient
     gradients.add("all", largest)  # released ones go one by one
-    messages, buffers = _averaging(model, engine, layout)
-    return [
-        weights.column("Weight", KEPT),
-        masters.column("Master weight", KEPT),
-        gradients.column("Weight gradient", AT_MOST if largest is not None else AFTER_BACKWARD),
-        states.column("Optimizer states", KEPT),
-        buffers,
-    ], messages
+    messages, buffers, peers = _averaging(model, engine, layout)
+    return (
+        [
+            weights.column("Weight", KEPT),
+            masters.column("Master weight", KEPT),
+            gradients.column("Weight gradient", AT_MOST if largest is not None else AFTER_BACKWARD),
+            *_unscaled(gradients, engine),
+            states.column("Optimizer states", KEPT),
+            buffers,
+        ],
+        messages,
+        Beside(peers, peers, buffers.bytes if buffers.when == AT_MOST else 0),
+    )
+
+
+def _unscaled(gradients: Holdings, engine: Engine) -> list[PlannedColumn]:
+    """What unscaling adds to FP16 gradients: they are FP32 from then until they are zeroed."""
+    if not engine.level.has_loss_scale or engine.level.weight_grad != "fp16":
+        return []
+    wider = Holdings()
+    for part, size in gradients.parts.items():
+        wider.add_bytes(part, torch.float32, size)
+    return [wider.column(UNSCALED, AT_MOST)]
+
+
+def gradient_of(param: nn.Parameter, engine: Engine) -> int:
+    """Bytes in which a parameter's gradient is stored."""
+    gradient = _gradient(param, engine)
+    return gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
 
 
 def _gradient(param: nn.Parameter, engine: Engine) -> Tensor:
@@ -60,11 +84,12 @@ def add_states(states: Holdings, part: str, param: Tensor, local: Tensor, engine
         states.add(part, zeros(local, formats.of(name, param)))
 
 
-def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn]:
-    """Gradients on the wire, and the buffers that they take."""
+def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn, int]:
+    """Gradients on the wire, the buffers that they take, and the bytes of these that are there in forward, too."""
     held = Holdings()
     when = AT_MOST
     messages: list[Message] = []
+    peers = 0
     trained = [p for p in model.parameters() if p.requires_grad]
     if layout.world > 1 and layout.strategy == "ddp" and not engine.level.has_half_weights:
         # torch's own: as many bytes as gradients, for all of training.
@@ -80,7 +105,8 @@ def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[M
         )
         messages = [m for bucket in buckets for m in bucket.messages]
         held.add_bytes("all", _widest(messages), buffer_bytes(buckets, layout.world))
-    return messages, held.column("Communication buffers", when)
+        peers = peer_bytes(buckets, layout.world)
+    return messages, held.column("Communication buffers", when), peers
 
 
 def _widest(messages: list[Message]) -> torch.dtype:

@@ -1,0 +1,223 @@
+"""Activations of a micro-batch: one forward and backward pass of the converted model on fake tensors.
+
+Where a model is a list of equal blocks, three of them are traced and the others counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from nemo_lowprec.compute import gemm_plans
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.on_gpu import GpuRules
+from nemo_lowprec.report.plan.on_meta import settled_on_meta
+from nemo_lowprec.report.plan.tracing import Traced, fake, trace
+from nemo_lowprec.report.plan.whole import gradient_of
+
+__all__ = ["Activations", "Sample", "plan_activations"]
+
+_TRACED = 3  # equal blocks that are traced
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a micro-batch is.
+
+    Attributes:
+        micro_batch_size, seq_length: of a language model of this package.
+        batch: an example, as ``training_step`` takes it, or the arguments of a plain module.
+    """
+
+    micro_batch_size: int | None = None
+    seq_length: int | None = None
+    batch: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "seq_length"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        if (self.micro_batch_size is None) != (self.seq_length is None):
+            raise ValueError("micro_batch_size and seq_length go together: give both, or neither.")
+        if self.batch is not None and self.seq_length is not None:
+            raise ValueError("Give an example batch, or micro_batch_size and seq_length.")
+
+    def __str__(self) -> str:
+        if self.seq_length is None:
+            return "the example batch"
+        return f"{self.micro_batch_size} × {self.seq_length:,} tokens"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch.
+
+    Attributes:
+        chosen: as the model is set up.
+        recomputes: whether its blocks are recomputed in backward; None where the model has no such choice.
+        other: with the other choice.
+    """
+
+    chosen: Traced
+    recomputes: bool | None = None
+    other: Traced | None = None
+
+
+def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: Sample) -> Activations | str:
+    """Trace ``model``, or say why that cannot be done.
+
+    Args:
+        model: as it was before conversion; not changed.
+        engine: of the level.
+        sample: a micro-batch.
+    """
+    run = _run_of(model, sample)
+    if isinstance(run, str):
+        return run
+    wanted = [None] if _recomputes(model) is None else [_recomputes(model), not _recomputes(model)]
+    try:
+        found = [_trace(model, engine, layout, run, choice) for choice in wanted]
+    except Exception as error:  # what a model does in its forward pass is its own
+        return f"this model's forward pass cannot be traced without values ({type(error).__name__}: {one_line(error)})"
+    return Activations(found[0], wanted[0], found[1] if len(found) > 1 else None)
+
+
+def _trace(
+    model: nn.Module, engine: Engine, layout: Layout, run: Callable[[nn.Module], Tensor], recomputes: bool | None
+) -> Traced:
+    on_gpu = layout.accelerator == "gpu"
+    plain = engine.layers.convert in (None, ("*",), "*") and not engine.layers.skip
+    ends = engine.layers.num_layers_at_start_in_half or engine.layers.num_layers_at_end_in_half
+    twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in [*model.parameters(), *model.buffers()]})
+    if recomputes is not None:
+        _set_recomputes(twin, recomputes)
+    blocks, times = _blocks(twin, shorten=plain and not ends)
+    # The copy that is converted has the blocks under the same names.
+    names = [name for name, module in twin.named_modules() if any(module is b for b in blocks)]
+    twin, settled = settled_on_meta(twin, engine, False, on_gpu)
+    blocks = [twin.get_submodule(name) for name in names]
+    if layout.is_sharded and layout.reshard_after_forward:
+        for module in twin.modules():
+            for plan in gemm_plans(module).values():
+                plan.keeps_weight = False
+    comes = layout.micro_batches == 1 and not engine.low_bit.gradient_release
+
+    def gradient(param: nn.Parameter) -> int:
+        if layout.is_sharded and not settled.level.is_low_bit:
+            return 4 * param.numel() // layout.shards
+        return gradient_of(param, settled) // layout.shards
+
+    return trace(
+        twin, run, engine.half, gradient if comes else None, blocks, times,
+        GpuRules() if on_gpu else nullcontext(),
+    )  # fmt: skip
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    twin = tensor.detach().to("meta")
+    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+
+
+def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:
+    """The forward pass of a micro-batch to its loss, or why there is none."""
+    if sample.seq_length is not None:
+        if not hasattr(model, "_loss_sum"):
+            return (
+                f"{type(model).__name__} is no language model of this package: give plan_training an example batch "
+                "in the place of micro_batch_size and seq_length"
+            )
+        shape = sample.micro_batch_size or 1, sample.seq_length
+        positions = getattr(getattr(getattr(model, "model", None), "config", None), "max_position_embeddings", None)
+        if positions is not None and sample.seq_length > positions:
+            raise ValueError(
+                f"Samples of {sample.seq_length} tokens are longer than the model's {positions} positions."
+            )
+
+        def of_tokens(module: Any) -> Tensor:
+            tokens = torch.zeros(shape, dtype=torch.int64)
+            total, count = module._loss_sum({"input_ids": tokens, "labels": tokens.clone()})
+            return total / count.clamp(min=1)  # type: ignore[no-any-return]
+
+        return of_tokens
+    example = sample.batch
+    is_step = example is not None and hasattr(model, "training_step")
+    if example is None:
+        example = getattr(model, "example_input_array", None)
+    if example is None:
+        return (
+            "give plan_training micro_batch_size and seq_length (a language model of this package) or an example "
+            "batch, or the module an example_input_array"
+        )
+
+    def of_example(module: Any) -> Tensor:
+        batch = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, example)
+        if is_step:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*self.log.*")  # which has no Trainer to go to
+                out = module.training_step(batch, 0)
+            out = out["loss"] if isinstance(out, dict) else out
+        elif isinstance(batch, dict):
+            out = module(**batch)
+        else:
+            out = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+        leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
+
+    return of_example
+
+
+# transformers' own switch, which it has renamed, and warns of the old name
+
+
+def _recomputes(model: nn.Module) -> bool | None:
+    inner = getattr(model, "model", None)
+    if not getattr(inner, "supports_gradient_checkpointing", False):
+        return None
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in inner.modules())  # type: ignore[union-attr]
+
+
+def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
+    inner: Any = model.model
+    if recomputes == _recomputes(model):
+        return
+    which = "enable" if recomputes else "disable"
+    new = getattr(inner, f"activation_checkpointing_{which}", None)
+    switch = new or getattr(inner, f"gradient_checkpointing_{which}")
+    switch(*[{"use_reentrant": False}] * recomputes)
+
+
+# Equal blocks
+
+
+def _blocks(model: nn.Module, shorten: bool) -> tuple[list[nn.Module], int]:
+    """The longest list of equal blocks, of which ``shorten`` leaves three; and how many the last one stands for."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1]
+    equal = [m for m in lists if len({_signature(block) for block in m}) == 1]
+    if not equal:
+        return [], 1
+    longest: Any = max(equal, key=lambda m: sum(p.numel() for p in m.parameters()))
+    times = max(len(longest) - _TRACED + 1, 1) if shorten else 1
+    del longest[len(longest) - times + 1 :]
+    return list(longest), times
+
+
+def _signature(block: nn.Module) -> tuple[Any, ...]:
+    """What a block takes for a forward pass follows from this: classes, settings, and shapes of parameters."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str | tuple) and k != "layer_idx"}
+        found.append((name, type(module), repr(sorted(plain.items()))))
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    found += [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+    return tuple(found)

@@ -1,0 +1,310 @@
+"""The plan of a process on Megatron-core: ``lowprec_megatron`` with a Llama-family model that it builds.
+
+Of pipeline stages the one with the largest share is planned: the first has the embedding and the most micro-batches
+under way, the last has the head and the loss. The distributed optimizer's masters and states, and the gradients that
+it steps on, are cut over the data-parallel processes, context-parallel ones among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.comm.planned import Message
+from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.formats.flat import mark_part_of_matrix
+from nemo_lowprec.formats.row_blocks import BLOCK
+from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
+from nemo_lowprec.megatron.settings import DTYPES
+from nemo_lowprec.optim.storage import StateFormats, zeros
+from nemo_lowprec.report.plan.activations import Activations, Sample
+from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.layout import STRATEGIES
+from nemo_lowprec.report.plan.megatron_layers import Layers, Shape
+from nemo_lowprec.report.plan.tracing import Traced
+
+__all__ = ["MEGATRON", "MegatronLayout", "PlannedStage", "is_megatron", "plan_megatron"]
+
+MEGATRON = "lowprec_megatron"
+_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "sequence_parallel": "sequence_parallel",
+}
+_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+_PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
+
+
+def is_megatron(model: nn.Module) -> bool:
+    """Whether Megatron-core builds ``model``."""
+    return callable(getattr(model, "build_chunk", None))
+
+
+@dataclass(frozen=True)
+class MegatronLayout:
+    """Processes and Megatron-core's parallel sizes, checked.
+
+    Attributes:
+        nodes, gpus: machines, and processes of each.
+        sizes: of the groups.
+        micro_batches: of a step.
+        overlap_grad_reduce: whether gradients are reduced in buckets.
+        bucket_size: parameters of a bucket; None for Megatron-core's choice.
+    """
+
+    nodes: int
+    gpus: int
+    sizes: ParallelLayout
+    micro_batches: int = 1
+    overlap_grad_reduce: bool = True
+    bucket_size: int | None = None
+    strategy: str = MEGATRON
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus", "micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        self.sizes.check_world(self.world)
+        self.sizes.check_micro_batches(self.micro_batches, "A step")
+        if self.sizes.expert > 1:
+            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
+
+    @classmethod
+    def of(cls, nodes: int, gpus: int, options: Mapping[str, Any], micro_batches: int) -> MegatronLayout:
+        """The layout of the strategy with its options.
+
+        Raises:
+            TypeError: an option that a plan does not know.
+        """
+        for name in options:
+            if name not in STRATEGIES[MEGATRON]:
+                known = ", ".join(STRATEGIES[MEGATRON])
+                raise TypeError(f"{MEGATRON} has no option {name!r} that a plan knows. It takes: {known}.")
+        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
+        return cls(nodes, gpus, sizes, micro_batches, **{n: v for n, v in options.items() if n not in _SIZES})
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.nodes * self.gpus
+
+    @property
+    def replicas(self) -> int:
+        """Processes that the optimizer's shards are cut over."""
+        return self.world // (self.sizes.tensor * self.sizes.pipeline)
+
+    def __str__(self) -> str:
+        s = self.sizes
+        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
+        names = {"TP": s.tensor, "PP": s.pipeline, "CP": s.context}
+        text += "".join(f", {name} {size}" for name, size in names.items() if size > 1)
+        text += ", sequence parallel" if s.sequence_parallel else ""
+        text += f", {s.virtual_pipeline} parts a stage" if s.virtual_pipeline else ""
+        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One process of one pipeline stage.
+
+    Attributes:
+        stage: counted from 0.
+        columns, messages, beside: as of any plan; messages by their groups.
+        activations: those of all micro-batches under way; None without a sample.
+    """
+
+    stage: int
+    columns: list[PlannedColumn]
+    messages: dict[str, list[Message]]
+    beside: Beside
+    activations: Activations | None
+
+
+def plan_megatron(
+    model: Any, settings: MegatronSettings, layout: MegatronLayout, sample: Sample
+) -> tuple[list[PlannedStage], int]:
+    """The stages of a plan, and the parameters of the whole model.
+
+    Raises:
+        ValueError: a model, or a field of its TransformerConfig, that is not planned; sizes that do not divide.
+    """
+    if not callable(getattr(model, "transformers_config", None)):
+        raise ValueError(
+            f"No plan for {type(model).__name__} on Megatron-core: only MegatronGPT has one. Plan a MegatronGPT of its "
+            "size, or the same architecture as a CausalLM with strategy='lowprec_sharded'."
+        )
+    from nemo_lowprec.models.megatron_gpt import check_sizes
+    from nemo_lowprec.models.megatron_llama import gpt_architecture
+
+    architecture = gpt_architecture(model.transformers_config())
+    own = dict(model.hparams["transformer"])
+    if model.hparams["activation_checkpointing"]:
+        own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | own
+    _check_fields(own)
+    sizes = layout.sizes
+    if sample.batch is not None:
+        raise ValueError("A plan of MegatronGPT takes micro_batch_size and seq_length, and no example batch.")
+    check_sizes(architecture, {**own, **layout.sizes.fields()}, sample.seq_length)
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        if architecture.transformer[name] % sizes.tensor:
+            raise ValueError(
+                f"{name}={architecture.transformer[name]} does not divide among tensor_model_parallel_size="
+                f"{sizes.tensor} processes, which has no plan. Use a size that divides it."
+            )
+    if architecture.gpt["vocab_size"] % sizes.tensor:
+        raise ValueError(
+            f"A vocabulary of {architecture.gpt['vocab_size']} does not split over {sizes.tensor} tensor-parallel "
+            "ranks: pad it."
+        )
+    rows = (sample.micro_batch_size or 0) * (sample.seq_length or 0) // sizes.context
+    tied = architecture.gpt["share_embeddings_and_output_weights"]
+    layers = Layers(architecture.transformer, architecture.gpt["vocab_size"], tied, settings, sizes, rows)
+    alone = Layers(architecture.transformer, layers.vocab, tied, settings, ParallelLayout(), 0)
+    count = sum(prod(shape.size) for shape in alone.of_stage(0))
+    stages = sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))
+    return [_stage(layers, layout, own, stage) for stage in stages], count
+
+
+def _check_fields(own: Mapping[str, Any]) -> None:
+    for name in own:
+        if name not in _PLAIN:
+            raise ValueError(
+                f"transformer={{{name!r}: ...}} is not planned on Megatron-core. Leave it out of the plan; of "
+                f"TransformerConfig it knows {', '.join(sorted(_PLAIN))}."
+            )
+    modules = own.get("recompute_modules") or ["core_attn"]
+    if own.get("recompute_granularity") == "selective" and list(modules) != ["core_attn"]:
+        raise ValueError(
+            f"recompute_modules={list(modules)} is not planned on Megatron-core. Use recompute_granularity='full', or "
+            "leave it out: the plan is a bound then."
+        )
+
+
+def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int) -> PlannedStage:
+    settings, cut = layers.settings, layout.replicas
+    shapes = layers.of_stage(stage)
+    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
+    first, second = settings.level.optimizer_states
+    formats = StateFormats(first, second)  # type: ignore[arg-type]
+    sent: list[Message] = []
+    in_buckets = 0
+    for part, count in _counts(shapes).items():
+        is_matrix = part != "vectors"
+        dtype = settings.matrices if is_matrix else settings.vectors
+        if settings.fp8_weights and part == "converted":
+            dtype = torch.float8_e4m3fn
+        weights.add_bytes(part, dtype, count * dtype.itemsize)
+        gradient = _gradient(count, dtype, settings, is_matrix)
+        gradients.add(part, gradient)
+        shard = torch.empty(-(-count // cut // BLOCK) * BLOCK, device="meta")
+        if is_matrix:
+            mark_part_of_matrix(shard)
+        masters.add(part, _master(shard, dtype, settings))
+        for name in ("exp_avg", "exp_avg_sq"):
+            states.add(part, zeros(shard, formats.of(name, shard)))
+        if cut > 1:
+            fp8 = isinstance(gradient, GradientTensor)
+            size = gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
+            in_buckets += size if fp8 else 0
+            kind = torch.float8_e4m3fn if fp8 else gradient.dtype
+            sent.append(Message("all_to_all" if fp8 else "reduce_scatter", kind, size, cut))
+            sent.append(Message("all_gather", dtype, shard.numel() * dtype.itemsize, cut))
+    copies = Holdings()
+    half = torch.float8_e4m3fn if layers.low else DTYPES[settings.level.autocast]
+    copies.add_bytes("converted", half, round(layers.weight_copies(_counts(shapes).get("converted", 0))))
+    buffers = Holdings()
+    matrices = sum(n for part, n in _counts(shapes).items() if part != "vectors")
+    buffers.add_bytes("all", torch.float8_e4m3fn, _under_way(in_buckets, matrices, layout))
+    columns = [
+        weights.column("Weight", KEPT),
+        copies.column("Weights for GEMMs", KEPT),
+        masters.column("Master weight", KEPT),
+        gradients.column("Weight gradient", AFTER_BACKWARD),
+        states.column("Optimizer states", KEPT),
+        buffers.column("Communication buffers", AT_MOST),
+    ]
+    messages = {**({"DP": sent} if sent else {}), **layers.messages(stage, layout.micro_batches, own)}
+    beside = Beside(0, 0, sum(buffers.parts.values()))
+    return PlannedStage(stage, columns, messages, beside, _activations(layers, layout, own, stage))
+
+
+def _counts(shapes: list[Shape]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for shape in shapes:
+        found[shape.part] = found.get(shape.part, 0) + prod(shape.size)
+    return found
+
+
+def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_matrix: bool) -> Tensor:
+    """A part of Megatron's gradient buffer, or of this package's FP8 one."""
+    if settings.fp8_gradients and is_matrix:
+        blocks = -(-count // BLOCK)
+        return GradientTensor.empty(torch.empty(blocks, BLOCK, device="meta"))
+    in_fp32 = settings.ddp["grad_reduce_in_fp32"] or dtype == torch.float8_e4m3fn
+    return torch.empty(count, dtype=torch.float32 if in_fp32 else dtype, device="meta")
+
+
+def _master(shard: Tensor, dtype: torch.dtype, settings: MegatronSettings) -> Tensor | None:
+    """What of a weight takes the updates beside it."""
+    if dtype == torch.float32:
+        return None
+    if settings.level.is_low_bit:
+        return shard.to(torch.float16) if dtype == torch.float8_e4m3fn else None
+    return shard
+
+
+def _under_way(gradients: int, parameters: int, layout: MegatronLayout) -> int:
+    """Bytes of the messages of the FP8 buckets that are exchanged: sent, received, and their mean."""
+    if not gradients:
+        return 0
+    size = layout.bucket_size or max(40_000_000, 1_000_000 * layout.replicas)
+    share = min(1.0, size / parameters) if layout.overlap_grad_reduce else 1.0
+    return round(gradients * share * (2 + 1 / layout.replicas))
+
+
+def _activations(
+    layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int
+) -> Activations | None:  # fmt: skip
+    if not layers.rows:
+        return None
+    recomputes = own.get("recompute_granularity") == "full"
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    other = {} if recomputes else full
+    return Activations(
+        _traced(layers, layout, own, stage), recomputes, _traced(layers, layout, other, stage)
+    )  # fmt: skip
+
+
+def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any], stage: int) -> Traced:
+    parts = layout.sizes.virtual_pipeline or 1
+    of_one, again = layers.kept(recompute, layers.layers // parts)
+    kept = of_one * _in_flight(layout, stage)
+    is_last = stage == layout.sizes.pipeline - 1
+    loss = layers.loss() if is_last else 0
+    at_loss = kept + loss + (layers.beside_loss() if is_last else 0)
+    in_layer = kept + again + layers.beside_layer()
+    names = {_name(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
+    names.add(layers.settings.level.autocast)
+    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), "+".join(sorted(names)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
+
+
+def _in_flight(layout: MegatronLayout, stage: int) -> int:
+    """Micro-batches, or parts of them, whose activations a stage holds: of the 1F1B schedule, plain or interleaved."""
+    stages, parts = layout.sizes.pipeline, layout.sizes.virtual_pipeline
+    if parts is None:
+        return min(layout.micro_batches, stages - stage)
+    warm_up = 2 * (stages - stage - 1) + (parts - 1) * stages
+    return min(layout.micro_batches * parts, warm_up + 1)
