@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import instantiate
@@ -60,7 +59,7 @@ def plan_job(cfg: DictConfig) -> Plan:
         seq_length=cfg.data.get("seq_length"),
         **options,
     )
-    console = Console(width=None if sys.stdout.isatty() else 80)
+    console = Console()
     console.print(found.table())
     if torch.cuda.is_available():
         there = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -91,18 +90,13 @@ def _vocab_size(cfg: DictConfig) -> int | None:
     return size
 
 
-def _strategy(cfg: DictConfig, on_megatron: bool) -> tuple[str | None, dict[str, Any]]:
-    """A plan's name of the strategy, None where none was chosen, and those of its options that a plan depends on."""
-    from hydra.core.hydra_config import HydraConfig
-
+def _strategy(cfg: DictConfig, on_megatron: bool) -> tuple[str, dict[str, Any]]:
+    """A plan's name of the strategy, and those of its options that a plan depends on."""
     from nemo_lowprec.report import STRATEGIES
 
     chosen: Any = cfg.trainer.get("strategy")
     if isinstance(chosen, str):
-        if chosen != "auto":
-            return chosen, {}
-        by_hand = any(o.split("=")[0] == "strategy" for o in HydraConfig.get().overrides.task)
-        return ("single_device" if by_hand else None), {}
+        return ("single_device" if chosen == "auto" else chosen), {}
     classes = {
         "nemo_lowprec.strategies.MegatronStrategy": "lowprec_megatron",
         "nemo_lowprec.strategies.LowPrecisionShardedStrategy": "lowprec_sharded",

@@ -15,9 +15,10 @@ from torch.utils._pytree import tree_map
 
 from nemo_lowprec.compute.backends.base import Backend, Part, Quantized
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.recipe import Operand, Recipe
+from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.options import Recipe
 
 __all__ = ["GpuRules", "PlannedBackend", "PlannedEngine"]
 
