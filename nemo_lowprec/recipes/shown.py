@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
@@ -37,4 +38,4 @@ def _lines(path: str, value: Any) -> Iterator[str]:
         for i, entry in enumerate(value):
             yield from _lines(f"{path}[{i}]", entry)
     else:
-        yield f"{path} = {value!r}"
+        yield f"{path} = {value if isinstance(value, str | Path) and str(value) else repr(value)}"
