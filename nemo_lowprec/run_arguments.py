@@ -104,7 +104,7 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
             raise TypeError(f"There is no setting {path!r}.{nearest(first, [*SETTINGS[:-1], 'run.executor'])}")
         for later, other in line.settings[i + 1 :]:
             if path.startswith(f"{later}."):
-                raise ValueError(f"{path}={value} comes before {later}={other}, which replaces it: write it behind.")
+                raise ValueError(f"{path}={value} comes before {later}={other}, which replaces it: write it after.")
         if path == _PLUGINS or _PLUGINS.startswith(f"{path}."):
             level = check_level(value) if path == _PLUGINS else None
         elif path.startswith(f"{_PLUGINS}.") and level is not None:
@@ -240,7 +240,7 @@ def _has_workspace() -> bool:
 
 _SETTINGS_HELP = {
     "trainer.plugins=fp16_mixed": "the level; nemo-lowprec levels prints them",
-    "trainer.plugins.fp8_margin=1": "an argument of the level, behind it",
+    "trainer.plugins.fp8_margin=1": "an argument of the level, after it",
     "trainer.max_steps=400": "any argument of Lightning's Trainer",
     "trainer.strategy=lowprec_sharded": "or lowprec_ddp, lowprec_megatron",
     "model.lr=1e-4": "an argument of the model",

@@ -1,6 +1,6 @@
 """Llamas on Megatron-core: ``megatron_tiny``, ``megatron_llama32_1b``, ``megatron_llama3_8b``, ``megatron_llama3_70b``.
 
-nemo-lowprec run --factory "megatron_llama3_8b(num_nodes=2)" trainer.plugins=bf16_with_fp8_mixed
+nemo-lowprec run --yes --factory "megatron_llama3_8b(num_nodes=2)" trainer.plugins=bf16_with_fp8_mixed
 
 The published models' parallel sizes, GPUs and batch of 512 sequences of 8192 tokens are those of NeMo's recipes of them
 (2.5, ``nemo.collections.llm.recipes``). On more GPUs the batch grows with the data-parallel processes: lower

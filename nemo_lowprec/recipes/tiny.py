@@ -1,6 +1,6 @@
 """The main job as a nemo_run recipe: a small Llama on the Python standard library's sources.
 
-nemo-lowprec run --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
+nemo-lowprec run --yes --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
 """
 
 import nemo_run as run

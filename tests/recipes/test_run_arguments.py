@@ -87,7 +87,7 @@ def test_what_may_be_right_is_let_through(line: str) -> None:
         ("tiny", ValueError, "'tiny' is no setting: write --factory tiny"),
         ("trainer.max_steps", ValueError, "write trainer.max_steps=VALUE"),
         ("trainer.max_steps=", ValueError, "'trainer.max_steps=' is no NAME=VALUE"),
-        ("trainer.plugins.fp8=e4m3 trainer.plugins=msamp_o2", ValueError, "which replaces it: write it behind"),
+        ("trainer.plugins.fp8=e4m3 trainer.plugins=msamp_o2", ValueError, "which replaces it: write it after"),
     ],
 )
 def test_mistake_is_one_sentence(line: str, kind: type[Exception], message: str) -> None:
