@@ -1,4 +1,4 @@
-"""nemo_run's command line for the recipes: ``python -m nemo_lowprec.recipes --yes --factory tiny trainer.max_steps=20``."""
+"""nemo_run's command line for the recipes: ``python -m nemo_lowprec.recipes --yes --factory tiny``."""
 
 from __future__ import annotations
 
