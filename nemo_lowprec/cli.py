@@ -31,6 +31,12 @@ def _pretrain(arguments: Sequence[str]) -> None:
 
 def _run(arguments: Sequence[str]) -> None:
     """the same through nemo_run; takes its command line: --factory tiny trainer.plugins=fp16_mixed"""
+    from nemo_lowprec.run_arguments import check_run_arguments, run_help
+
+    if {"-h", "--help"} & set(arguments):
+        print(run_help())
+        return
+    check_run_arguments(arguments)
     from nemo_lowprec.recipes.__main__ import main as run_recipe
 
     run_recipe(arguments)

@@ -147,7 +147,7 @@ def _recipe(field: str, value: Any) -> None:
     recipe.trainer.accelerator, recipe.trainer.devices, recipe.trainer.strategy = "cpu", 1, "auto"
     part, _, argument = path.partition(".")
     setattr(getattr(recipe, part), argument, value)
-    from nemo_lowprec.recipes.__main__ import own_words
+    from nemo_lowprec.recipes.context import own_words
 
     with own_words():
         parts = {name: fdl.build(getattr(recipe, name)) for name in ("model", "data", "trainer")}

@@ -5,9 +5,7 @@ Nothing here imports torch: a typo is answered at once.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +19,10 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.conf.choices import CONF_DIR, GROUPS, choices_of, file_of
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
+from nemo_lowprec.nearest import nearest
 from nemo_lowprec.options import parse_options
 
-__all__ = ["check_overrides", "explain", "nearest", "with_plus", "with_strategy"]
+__all__ = ["check_overrides", "explain", "with_plus", "with_strategy"]
 
 _STRATEGY = "trainer.strategy"
 _PROCESSES = ("nodes", "gpus", "trainer.num_nodes", "trainer.devices")
@@ -122,13 +121,6 @@ def _of_a_level(node: DictConfig, key: str) -> Exception:
     except (TypeError, ValueError) as error:
         return error
     return TypeError(f"There is no setting {key!r}.{nearest(name, [str(k) for k in node])}")
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A sentence that names what is written most like ``name``, or all that there is."""
-    known = [k for k in known if not k.startswith("_")]
-    found = difflib.get_close_matches(name, known, 1)
-    return f" Did you mean {found[0]!r}?" if found else f" There are: {', '.join(known)}."
 
 
 def _choices(override: Override) -> list[str]:

@@ -11,7 +11,7 @@
 
 and on the command line, with or without nemo_run's own ``nemorun lowprec pretrain``::
 
-    nemo-lowprec run --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
+    nemo-lowprec run --yes --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
 
 These are configs: to train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer, not this package's.
 """

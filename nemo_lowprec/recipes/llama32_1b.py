@@ -8,6 +8,7 @@ import nemo_run as run
 from lightning.pytorch import LightningModule
 
 from nemo_lowprec.models import CausalLM
+from nemo_lowprec.recipes.factories import factory
 from nemo_lowprec.recipes.parts import assemble, texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.train import pretrain
@@ -17,13 +18,13 @@ __all__ = ["model", "pretrain_recipe"]
 NAME = "llama32_1b"
 
 
-@run.cli.factory(name=NAME, target=LightningModule)
+@factory(LightningModule, NAME)
 def model() -> run.Config[CausalLM]:
     """The model alone."""
     return run.Config(CausalLM, preset="llama32_1b", lr=3e-4, min_lr=3e-5, activation_checkpointing=True)
 
 
-@run.cli.factory(name=NAME, target=pretrain)
+@factory(pretrain, NAME)
 def pretrain_recipe(
     dir: str = "outputs",
     name: str = NAME,
@@ -34,7 +35,7 @@ def pretrain_recipe(
     """The recipe, ready to be changed: ``recipe.trainer.plugins = fp16_mixed()``.
 
     Args:
-        dir: everything the run writes goes below dir/name.
+        dir: the run writes to dir/name/LEVEL.
         name: of the run.
         num_nodes: machines.
         num_gpus_per_node: processes a machine, each on a GPU or (without one) on the CPU.

@@ -1,6 +1,6 @@
 """Llamas on Megatron-core: ``megatron_tiny``, ``megatron_llama32_1b``, ``megatron_llama3_8b``, ``megatron_llama3_70b``.
 
-nemo-lowprec run --factory "megatron_llama3_8b(num_nodes=2)" trainer.plugins=bf16_with_fp8_mixed
+nemo-lowprec run --yes --factory "megatron_llama3_8b(num_nodes=2)" trainer.plugins=bf16_with_fp8_mixed
 
 The published models' parallel sizes, GPUs and batch of 512 sequences of 8192 tokens are those of NeMo's recipes of them
 (2.5, ``nemo.collections.llm.recipes``). On more GPUs the batch grows with the data-parallel processes: lower
@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import MegatronGPT
+from nemo_lowprec.recipes.factories import factory
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.recipes.parts import assemble, few_texts, texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
@@ -68,12 +69,12 @@ def _recipe(
         sizes: arguments of ``lowprec_megatron``.
     """
 
-    @run.cli.factory(name=NAME, target=LightningModule)
+    @factory(LightningModule, NAME)
     def model() -> run.Config[MegatronGPT]:
         """The model alone."""
         return run.Config(MegatronGPT, preset=preset, lr=lr, min_lr=min_lr)
 
-    @run.cli.factory(name=NAME, target=pretrain)
+    @factory(pretrain, NAME)
     def pretrain_recipe(
         dir: str = "outputs",
         name: str = NAME,
@@ -84,7 +85,7 @@ def _recipe(
         """The recipe, ready to be changed: ``recipe.trainer.strategy.tensor_model_parallel_size = 2``.
 
         Args:
-            dir: everything the run writes goes below dir/name.
+            dir: the run writes to dir/name/LEVEL.
             name: of the run.
             num_nodes: machines.
             num_gpus_per_node: processes a machine, each on a GPU.

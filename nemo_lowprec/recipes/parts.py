@@ -1,4 +1,4 @@
-"""What the pretrain recipes have in common: data, and a Trainer that checkpoints and logs below one folder."""
+"""What the pretrain recipes have in common: data, and a Trainer that checkpoints and logs to a folder of its level."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 
-from nemo_lowprec.arguments import checked
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.recipes.level_folder import CheckedTrainer
 from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.train import pretrain
 
-__all__ = ["CheckedTrainer", "assemble", "few_texts", "texts", "trainer"]
+__all__ = ["assemble", "few_texts", "texts", "trainer"]
 
 
 def texts(seq_length: int, micro_batch_size: int, validation_samples: int = 256) -> run.Config[TextDataModule]:
@@ -25,7 +25,6 @@ def texts(seq_length: int, micro_batch_size: int, validation_samples: int = 256)
     return run.Config(
         TextDataModule,
         data_dir="data/stdlib",
-        vocab_size=8192,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         num_workers=2,
@@ -47,12 +46,6 @@ def few_texts() -> run.Config[TextDataModule]:
     )
 
 
-class CheckedTrainer(Trainer):
-    """Lightning's Trainer; a bad argument is a ValueError before anything is set up."""
-
-    __init__ = checked(Trainer.__init__)  # type: ignore[assignment]
-
-
 def trainer(
     folder: str | Path,
     plugins: run.Config[LowPrecision],
@@ -66,7 +59,7 @@ def trainer(
     """A Trainer that keeps the best and the last checkpoint, and logs to TensorBoard and CSV.
 
     Args:
-        folder: of the run; checkpoints/, tensorboard/ and csv/ go there.
+        folder: FOLDER/LEVEL is the run's, and gets checkpoints/, tensorboard/ and csv/.
         plugins: the precision level, such as ``bf16_mixed()`` of ``nemo_lowprec.recipes``.
         max_steps: optimizer steps.
         val_check_interval: micro-batches between two validations; the last step is validated anyway.
@@ -75,7 +68,6 @@ def trainer(
         strategy: None: ``lowprec_sharded`` for several processes, Lightning's own for one.
         more: further arguments of the Trainer.
     """
-    folder = str(folder)
     if strategy is None and num_nodes * devices > 1:
         strategy = lowprec_sharded()
     return run.Config(
@@ -87,11 +79,10 @@ def trainer(
         num_sanity_val_steps=-1,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
-        default_root_dir=folder,
+        default_root_dir=str(folder),
         callbacks=[
-            run.Config(
+            run.Partial(
                 ModelCheckpoint,
-                dirpath=f"{folder}/checkpoints",
                 filename="best",
                 monitor="val/loss",
                 mode="min",
@@ -100,8 +91,8 @@ def trainer(
             )
         ],
         logger=[
-            run.Config(TensorBoardLogger, save_dir=folder, name="tensorboard", version=""),
-            run.Config(CSVLogger, save_dir=folder, name="csv", version="", flush_logs_every_n_steps=10),
+            run.Partial(TensorBoardLogger, name="tensorboard", version=""),
+            run.Partial(CSVLogger, name="csv", version="", flush_logs_every_n_steps=10),
         ],
         num_nodes=num_nodes,
         devices=devices,

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from nemo_lowprec.plugins import LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_parsers
+from nemo_lowprec.run_arguments import check_level_argument
 
 __all__ = ["FACTORIES"]
 
@@ -20,6 +21,8 @@ def _factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
     level = LEVELS[name]
 
     def build(**arguments: Any) -> run.Config[LowPrecision]:
+        for argument in arguments:
+            check_level_argument(name, argument)
         return run.Config(level, **arguments)
 
     build.__name__ = build.__qualname__ = name

@@ -5,13 +5,14 @@ from __future__ import annotations
 import nemo_run as run
 from lightning.pytorch.strategies import Strategy
 
+from nemo_lowprec.recipes.factories import factory
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
 __all__ = ["lowprec_ddp", "lowprec_megatron", "lowprec_sharded"]
 
 
-@run.cli.factory(target=Strategy)
+@factory(Strategy)
 def lowprec_ddp(bucket_cap_mb: float | None = None) -> run.Config[LowPrecisionDDPStrategy]:
     """Gradients averaged in the level's format, without torch's wrapper.
 
@@ -21,7 +22,7 @@ def lowprec_ddp(bucket_cap_mb: float | None = None) -> run.Config[LowPrecisionDD
     return run.Config(LowPrecisionDDPStrategy, bucket_cap_mb=bucket_cap_mb)
 
 
-@run.cli.factory(target=Strategy)
+@factory(Strategy)
 def lowprec_sharded(
     reshard_after_forward: bool = True,
     shard_size: int | None = None,
@@ -45,7 +46,7 @@ def lowprec_sharded(
     )
 
 
-@run.cli.factory(target=Strategy)
+@factory(Strategy)
 def lowprec_megatron(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,

@@ -1,12 +1,13 @@
 """The main job as a nemo_run recipe: a small Llama on the Python standard library's sources.
 
-nemo-lowprec run --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
+nemo-lowprec run --yes --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
 """
 
 import nemo_run as run
 from lightning.pytorch import LightningModule
 
 from nemo_lowprec.models import CausalLM
+from nemo_lowprec.recipes.factories import factory
 from nemo_lowprec.recipes.parts import assemble, few_texts, trainer
 from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.train import pretrain
@@ -16,13 +17,13 @@ __all__ = ["model", "pretrain_recipe"]
 NAME = "tiny"
 
 
-@run.cli.factory(name=NAME, target=LightningModule)
+@factory(LightningModule, NAME)
 def model() -> run.Config[CausalLM]:
     """The model alone."""
     return run.Config(CausalLM, preset="llama_tiny", lr=3e-3, min_lr=3e-4)
 
 
-@run.cli.factory(name=NAME, target=pretrain)
+@factory(pretrain, NAME)
 def pretrain_recipe(
     dir: str = "outputs",
     name: str = NAME,
@@ -33,7 +34,7 @@ def pretrain_recipe(
     """The recipe, ready to be changed: ``recipe.trainer.plugins = fp16_mixed()``.
 
     Args:
-        dir: everything the run writes goes below dir/name.
+        dir: the run writes to dir/name/LEVEL.
         name: of the run.
         num_nodes: machines.
         num_gpus_per_node: processes a machine, each on a GPU or (without one) on the CPU.

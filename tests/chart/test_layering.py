@@ -12,14 +12,14 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "options", "formats", "lines", "quiet"},
+    {"chart", "arguments", "options", "formats", "lines", "nearest", "quiet"},
     COLUMNS,
     {"engine", "checkpoint", "late_optimizers"},
     {"megatron"},
     {"plugins", "msamp", "plain_loop"},
     {"strategies"},
     {"models", "data", "report"},
-    {"recipes", "cli", "conf", "train", "display", "checks"},
+    {"recipes", "run_arguments", "cli", "conf", "train", "display", "checks"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 

@@ -110,12 +110,12 @@ def test_pretrain_takes_the_same_keys() -> None:
 
 def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture) -> None:
     readme = (Path(__file__).parents[2] / "README.rst").read_text()
-    section = readme.partition("\nBefore it is trained\n")[2].partition("\nTry it\n")[0]
+    section = readme.partition("\nBefore it is trained\n")[2].partition("\nThe chart\n")[0]
     commands = [" ".join(c.split("\\\n")) for c in re.findall(r"nemo-lowprec plan ((?:.*\\\n)*.*)\n", section)]
     shown = section.partition("code-block:: text\n\n")[2].partition("\n\n``msamp_o3``")[0]
     first, *others = [planned(capsys, *command.split()) for command in commands]
     assert first == " ".join(shown.split())
     all_of = [re.search(r"All: ([\d.]+ GiB) of each process", out) for out in (first, *others)]
     told = section.partition("\n\n``msamp_o3``")[2]
-    assert len(commands) == 3 and all(found is not None and found[1] in told for found in all_of[:2])
-    assert "8 copies of 8 shards" in others[1]
+    assert len(commands) == 4 and all(found is not None and found[1] in told for found in all_of[:2])
+    assert "8 copies of 8 shards" in others[1] and "TP 8, PP 9" in others[2]

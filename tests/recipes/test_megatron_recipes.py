@@ -110,7 +110,7 @@ def test_recipe_builds(name: str, as_with_gpu: None) -> None:
     assert (trainer.gradient_clip_val, trainer.max_steps, trainer.num_devices) == (1.0, 7, 2)
     assert trainer.precision_plugin.level.name == "bf16_mixed"
     assert isinstance(model, MegatronGPT) and f"megatron_{model.hparams['preset']}".replace("_llama_", "_") == name
-    assert trainer.checkpoint_callback.dirpath.endswith("runs/x/checkpoints")
+    assert trainer.checkpoint_callback.dirpath.endswith("runs/x/bf16_mixed/checkpoints")
 
 
 def test_one_gpu_is_megatrons_too() -> None:
@@ -189,7 +189,7 @@ def test_arguments_of_other_strategies_are_set_on_the_command_line() -> None:
         (["trainer.strategy=lowprec_megatron"], "MegatronStrategy needs an NVIDIA GPU with CUDA"),
         (["--factory", "megatron_tiny", "trainer.strategy.sequence_parallel=True"], "parallel_size is 1. Leave it out"),
         (["--factory", "megatron_tiny", "trainer.strategy.bucket_size=many"], "Failed to parse 'many'"),
-        (["--factory", "megatron_9b"], "The recipes are: tiny, llama32_1b, llama3_8b, megatron_tiny,"),
+        (["--factory", "megatron_9b"], "Choose one of: tiny, llama32_1b, llama3_8b, megatron_tiny,"),
     ],
 )
 def test_mistake_on_the_command_line_is_one_sentence(

@@ -59,10 +59,10 @@ def test_plugin_of_a_recipe_is_replaced_and_run(data_dir: Path, tmp_path: Path) 
     recipe = small(data_dir, tmp_path)
     recipe.trainer.plugins = fp16_mixed(initial_loss_scale=256.0)
     run.run(recipe, executor=run.LocalExecutor(), direct=True)
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)
+    saved = torch.load(tmp_path / "run" / "fp16_mixed" / "checkpoints" / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 2
-    assert (tmp_path / "run" / "csv" / "metrics.csv").is_file()
-    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+    assert (tmp_path / "run" / "fp16_mixed" / "csv" / "metrics.csv").is_file()
+    assert list((tmp_path / "run" / "fp16_mixed" / "tensorboard").glob("events*"))
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_recipe_runs_in_a_process_of_the_local_executor(
     root = str(Path(tiny.__file__).parents[2])
     executor = run.LocalExecutor(env_vars={"PYTHONPATH": root})
     run.run(recipe, executor=executor, name="test", tail_logs=False)
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)
+    saved = torch.load(tmp_path / "run" / "bf16_mixed" / "checkpoints" / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 2
 
 
@@ -103,8 +103,9 @@ def test_command_line_runs_a_recipe(data_dir: Path, tmp_path: Path, capsys: pyte
         ]
     )
     assert status == 0 and sys.argv is argv
-    assert "fp8_margin=1" in capsys.readouterr().out
-    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=False)
+    out = capsys.readouterr().out
+    assert "trainer.plugins.fp8_margin = 1\n" in out and "Dry run" not in out and "global options" not in out
+    saved = torch.load(tmp_path / "run" / "bf16_with_fp8_mixed" / "checkpoints" / "last.ckpt", weights_only=False)
     assert saved["global_step"] == 1
 
 
@@ -113,9 +114,9 @@ def test_command_line_runs_a_recipe(data_dir: Path, tmp_path: Path, capsys: pyte
     [
         (["trainer.plugins=fp17_mixed"], "Unknown precision level 'fp17_mixed'. Choose one of: fp16_amp,"),
         (["trainer.plugins=msamp_o4"], "Unknown precision level 'msamp_o4'. Choose one of: fp16_amp,"),
-        (["--factory", "llama9"], "No matching factory found for: llama9. The recipes are: tiny,"),
-        (["trainer.plugins.fp8_margin=abc"], "Failed to parse 'abc' as <class 'int'>"),
-        (["trainer.plugins.fp9=1"], "No parameter named 'fp9' exists."),
+        (["--factory", "llama9"], "Unknown recipe 'llama9'. Choose one of: tiny,"),
+        (["trainer.plugins.fp8_margin=abc"], "trainer.plugins.fp8_margin=abc: Failed to parse 'abc' as int"),
+        (["trainer.plugins.fp9=1"], "bf16_with_fp8_mixed has no argument 'fp9'. It takes: fp8, fp8_margin,"),
     ],
 )
 def test_mistake_on_the_command_line_is_one_sentence(

@@ -1,0 +1,20 @@
+"""What a mistyped name may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean", "nearest"]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names what is written most like ``name``, after a blank; empty where nothing is like it."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The same; or a sentence that names all that there is."""
+    known = [k for k in known if not k.startswith("_")]
+    return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."

@@ -1,0 +1,277 @@
+"""The command line of ``nemo-lowprec run``, before nemo_run reads it.
+
+nemo_run and what the recipes are made of take seconds to import, so that nothing here imports any of it: ``--help`` and
+the names that can be known without a recipe (options, recipes, levels and their arguments) are answered at once.
+``nemo_lowprec.recipes.names`` checks the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.nearest import did_you_mean, nearest
+from nemo_lowprec.options import option_defaults, parse_options
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "FLAGS",
+    "RECIPES",
+    "RECIPE_ARGUMENTS",
+    "SETTINGS",
+    "VALUED",
+    "RunLine",
+    "check_level",
+    "check_level_argument",
+    "check_recipe",
+    "check_run_arguments",
+    "check_terminal",
+    "read_run_arguments",
+    "run_help",
+    "split_call",
+    "split_setting",
+]
+
+# name: level it starts with, and what it is
+RECIPES = {
+    "tiny": ("bf16_with_fp8_mixed", "1.3 M parameters, 200 steps: a minute on two CPU cores"),
+    "llama32_1b": ("bf16_mixed", "Llama 3.2 1B on one GPU"),
+    "llama3_8b": ("bf16_mixed", "Llama 3 8B, sharded over several GPUs"),
+    "megatron_tiny": ("bf16_mixed", "tiny on Megatron-core, one GPU"),
+    "megatron_llama32_1b": ("bf16_mixed", "Llama 3.2 1B on Megatron-core, 8 GPUs"),
+    "megatron_llama3_8b": ("bf16_mixed", "Llama 3 8B on Megatron-core, 8 GPUs"),
+    "megatron_llama3_70b": ("bf16_mixed", "Llama 3 70B on Megatron-core, 4 machines of 8 GPUs"),
+}
+DEFAULT_RECIPE = "tiny"
+RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps")
+SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
+
+# nemo_run's options, with a value and without
+VALUED = {
+    "--name": "-n",
+    "--factory": "-f",
+    "--load": "-l",
+    "--yaml": "",
+    "--rich-theme": "",
+    "--to-yaml": "",
+    "--to-toml": "",
+    "--to-json": "",
+}
+_YES = {"--yes", "--no-confirm", "-y"}
+_ASKS_NOTHING = _YES | {"--dryrun", "--repl", "-r", "--to-yaml", "--to-toml", "--to-json", "--help"}
+FLAGS = {
+    *_YES, "--direct", "--no-direct", "--dryrun", "--repl", "-r", "--detach", "--tail-logs", "--no-tail-logs",
+    "--verbose", "-v", "--rich-exceptions", "--no-rich-exceptions", "--rich-traceback-short", "--rich-traceback-full",
+    "--rich-show-locals", "--rich-hide-locals", "--install-completion", "--show-completion", "--help",
+}  # fmt: skip
+
+_PLUGINS = "trainer.plugins"
+
+
+@dataclass
+class RunLine:
+    """What is on a command line: options by their long name (flags with an empty value), and settings in order."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    settings: list[tuple[str, str]] = field(default_factory=list)
+
+
+def check_run_arguments(arguments: Sequence[str]) -> None:
+    """Check what can be known of ``nemo-lowprec run``'s arguments without nemo_run.
+
+    Args:
+        arguments: without the program's name and without ``run``.
+
+    Raises:
+        ValueError: an unknown recipe or level, a word that is no setting, a setting that a later one replaces, or a
+            question to come that nobody could answer.
+        TypeError: an unknown option, setting, or argument of a recipe or of a level.
+    """
+    line = read_run_arguments(arguments)
+    recipe = line.options.get("--factory", None if {"--yaml", "--load"} & set(line.options) else DEFAULT_RECIPE)
+    if recipe is not None:
+        check_recipe(recipe)
+    level, _ = RECIPES.get((recipe or "").partition("(")[0].strip(), (None, None))
+    for i, (path, value) in enumerate(line.settings):
+        first = re.split(r"[.\[]", path)[0]
+        if first not in SETTINGS:
+            raise TypeError(f"There is no setting {path!r}.{nearest(first, [*SETTINGS[:-1], 'run.executor'])}")
+        for later, other in line.settings[i + 1 :]:
+            if path.startswith(f"{later}."):
+                raise ValueError(f"{path}={value} comes before {later}={other}, which replaces it: write it after.")
+        if path == _PLUGINS or _PLUGINS.startswith(f"{path}."):
+            level = check_level(value) if path == _PLUGINS else None
+        elif path.startswith(f"{_PLUGINS}.") and level is not None:
+            check_level_argument(level, path.removeprefix(f"{_PLUGINS}."))
+    check_terminal(not _ASKS_NOTHING & set(line.options))
+
+
+def read_run_arguments(arguments: Sequence[str]) -> RunLine:
+    """Sort a command line.
+
+    Raises:
+        TypeError: an unknown option.
+        ValueError: an option without its value, or a word that is no setting.
+    """
+    line, rest = RunLine(), list(arguments)
+    long = {short: name for name, short in VALUED.items() if short}
+    known = [*VALUED, *sorted(flag for flag in FLAGS if flag.startswith("--"))]
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = long.get(name, name)
+        if name in VALUED:
+            if not equals and not rest:
+                raise ValueError(f"{word} needs a value.")
+            line.options[name] = value if equals else rest.pop(0)
+        elif word in FLAGS:
+            line.options[word] = ""
+        elif word.startswith("-"):
+            raise TypeError(f"There is no option {name!r}.{nearest(name, known)}")
+        else:
+            line.settings.append(split_setting(word))
+    return line
+
+
+def split_setting(word: str) -> tuple[str, str]:
+    """The path and the value of a setting, such as ``trainer.max_steps=20`` or ``model.lr*=2``.
+
+    Raises:
+        ValueError: the word is neither.
+    """
+    found = re.fullmatch(r"([\w\[\].]+)\s*[-+*/|&]?=\s*(.+)", word, re.DOTALL)
+    if found is None:
+        way = f"--factory {word}" if word in RECIPES else f"{word or 'NAME'}=VALUE"
+        raise ValueError(f"{word!r} is no setting: write {way}." if "=" not in word else f"{word!r} is no NAME=VALUE.")
+    return found[1], found[2]
+
+
+def split_call(text: str) -> tuple[str, list[str]] | None:
+    """The name and the arguments' names of a factory as nemo_run reads it, such as ``tiny(max_steps=5)``; else None."""
+    found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text.strip())
+    if found is None:
+        return None
+    arguments = [part.partition("=")[0].strip() for part in (found[2] or "").split(",") if "=" in part]
+    return found[1], arguments
+
+
+def check_recipe(text: str) -> None:
+    """Check the value of ``--factory``; one with a dot is the user's own, and so may be one beside a workspace file.
+
+    Raises:
+        ValueError: no recipe has the name.
+        TypeError: the recipe has no such argument.
+    """
+    call = split_call(text)
+    if call is None:
+        raise ValueError(f"--factory {text!r} must be the name of a recipe, such as tiny or 'tiny(dir=runs)'.")
+    name, arguments = call
+    if name in RECIPES:
+        for argument in arguments:
+            if argument not in RECIPE_ARGUMENTS:
+                raise TypeError(f"{name} has no argument {argument!r}.{nearest(argument, RECIPE_ARGUMENTS)}")
+    elif "." not in name and not _has_workspace():
+        raise ValueError(f"Unknown recipe {name!r}. Choose one of: {', '.join(RECIPES)}.{did_you_mean(name, RECIPES)}")
+
+
+def check_level(text: str) -> str | None:
+    """Check a value of ``trainer.plugins``; the level's name, or None where the plugin is the user's own.
+
+    Raises:
+        ValueError: no level has the name.
+        TypeError: the level has no such argument.
+    """
+    call = split_call(text)
+    if call is None or "." in call[0] or call[0].lower() in ("none", "null"):
+        return None
+    name, arguments = call
+    if name not in CHART and _has_workspace():
+        return None
+    try:
+        get_level(name)
+    except ValueError as error:
+        raise ValueError(f"{error}{did_you_mean(name, CHART)}") from None
+    for argument in arguments:
+        check_level_argument(name, argument)
+    return name
+
+
+def check_level_argument(level: str, name: str) -> None:
+    """Check an argument's name.
+
+    Raises:
+        TypeError: the level does not take it.
+    """
+    known = option_defaults(get_level(level))
+    if name in known:
+        return
+    try:
+        parse_options(get_level(level), {name: None})
+    except TypeError as error:
+        raise TypeError(f"{error}{did_you_mean(name, known)}") from None
+
+
+def check_terminal(asks: bool) -> None:
+    """nemo_run asks before it starts, and waits for the answer wherever it is to come from.
+
+    Raises:
+        ValueError: it ``asks``, and there is no terminal.
+    """
+    if not asks or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # there nemo_run does not ask
+        return
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ValueError("Add --yes: nemo_run asks whether to start, and there is no terminal to answer in.")
+
+
+def _has_workspace() -> bool:
+    """Whether nemo_run will read a file that may register factories of the user's own."""
+    folder = Path.cwd()
+    places = [folder, *folder.parents]
+    names = ("workspace_private.py", "workspace.py")
+    home = Path(os.environ.get("NEMORUN_HOME", Path.home() / ".nemo_run"))
+    return any((place / name).exists() for place in places for name in names) or (home / "workspace.py").exists()
+
+
+_SETTINGS_HELP = {
+    "trainer.plugins=fp16_mixed": "the level; nemo-lowprec levels prints them",
+    "trainer.plugins.fp8_margin=1": "an argument of the level, after it",
+    "trainer.max_steps=400": "any argument of Lightning's Trainer",
+    "trainer.strategy=lowprec_sharded": "or lowprec_ddp, lowprec_megatron",
+    "model.lr=1e-4": "an argument of the model",
+    "data.micro_batch_size=4": "an argument of the data",
+    "ckpt_path=last": "go on from the last checkpoint of the run",
+}
+_OPTIONS_HELP = {
+    "--factory RECIPE": f"the recipe (default: {DEFAULT_RECIPE}); its arguments are {', '.join(RECIPE_ARGUMENTS)}",
+    "--yes": "start without asking",
+    "--dryrun": "print the recipe with all its settings, and do nothing",
+}
+_EXAMPLES = (
+    "nemo-lowprec run --yes trainer.plugins=msamp_o2",
+    'nemo-lowprec run --yes --factory "llama3_8b(num_gpus_per_node=8)"',
+)
+
+
+def run_help() -> str:
+    """What ``nemo-lowprec run --help`` prints."""
+    about = (
+        "Trains a recipe by nemo_run's command line, validates it, and writes checkpoints and logs to "
+        "outputs/RECIPE/LEVEL/."
+    )
+    lines = ["usage: nemo-lowprec run [--yes] [--factory RECIPE] [SETTING=VALUE ...]", "", *textwrap.wrap(about, 80)]
+    recipes = {name: about for name, (_, about) in RECIPES.items()}
+    tables = {"recipes": recipes, "settings (a few)": _SETTINGS_HELP, "options": _OPTIONS_HELP}
+    for title, table in tables.items():
+        lines += ["", f"{title}:"]
+        width = max(map(len, table)) + 4
+        for name, meaning in table.items():
+            first = f"  {name}".ljust(width)
+            lines += textwrap.wrap(meaning, 80, initial_indent=first, subsequent_indent=" " * width)
+    lines += ["", "examples:", *(f"  {example}" for example in _EXAMPLES)]
+    return "\n".join([*lines, "", "nemorun lowprec pretrain --help lists all of nemo_run's options."])
