@@ -48,32 +48,24 @@ class LevelLog:
         self._before = None
 
     def is_due(self, module: pl.LightningModule) -> bool:
-        """Whether this step is written: the same on all processes."""
+        """Whether Lightning writes what is logged in this step: the same on all processes."""
         trainer = module._trainer
         # Without a hook at work, a step by hand, the module cannot log.
-        if trainer is None or trainer._results is None or module._current_fx_name is None or trainer.barebones:
+        if trainer is None or module._current_fx_name is None or trainer.barebones:
             return False
-        return trainer._logger_connector.should_update_logs
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
 
     def write(
-        self,
-        module: pl.LightningModule,
-        optimizer: Optimizer,
-        skipped: bool,
-        norm: Tensor | None,
-        loss_scale: float | None,
+        self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None, loss_scale: float | None
     ) -> None:
-        """Write one step.
+        """Write one step that is due.
 
         Args:
             optimizer: that took the step.
-            skipped: whether a gradient was not finite.
             norm: of its gradients; None where nobody knows.
             loss_scale: that its gradients had; None without.
         """
-        self.skipped_steps += skipped
-        if not self.is_due(module):
-            return
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
         suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""

@@ -296,13 +296,16 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._partial.running = True
         self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
-        norm = self.engine.norm_of(optimizer, needed=self.log.is_due(model))
+        is_logged = self.log.is_due(model)
+        norm = self.engine.norm_of(optimizer, needed=is_logged)
         scale = None if self.engine.loss_scale is None else self.engine.loss_scale.used
         self.engine.step(optimizer, **kwargs)
         skipped = optimizer in self.engine.skipped
         if skipped and not self.level.has_loss_scale:
             rank_zero_warn(SKIPPED.format("precision_plugin.engine"))
-        self.log.write(model, optimizer, skipped, norm, scale)
+        self.log.skipped_steps += skipped
+        if is_logged:
+            self.log.write(model, optimizer, norm, scale)
         return result
 
     @override

@@ -316,7 +316,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         if not stepped and stays:
             rank_zero_warn(SKIPPED.format("strategy.engine.optimizer"))
         log = self.precision_plugin.log  # type: ignore[attr-defined]
-        log.write(self.lightning_module, optimizer, not stepped, engine.optimizer.grad_norm, scale)
+        log.skipped_steps += not stepped
+        if log.is_due(self.lightning_module):
+            log.write(self.lightning_module, optimizer, engine.optimizer.grad_norm, scale)
         return result
 
     # State

@@ -6,6 +6,7 @@ What takes long is made short by overrides behind the printed line; what needs a
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,7 +56,8 @@ HERE = {
     ("README.rst", "nemo-lowprec pretrain --config-dir"),
     ("README.rst", "nemo-lowprec export"),
     ("README.rst", "model = transformers."),
-    ("README.rst", "nemo-lowprec plan"),
+    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"),
+    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=bf16_mixed"),
     ("README.rst", "Trainer(plugins=msamp_o2(), strategy="),
     ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
     ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
@@ -191,8 +193,9 @@ def test_yaml_of_one_s_own(tmp_path: Path) -> None:
 
 
 def test_plans(tmp_path: Path) -> None:
-    for line in block("README.rst", "nemo-lowprec plan").lines:
-        assert "Plan of" in run(line, tmp_path)
+    for level in ("msamp_o3", "bf16_mixed"):
+        for line in block("README.rst", f"nemo-lowprec plan model=llama3_70b precision={level}").lines:
+            assert "Plan of" in run(line, tmp_path)
 
 
 def test_several_processes_of_one_machine(tmp_path: Path) -> None:
@@ -210,10 +213,11 @@ def test_a_command_in_a_sentence_or_a_comment_is_one(command: str) -> None:
     from nemo_lowprec.conf.command_line import CommandLine
     from nemo_lowprec.conf.levels import register_levels
     from nemo_lowprec.conf.overrides import check_overrides, with_plus, with_strategy
+    from nemo_lowprec.run_arguments import check_run_arguments
 
-    _, name, *arguments = command.split()
+    _, name, *arguments = shlex.split(command)
     if name == "run":
-        pytest.importorskip("nemo_lowprec.recipes")
+        check_run_arguments(arguments)
         return
     line = CommandLine.of(arguments)
     check_overrides(line)
