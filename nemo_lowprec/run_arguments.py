@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_lowprec.chart import CHART, get_level
+from nemo_lowprec.conf.choices import arguments_of
 from nemo_lowprec.nearest import did_you_mean, nearest
 from nemo_lowprec.options import option_defaults, parse_options
 
@@ -27,6 +28,7 @@ __all__ = [
     "SETTINGS",
     "VALUED",
     "RunLine",
+    "arguments_of_recipes",
     "check_level",
     "check_level_argument",
     "check_recipe",
@@ -50,6 +52,14 @@ RECIPES = {
 }
 DEFAULT_RECIPE = "tiny"
 RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps")
+# arguments of the recipes' model, data and Trainer that the files of the Hydra groups do not list
+_NOT_LISTED = {
+    "model": {"model_type"},
+    "data": {"pin_memory"},
+    "trainer": {
+        *("precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"),
+    },
+}
 SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
 
 # nemo_run's options, with a value and without
@@ -91,7 +101,7 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
     Raises:
         ValueError: an unknown recipe or level, a word that is no setting, a setting that a later one replaces, or a
             question to come that nobody could answer.
-        TypeError: an unknown option, setting, or argument of a recipe or of a level.
+        TypeError: an unknown option, setting, or argument of a recipe, a level, the model, the data or the Trainer.
     """
     line = read_run_arguments(arguments)
     recipe = line.options.get("--factory", None if {"--yaml", "--load"} & set(line.options) else DEFAULT_RECIPE)
@@ -102,6 +112,8 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
         first = re.split(r"[.\[]", path)[0]
         if first not in SETTINGS:
             raise TypeError(f"There is no setting {path!r}.{nearest(first, [*SETTINGS[:-1], 'run.executor'])}")
+        if recipe is not None and recipe.partition("(")[0].strip() in RECIPES:
+            _check_argument(path, replaced=any(whole == first for whole, _ in line.settings))
         for later, other in line.settings[i + 1 :]:
             if path.startswith(f"{later}."):
                 raise ValueError(f"{path}={value} comes before {later}={other}, which replaces it: write it after.")
@@ -215,6 +227,21 @@ def check_level_argument(level: str, name: str) -> None:
         parse_options(get_level(level), {name: None})
     except TypeError as error:
         raise TypeError(f"{error}{did_you_mean(name, known)}") from None
+
+
+def arguments_of_recipes(part: str) -> set[str]:
+    """Names of the arguments of the recipes' ``model``, ``data`` or ``trainer``."""
+    return arguments_of(part) | _NOT_LISTED[part]
+
+
+def _check_argument(path: str, replaced: bool) -> None:
+    """Check the second name of a path; ``replaced`` where something of the user's own stands in the first's place."""
+    part, *below = re.split(r"[.\[]", path)
+    if replaced or part not in _NOT_LISTED or not below:
+        return
+    known = arguments_of_recipes(part)
+    if below[0] not in known:
+        raise TypeError(f"There is no setting {path!r}.{nearest(below[0], sorted(known))}")
 
 
 def check_terminal(asks: bool) -> None:

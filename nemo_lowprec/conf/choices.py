@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_lowprec.chart import CHART
 
-__all__ = ["CONF_DIR", "GROUPS", "choices_of", "file_of"]
+__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of"]
 
 CONF_DIR = Path(__file__).parent
 GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
@@ -19,6 +19,16 @@ def choices_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
     for folder in (CONF_DIR, *folders):
         names += sorted(str(f.relative_to(folder / group).with_suffix("")) for f in (folder / group).rglob("*.yaml"))
     return list(dict.fromkeys(names))
+
+
+def arguments_of(group: str) -> set[str]:
+    """Names of the arguments that the package's files of a group list, such as ``model``."""
+    import yaml
+
+    names: set[str] = set()
+    for file in (CONF_DIR / group).glob("*.yaml"):
+        names |= {name for name in yaml.safe_load(file.read_text()) if not name.startswith("_")}
+    return names
 
 
 def file_of(group: str, choice: str, folders: Sequence[Path] = ()) -> Path | None:

@@ -40,7 +40,7 @@ _ABOUT = {
     ),
     "audit": (
         "Trains two steps and prints, column by column, what the level declares in the chart beside what was found in "
-        "the run. Nothing is written."
+        "the run. No checkpoint is written."
     ),
     "plan": (
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "

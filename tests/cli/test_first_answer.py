@@ -24,7 +24,13 @@ def answer(folder: Path, *arguments: str) -> tuple[int, str, str, float]:
     """Exit status, stdout, stderr and CPU seconds of a command in which nothing heavy was imported."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", CODE, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        stdin=subprocess.DEVNULL,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     error, _, last = done.stderr.rstrip().rpartition("\n")
@@ -64,6 +70,10 @@ MISTAKES = [
     ("pretrain trainer.strategy.shard_size=8", "trainer.strategy is 'auto'. Choose strategy=lowprec_sharded,"),
     ("pretrain data=text", "data.data_dir is missing: add data.data_dir=..."),
     ("pretrain -m precision=bf16_mixed,msamp_o9", "Unknown precision level 'msamp_o9'"),
+    ("run --yes trainer.plugins=msamp_o9", "Unknown precision level 'msamp_o9'. Choose one of: fp16_amp, te_fp8,"),
+    ("run --yes --factory llama9", "Unknown recipe 'llama9'. Choose one of: tiny,"),
+    ("run --yes trainer.max_step=5", "There is no setting 'trainer.max_step'. Did you mean 'max_steps'?"),
+    ("run trainer.max_steps=5", "Add --yes: nemo_run asks whether to start, and there is no terminal"),
     ("prepare-data --out data --source nowhere", "nowhere does not exist"),
     ("export nowhere.ckpt out", "nowhere.ckpt does not exist"),
 ]

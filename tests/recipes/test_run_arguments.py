@@ -62,6 +62,7 @@ def test_options_are_those_of_nemo_run() -> None:
         "trainer.plugins=msamp_o2(half=fp16) trainer.plugins.fp8_margin=1 ckpt_path=last",
         "--factory my.own_recipe trainer.plugins.anything=1",
         "trainer.plugins=my.own_plugin trainer.plugins.anything=1",
+        "model=my.own_model model.width=3 trainer.callbacks[0].save_top_k=2 trainer.logger[0].name=x",
         "trainer.plugins=None run.executor=local --verbose --name x",
         "--yaml recipe.yaml trainer.plugins.anything=1",
     ],
@@ -83,6 +84,9 @@ def test_what_may_be_right_is_let_through(line: str) -> None:
         ("trainer.plugins=msamp_o2(fp8_margn=1)", TypeError, r"msamp_o2 has no argument 'fp8_margn'. It takes: fp8,"),
         ("--factory llama3_8b trainer.plugins.fp8_margin=1", TypeError, "bf16_mixed takes no 'fp8_margin'. Levels"),
         ("trainr.max_steps=5", TypeError, r"no setting 'trainr.max_steps'. Did you mean 'trainer'\?"),
+        ("trainer.max_step=5", TypeError, r"no setting 'trainer.max_step'. Did you mean 'max_steps'\?"),
+        ("model.lrr=5", TypeError, r"no setting 'model.lrr'. Did you mean 'lr'\?"),
+        ("data.seq_lenght=5", TypeError, r"no setting 'data.seq_lenght'. Did you mean 'seq_length'\?"),
         ("executor=local", TypeError, r"Did you mean 'run.executor'\?"),
         ("tiny", ValueError, "'tiny' is no setting: write --factory tiny"),
         ("trainer.max_steps", ValueError, "write trainer.max_steps=VALUE"),
@@ -94,6 +98,19 @@ def test_mistake_is_one_sentence(line: str, kind: type[Exception], message: str)
     with pytest.raises(kind, match=message) as caught:
         check_run_arguments(["--yes", *line.split()])
     assert "\n" not in str(caught.value)
+
+
+def test_known_arguments_are_those_of_the_recipes_classes() -> None:
+
+    from lightning.pytorch import Trainer
+
+    from nemo_lowprec.data import TextDataModule
+    from nemo_lowprec.models import CausalLM, MegatronGPT
+
+    classes = {"model": (CausalLM, MegatronGPT), "data": (TextDataModule,), "trainer": (Trainer,)}
+    for part, kinds in classes.items():
+        taken = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        assert run_arguments.arguments_of_recipes(part) == taken
 
 
 def test_factories_of_a_workspace_file_are_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
