@@ -30,7 +30,7 @@ def _pretrain(arguments: Sequence[str]) -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """the same through nemo_run; takes its command line: --factory tiny trainer.plugins=fp16_mixed"""
+    """train through nemo_run; takes a recipe and settings: --factory tiny trainer.plugins=fp16_mixed"""
     from nemo_lowprec.run_arguments import check_run_arguments, run_help
 
     if {"-h", "--help"} & set(arguments):
@@ -57,17 +57,13 @@ def _prepare_data(arguments: Sequence[str]) -> None:
     options = vars(parser.parse_args(arguments))
     _check_exists(options["source"])
 
-    from rich.console import Console
-    from rich.table import Table
-
     from nemo_lowprec.data import prepare_data
+    from nemo_lowprec.lines import pair_lines
 
     data = prepare_data(options.pop("out"), **options)
-    table = Table(title=str(data.path), show_header=False)
-    table.add_row("Vocabulary", f"{data.vocab_size:,} ids")
-    for split, tokens in data.tokens.items():
-        table.add_row(split.capitalize(), f"{tokens:,} tokens")
-    Console().print(table)
+    pairs = [("Folder", str(data.path)), ("Vocabulary", f"{data.vocab_size:,} ids")]
+    pairs += [(split.capitalize(), f"{tokens:,} tokens") for split, tokens in data.tokens.items()]
+    print("\n".join(["Prepared", *pair_lines(pairs)]))
 
 
 def _export(arguments: Sequence[str]) -> None:
@@ -135,12 +131,12 @@ def _check_exists(path: str | None) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
+    "run": _run,
     "prepare-data": _prepare_data,
     "audit": _audit,
     "plan": _plan,
     "export": _export,
     "levels": _levels,
-    "run": _run,
 }
 
 
