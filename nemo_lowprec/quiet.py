@@ -88,7 +88,12 @@ def quiet() -> Iterator[None]:
             return "\n".join(text_lines(f"Warning: {message}", hanging=2)) + "\n"
         return of_others(message, category, filename, *place, **options)
 
-    logs = [(logging.getLogger(noise.source), _Filter(noise.text)) for noise in LOGGED]
+    # Where pytorch_lightning is imported, too, both log by the name of the one that came last.
+    logs = [
+        (logging.getLogger(source), _Filter(noise.text))
+        for noise in LOGGED
+        for source in (noise.source, noise.source.replace("lightning.pytorch", "pytorch_lightning"))
+    ]
     for logger, leave_out in logs:
         logger.addFilter(leave_out)
     try:

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.processes import FORKING, environment
 
-__all__ = ["FORKING", "environment", "free_port", "on_processes"]
+__all__ = ["FORKING", "environment", "free_port", "of_a_shell", "on_processes"]
 
 SECONDS = 120
 
@@ -26,6 +26,24 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def of_a_shell(**more: str) -> dict[str, str]:
+    """This process's environment and ``more``, without what a Trainer of another test has left in it.
+
+    By ``LOCAL_RANK`` a command would take itself for one of several processes, and wait for the others.
+    """
+    left = {
+        "LOCAL_RANK",
+        "RANK",
+        "NODE_RANK",
+        "GROUP_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "PL_GLOBAL_SEED",
+    }
+    return {name: value for name, value in os.environ.items() if name not in left} | more
 
 
 def on_processes(

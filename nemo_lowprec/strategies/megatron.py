@@ -368,7 +368,8 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         built = engine is not None and engine.is_pipelined
         if module is not None:
             release_schedulers(module)
-            self.precision_plugin.log.end(module)  # type: ignore[attr-defined]
+            if isinstance(self.precision_plugin, LowPrecision):
+                self.precision_plugin.log.end(module)
             summarize_as_before(module.trainer)
             if engine is not None:
                 # Where a process has failed, the others cannot be waited for.

@@ -1,6 +1,5 @@
 """A user's own choices, in a folder of the user's own; and options of the Trainer without a plus."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 
 from nemo_lowprec.cli import main
 from tests.cli.test_cli import ROOT, TINY
+from tests.processes import of_a_shell
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_each_run_of_a_sweep_over_several_processes_starts_its_own(folder: Path,
     """Lightning starts the other processes of a run with a command line, which must be of that run only."""
     sweep = ["-m", "precision=bf16_mixed,mine", "strategy=lowprec_ddp", "gpus=2", "hydra.sweep.dir=out"]
     command = [sys.executable, "-m", "nemo_lowprec.cli", "pretrain", "--config-dir", "mine", *small, *sweep]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**of_a_shell(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     table = done.stdout.rpartition("Runs of this sweep")[2]

@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import lightning_utilities.core.rank_zero as rank_zero_module
 import pytest
 from lightning.fabric.accelerators import cuda
 from lightning.pytorch import Trainer
@@ -17,6 +18,7 @@ from support import loader
 
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.quiet import LOGGED, WARNED, quiet
+from tests.processes import of_a_shell
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -45,7 +47,7 @@ def tiny(data_dir: Path) -> list[str]:
 
 def run(folder: Path, *arguments: str, status: int = 0) -> str:
     """What the command writes to stdout and stderr."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**of_a_shell(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "nemo_lowprec.cli", *arguments], cwd=folder, env=environment, text=True, timeout=500,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
@@ -139,11 +141,13 @@ def test_lightnings_own_calls_are_left_out(
         assert len(recwarn) == 1
     source = Path(cuda.__file__).read_text()
     assert "You are using a CUDA device (" in source and "that has Tensor Cores" in source
-    with caplog.at_level(logging.INFO, "lightning.pytorch.utilities.rank_zero"), quiet():
-        rank_zero_info("You are using a CUDA device ('NVIDIA H100') that has Tensor Cores. To properly")
-        rank_zero_info("GPU available: True")
-    assert [record.getMessage() for record in caplog.records][-1:] == ["GPU available: True"]
-    assert "Tensor Cores" not in caplog.text
+    for package in ("lightning.pytorch", "pytorch_lightning"):  # the other is the name where both are imported
+        caplog.clear()
+        monkeypatch.setattr(rank_zero_module, "log", logging.getLogger(f"{package}.utilities.rank_zero"))
+        with caplog.at_level(logging.INFO, f"{package}.utilities.rank_zero"), quiet():
+            rank_zero_info("You are using a CUDA device ('NVIDIA H100') that has Tensor Cores. To properly")
+            rank_zero_info("GPU available: True")
+        assert [record.getMessage() for record in caplog.records] == ["GPU available: True"]
 
 
 def test_everything_is_as_before_afterwards() -> None:

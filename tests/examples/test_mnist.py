@@ -1,6 +1,5 @@
 """MS-AMP's MNIST loops, plain and with DDP, with one line more than plain torch's."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.processes import of_a_shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # One epoch of 45 steps, at a learning rate for it; plain torch gets to 0.9.
@@ -55,7 +56,7 @@ def test_the_loop_with_ddp_on_two_processes(tmp_path):
         *(str(driver), str(EXAMPLES), str(tmp_path), *ARGUMENTS),
         *("--batch-size", "16", "--enable-msamp", "--opt-level", "O2"),
     ]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    environment = of_a_shell() | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))

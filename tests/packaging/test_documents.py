@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from tests.documents import ROOT, Block, block, blocks, inline_commands
+from tests.processes import of_a_shell
 
 SHORT = [
     *("trainer.max_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"),
@@ -80,7 +81,7 @@ def test_each_block_is_run_somewhere() -> None:
 def run(line: str, folder: Path, more: list[str] | None = None, timeout: int = 300) -> str:
     """A line as a shell reads it, with ``more`` behind it; what it prints."""
     scripts = Path(sys.executable).parent
-    env = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**of_a_shell(), "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         " ".join([line, *(f"'{word}'" for word in more or [])]),
         shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,

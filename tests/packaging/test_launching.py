@@ -1,6 +1,5 @@
 """The lines of docs/launching.rst, with fewer and smaller processes."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 import fiddle as fdl
 import pytest
 
-from tests.processes import free_port
+from tests.processes import free_port, of_a_shell
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "launching.rst").read_text()
@@ -59,7 +58,7 @@ def test_the_line_of_torchrun_trains(tmp_path: Path, data: list[str]) -> None:
     words = ["1" if before == "--nnodes" else "2" if before == "--nproc-per-node" else word
              for before, word in zip(["", *words], words, strict=False)]  # fmt: skip
     assert words[0] == "torchrun"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**of_a_shell(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *words[1:], *data, *SMALLER]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -80,7 +79,7 @@ def test_the_line_of_slurm_trains(tmp_path: Path, data: list[str]) -> None:
     tasks = []
     for rank in range(2):
         own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        env = {**os.environ, **slurm, **own}
+        env = {**of_a_shell(), **slurm, **own}
         pipe = subprocess.PIPE
         tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True))
     try:
