@@ -55,7 +55,7 @@ RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps"
 # arguments of the recipes' model, data and Trainer that the files of the Hydra groups do not list
 _NOT_LISTED = {
     "model": {"model_type"},
-    "data": {"pin_memory"},
+    "data": set(),
     "trainer": {
         *("precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"),
     },

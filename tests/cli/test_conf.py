@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
 import nemo_lowprec
@@ -100,6 +101,16 @@ def test_the_trainer_lists_all_arguments_that_no_other_group_gives(tmp_path: Pat
     listed = set(composed(tmp_path, "strategy=ddp").trainer) - {"_target_"}
     elsewhere = {"precision", "plugins", "callbacks", "model_registry"}  # strategy, devices, ... are of other groups
     assert listed == set(inspect.signature(Trainer).parameters) - elsewhere
+
+
+def test_the_checkpoint_lists_all_arguments(tmp_path: Path) -> None:
+    assert set(composed(tmp_path).checkpoint) - {"_target_"} == set(inspect.signature(ModelCheckpoint).parameters)
+
+
+@pytest.mark.parametrize("name", ["text", "stdlib", "stdlib_small"])
+def test_the_data_list_all_arguments_but_those_of_prepared_files(name: str, tmp_path: Path) -> None:
+    listed = set(composed(tmp_path, f"data={name}").data) - {"_target_"}
+    assert listed == set(inspect.signature(TextDataModule).parameters) - {"train_prefix", "validation_prefix"}
 
 
 def test_a_timeout_is_a_node_of_its_own(tmp_path: Path) -> None:
