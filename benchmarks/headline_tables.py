@@ -49,7 +49,7 @@ class Headline:
 
 
 def headlines() -> str:
-    """The best of each file of results beside what it is measured against, and what it loses to."""
+    """README's table of figures, below a sentence with the ratios, those below 1 included."""
     found = rows()
     te, torchao, megatron, fsdp2 = (found[key].ratio for key in ("te", "torchao", "megatron", "fsdp2"))
     takeaway = (
@@ -63,7 +63,7 @@ def headlines() -> str:
 
 
 def rows() -> dict[str, Headline]:
-    """The rows of that table."""
+    """The rows of README's table of figures, by a short key."""
     return _one_gpu() | _optimizers() | _memory() | _loss() | _several_gpus() | _megatron()
 
 

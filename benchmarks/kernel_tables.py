@@ -76,7 +76,7 @@ def backends() -> str:
 
 
 def casts() -> str:
-    """Speed of quantization, from the same file, so that the command stands above."""
+    """Speed of quantization, from backends_h200.jsonl, whose command stands below the table ``backends``."""
     figures = [f for f in read(RESULTS / "backends_h200.jsonl")[1] if f["benchmark"] == "backends_cast"]
     by_operand: dict[str, dict[str, int]] = {}
     for f in figures:

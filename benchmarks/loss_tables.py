@@ -24,12 +24,12 @@ def losses() -> dict[str, dict[str, Any]]:
 
 
 def trained() -> dict[str, Any]:
-    """One of the runs, for what all have in common."""
+    """The record of one run, for the settings that all runs share."""
     return next(f for f in read(_FILE)[1] if f["benchmark"] == "loss_parity")
 
 
 def _in_order(figures: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the chart's order; a level with options after the level."""
+    """The figures sorted in the chart's order; a level with options comes after the level."""
     return sorted(figures, key=lambda f: (list(CHART).index(f["level"].partition("+")[0]), f["level"]))
 
 

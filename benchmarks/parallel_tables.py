@@ -140,7 +140,7 @@ def parallel_single() -> str:
 
 
 def _label(name: str) -> str:
-    """Of a contestant of ours such as ``msamp_o2, ddp``."""
+    """Label of a contestant of nemo_lowprec, such as ``msamp_o2, ddp``."""
     level, strategy = name.split(", ")
     own = "cuDNN attention, head in FP8" if CHART[level].has_fp8 else "torch's attention, head in half precision"
     return f"nemo_lowprec {level}, {strategy},\n{own}"
@@ -215,5 +215,5 @@ def parallel_parity() -> str:
 
 
 def _gap(loss: float, beside: float) -> float:
-    """Percent."""
+    """How far ``loss`` lies above ``beside``, in percent."""
     return (loss / beside - 1) * 100

@@ -180,11 +180,11 @@ class Picture:
             raise ValueError(f"{self.file} has {self.data.marks} bars, lines or rows, and {MOST} are what can be read.")
 
     def digest(self) -> str:
-        """Of the data: kept in the file, so that a test finds a picture that is older than its figures."""
+        """Digest of the data, kept in the file: a test finds a picture that is older than its figures."""
         return hashlib.sha256(repr(self.data).encode()).hexdigest()
 
     def rst(self, folder: str) -> str:
-        """The sentence, the picture with its text for those who do not see it, and what it has bars of."""
+        """reStructuredText: the takeaway, the picture with its alternative text, and the contestants that it shows."""
         image = f".. image:: {folder}/{self.file}\n   :alt: {self.data.alt}"
         return "\n\n".join((prose(self.see), image, prose(self.shown)))
 

@@ -9,7 +9,7 @@ __all__ = ["block", "failure", "milliseconds", "origin", "prose", "rst_table", "
 
 
 def block(takeaway: str, table: str, origins: str = "") -> str:
-    """A table below the sentence that says what to see in it, and above the commands that its figures are of."""
+    """A table between its takeaway, one sentence, and the commands that measured its figures."""
     return "\n\n".join(part for part in (prose(takeaway), table, origins) if part)
 
 

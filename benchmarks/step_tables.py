@@ -34,7 +34,7 @@ def one_run() -> dict[str, dict[str, Any]]:
 
 
 def _fastest() -> dict[str, dict[str, Any]]:
-    """Those with other kernels than the rest: they stand in their own table and in no other."""
+    """Contestants with cuDNN's attention or Liger's kernels, which only the table ``fastest`` lists."""
     return {name: f for name, f in one_run().items() if name != TE}
 
 

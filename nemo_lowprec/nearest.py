@@ -9,12 +9,12 @@ __all__ = ["did_you_mean", "nearest"]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names what is written most like ``name``, after a blank; empty where nothing is like it."""
+    """A blank and a question that names the known name nearest to ``name``; empty where no name is near."""
     found = difflib.get_close_matches(name, known, 1)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The same; or a sentence that names all that there is."""
+    """``did_you_mean``, or where that is empty a sentence that lists all known names without a leading ``_``."""
     known = [k for k in known if not k.startswith("_")]
     return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."

@@ -146,6 +146,6 @@ def buffer_bytes(
 
 
 def peer_bytes(buckets: Sequence[PlannedBucket], world: int) -> int:
-    """Of ``PeerMemory``, which stays from the first exchange on; 0 without."""
+    """Bytes of ``PeerMemory``, which the first exchange allocates and keeps; 0 without buckets."""
     capacity = max((b.capacity for b in buckets), default=0)
     return PeerMemory.bytes_for(capacity, world) if capacity else 0

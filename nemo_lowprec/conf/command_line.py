@@ -47,7 +47,7 @@ class CommandLine:
 
     @property
     def arguments(self) -> list[str]:
-        """All of them, flags first."""
+        """Flags and overrides as one list, flags first."""
         return [*["--multirun"] * self.is_multirun, *self.flags, *self.overrides]
 
     @cached_property

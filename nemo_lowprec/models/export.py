@@ -226,7 +226,7 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
 
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """transformers' progress bars would fill a log with control characters."""
+    """Show transformers' progress bars on a terminal only: in a log they are control characters."""
     from transformers.utils import logging
 
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()

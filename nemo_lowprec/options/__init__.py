@@ -1,4 +1,8 @@
-"""Arguments of the levels: names, defaults and what each value may be. Nothing here imports torch."""
+"""Arguments of the levels: names, defaults and ranges of values, for every column.
+
+The package stands on the ground floor beside the chart: a command line is checked with it before torch is imported, and
+the columns read their own arguments from it. It imports the chart only.
+"""
 
 from nemo_lowprec.options.layers import LayerFilter
 from nemo_lowprec.options.loss_scale import LossScaleConfig

@@ -62,9 +62,9 @@ class LevelLog:
         """Write one step that is due.
 
         Args:
-            optimizer: that took the step.
-            norm: of its gradients; None where nobody knows.
-            loss_scale: that its gradients had; None without.
+            optimizer: has taken the step.
+            norm: L2 norm of the gradients of ``optimizer``, FP32 scalar; None where it is unknown.
+            loss_scale: factor of these gradients in the backward pass; None at a level without a loss scale.
         """
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1

@@ -66,6 +66,11 @@ def test_the_chart_imports_nothing_of_ours():
     assert imports(ROOT / "chart.py") == set()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "options").glob("*.py")), ids=lambda p: p.name)
+def test_options_import_the_chart_only(path):
+    assert imports(path) <= {"chart", "options"}
+
+
 def test_every_file_was_looked_at():
     assert {"chart", "formats", "compute", "weights", "grads", "engine", "plugins"} <= {part_of(p) for p in FILES}
 
@@ -73,6 +78,13 @@ def test_every_file_was_looked_at():
 def test_the_chart_loads_neither_lightning_nor_optional_packages():
     heavy = ["lightning", "transformers", "transformer_engine", "megatron", "nemo_run", "triton", "hydra"]
     code = f"import sys, nemo_lowprec; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_a_command_line_is_checked_with_loads_no_torch():
+    modules = "nemo_lowprec.options, nemo_lowprec.run_arguments, nemo_lowprec.conf.app"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'lightning', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 
-from nemo_lowprec.compute import choose_backend
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.compute import BACKENDS, choose_backend
+from nemo_lowprec.options import BACKEND_NAMES, Recipe
 
 CPU = torch.device("cpu")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
@@ -15,6 +15,10 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machi
 
 def recipe(scaling):
     return Recipe(scaling, fp8="e4m3")
+
+
+def test_the_names_that_the_argument_takes_are_those_of_the_backends():
+    assert tuple(BACKENDS) == BACKEND_NAMES
 
 
 @pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])

@@ -143,13 +143,19 @@ def test_the_recipe_is_one_that_nemo_run_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_loop_of_one_s_own() -> None:
     import nemo_lowprec
+    from nemo_lowprec.engine import Engine
 
     model = nn.Linear(32, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     start = "model, optimizer = nemo_lowprec.initialize("
     made = python(block("README.rst", start), nemo_lowprec=nemo_lowprec, model=model, optimizer=optimizer)
+    before = [p.detach().float().clone() for p in model.parameters()]
     made["model"](torch.ones(16, 32)).sum().backward()
     made["optimizer"].step()
+    engine = Engine.of(made["model"])
+    assert engine is not None and engine.level.name == "msamp_o2"
+    for p, old in zip(made["model"].parameters(), before, strict=True):
+        assert not torch.equal(p.detach().float(), old)
 
 
 def test_the_first_commands(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ Where a model is a list of equal blocks, three of them are traced and the others
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import GpuRules
-from nemo_lowprec.report.plan.on_meta import settled_on_meta
+from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
 from nemo_lowprec.report.plan.tracing import Traced, fake, trace
 from nemo_lowprec.report.plan.whole import gradient_of
 
@@ -99,7 +98,7 @@ def _trace(
     on_gpu = layout.accelerator == "gpu"
     plain = engine.layers.convert in (None, ("*",), "*") and not engine.layers.skip
     ends = engine.layers.num_layers_at_start_in_half or engine.layers.num_layers_at_end_in_half
-    twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in [*model.parameters(), *model.buffers()]})
+    twin = copy_on_meta(model)
     if recomputes is not None:
         _set_recomputes(twin, recomputes)
     blocks, times = _blocks(twin, shorten=plain and not ends)
@@ -122,11 +121,6 @@ def _trace(
         twin, run, engine.half, gradient if comes else None, blocks, times,
         GpuRules() if on_gpu else nullcontext(),
     )  # fmt: skip
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    twin = tensor.detach().to("meta")
-    return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:

@@ -78,7 +78,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes of what is there ``at most``, and is no activation, by the part of a micro-batch.
+    """Bytes of the columns ``at most`` that are no activations, by the phase of a micro-batch.
 
     Attributes:
         in_blocks: in forward, until the last block is done.

@@ -245,7 +245,7 @@ def _counts(shapes: list[Shape]) -> dict[str, int]:
 
 
 def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_matrix: bool) -> Tensor:
-    """A part of Megatron's gradient buffer, or of this package's FP8 one."""
+    """``count`` elements of Megatron's gradient buffer, or of this package's FP8 gradient buffer."""
     if settings.fp8_gradients and is_matrix:
         blocks = -(-count // BLOCK)
         return GradientTensor.empty(torch.empty(blocks, BLOCK, device="meta"))
@@ -254,7 +254,7 @@ def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_mat
 
 
 def _master(shard: Tensor, dtype: torch.dtype, settings: MegatronSettings) -> Tensor | None:
-    """What of a weight takes the updates beside it."""
+    """The shard of the master weight; None where the weight takes its updates itself."""
     if dtype == torch.float32:
         return None
     if settings.level.is_low_bit:

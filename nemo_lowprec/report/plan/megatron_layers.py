@@ -105,12 +105,12 @@ class Layers:
 
     @property
     def half(self) -> int:
-        """Bytes of an element of what GEMMs take and give."""
+        """Bytes of an element in half precision, the format of GEMMs' results."""
         return 2
 
     @property
     def stream(self) -> torch.dtype:
-        """Of the residual stream."""
+        """Dtype of the residual stream."""
         dtype: torch.dtype = self.settings.model["pipeline_dtype"]
         return dtype
 
@@ -144,7 +144,7 @@ class Layers:
 
     @property
     def _shared(self) -> int:
-        """Rows of what tensor-parallel processes share, or each have all of."""
+        """Rows of the residual stream on one process: cut by sequence parallelism, else all."""
         return self.rows // (self.sizes.tensor if self.sizes.sequence_parallel else 1)
 
     def layer_input(self) -> int:
@@ -171,11 +171,11 @@ class Layers:
         return size
 
     def beside_loss(self) -> int:
-        """Bytes beside these at the loss: the logits, and what is made of them in half precision."""
+        """Bytes alive at the loss beside ``loss``: the logits, and one copy of the logits in half precision."""
         return 2 * self.rows * (self.vocab // self.sizes.tensor) * self.half
 
     def beside_layer(self) -> int:
-        """Bytes beside what is kept while a layer is run forward and backward: gradients of its MLP and its input."""
+        """Bytes alive beside kept activations in a layer's backward: gradients of its MLP and of its input."""
         ffn = self.model["ffn_hidden_size"] // self.sizes.tensor
         ring = 0
         if self.sizes.context > 1:  # keys and values on their way, and an output of each step
@@ -183,7 +183,7 @@ class Layers:
         return self.rows * 3 * ffn * self.half + 2 * self.layer_input() + ring
 
     def kept(self, recompute: Mapping[str, Any], layers: int) -> tuple[float, float]:
-        """Bytes that so many layers keep, and the most that is made anew of them in backward.
+        """Bytes of activations that ``layers`` layers keep, and the most that recomputation makes again at a time.
 
         Args:
             recompute: ``recompute_granularity``, ``recompute_method`` and ``recompute_num_layers``.

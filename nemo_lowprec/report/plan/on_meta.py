@@ -13,7 +13,7 @@ from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.engine import Engine, Sharding
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
-__all__ = ["Part", "parts_of", "settled_on_meta"]
+__all__ = ["Part", "copy_on_meta", "parts_of", "settled_on_meta"]
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ def settled_on_meta(
     """
     if Engine.of(model) is not None:
         raise ValueError("This model is converted already. Plan with it as it was before.")
-    tensors = [*model.parameters(), *model.buffers()]
-    if not tensors:
+    if not [*model.parameters(), *model.buffers()]:
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
-    twin = copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
+    twin = copy_on_meta(model)
     kind = PlannedEngine if on_gpu else Engine
     meta = kind(
         engine.level, engine.recipe, None, engine.layers, "reference", engine.low_bit, engine.reads_as
@@ -57,6 +56,11 @@ def settled_on_meta(
     if not sharded:
         meta.settle()
     return twin, meta
+
+
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are on torch's meta device."""
+    return copy.deepcopy(model, {id(t): _on_meta(t) for t in [*model.parameters(), *model.buffers()]})
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

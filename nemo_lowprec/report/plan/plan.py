@@ -244,7 +244,7 @@ def with_activations(plan: Plan, found: Activations | str, sample: Sample, besid
     """The plan with the activations that were found, or with the reason for which there are none.
 
     Args:
-        beside: what is there at most, by the part of a micro-batch.
+        beside: bytes of the columns ``at most``, by the phase of a micro-batch.
     """
     if isinstance(found, str):
         return replace(plan, without=found)
@@ -293,7 +293,7 @@ def _count(number: int) -> str:
 
 
 def _size(size: int) -> str:
-    """Three digits."""
+    """Bytes in three digits with their unit; a dash for 0."""
     if size < 1000:
         return f"{size} B" if size else "–"
     value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB"]

@@ -48,7 +48,7 @@ class Traced:
 
     @property
     def most(self) -> int:
-        """The most of all."""
+        """The most bytes alive at a time, over forward and backward."""
         return max(self.in_blocks, self.after_blocks, self.backward)
 
 
@@ -99,7 +99,7 @@ def fake(tensor: Tensor) -> Tensor:
 
 
 def _with_fake_tensors(model: nn.Module) -> None:
-    """Give ``model`` fake parameters and buffers; amaxes and scales, which would be read, go."""
+    """Give ``model`` fake parameters and buffers; remove amaxes and scales, whose values a layer would read."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():

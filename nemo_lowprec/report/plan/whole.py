@@ -55,7 +55,7 @@ def plan_whole(
 
 
 def _unscaled(gradients: Holdings, engine: Engine) -> list[PlannedColumn]:
-    """What unscaling adds to FP16 gradients: they are FP32 from then until they are zeroed."""
+    """The bytes that unscaling adds: it widens FP16 gradients to FP32, until they are zeroed."""
     if not engine.level.has_loss_scale or engine.level.weight_grad != "fp16":
         return []
     wider = Holdings()
@@ -85,7 +85,7 @@ def add_states(states: Holdings, part: str, param: Tensor, local: Tensor, engine
 
 
 def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn, int]:
-    """Gradients on the wire, the buffers that they take, and the bytes of these that are there in forward, too."""
+    """Messages of gradients, the column of their buffers, and the bytes of buffers that are also there in forward."""
     held = Holdings()
     when = AT_MOST
     messages: list[Message] = []
