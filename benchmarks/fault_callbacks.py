@@ -14,9 +14,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from nemo_lowprec.comm.buckets import Fp8Bucket, Fp8ShardBucket
-from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.strategies import MegatronStrategy, replace
+from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 
 __all__ = ["FullDisk", "Killer", "Spoiler", "Steps", "values"]
 
@@ -109,8 +109,8 @@ class Spoiler(Callback):
     def _after(self, trainer: Any, module: Any, name: str) -> None:
         if self.averaged and trainer.global_step == self.step:
             for param in module.parameters():
-                grad = local_of(getattr(param, name))
-                if isinstance(grad, StoredTensor):
+                grad = local_shard(getattr(param, name))
+                if isinstance(grad, QuantizedTensor):
                     grad.mul_(torch.nan)
                 else:
                     grad.fill_(torch.nan)
@@ -158,5 +158,5 @@ class Steps(Callback):
 
 def values(param: Tensor) -> Tensor:
     """Of a parameter, or of this process's rows of it."""
-    local = local_of(param).detach()
-    return (local.dequantize() if isinstance(local, StoredTensor) else local).cpu()
+    local = local_shard(param).detach()
+    return (local.dequantize() if isinstance(local, QuantizedTensor) else local).cpu()

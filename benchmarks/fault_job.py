@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.fault_callbacks import Steps, values
 from benchmarks.fault_model import Net, Samples, plugin, trainer
+from nemo_lowprec.checkpoint.sharded_folder import in_full
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
-from nemo_lowprec.strategies.sharded_checkpoint import in_full
+from nemo_lowprec.tensors import QuantizedTensor
 
 __all__ = ["STEPS", "STRATEGIES", "TIMEOUT", "main", "opened"]
 
@@ -72,7 +72,7 @@ def _plain(tree: Any) -> Any:
         return {k: _plain(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [_plain(v) for v in tree]
-    if isinstance(tree, StoredTensor):
+    if isinstance(tree, QuantizedTensor):
         return tree.dequantize()
     return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
 

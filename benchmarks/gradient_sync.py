@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from benchmarks.record import Record, arguments
 from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.formats.row_blocks import BLOCK, block_exponent, power
-from nemo_lowprec.grads import StoredGradients
+from nemo_lowprec.formats.block_scale_128 import BLOCK, block_exponent, power
+from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.report.traffic import Traffic
 
 SLEEP = 60_000_000  # cycles, about 30 ms
@@ -63,7 +63,7 @@ class Stored:
         self.params = [nn.Parameter(torch.zeros((), device=g.device).expand(g.shape)) for g in gradients]
         for param in self.params:
             param.grad_dtype = None
-        self.hooks = StoredGradients()
+        self.hooks = Fp8Gradients()
         self.hooks.cover(self.params)
         self.reducer = GradientReducer(self.params, None, lambda _: torch.float8_e4m3fn, bucket_bytes)
         if collectives:

@@ -17,7 +17,7 @@ from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, failure, rst_table, times
 from benchmarks.step_tables import TE, TORCHAO, one_run, steps
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.comm.cut import BUCKET_BYTES
+from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 
 __all__ = ["Headline", "headlines", "rows"]
 

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
 __all__ = [
@@ -63,7 +63,7 @@ def peaks() -> tuple[int, int]:
 
 def _plain(value: Any) -> Iterator[Tensor]:
     """The plain tensors inside of a tensor, a dict or a sequence."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, QuantizedTensor):
         yield from value.parts()
     elif isinstance(value, (dict, list, tuple)):
         for one in value.values() if isinstance(value, dict) else value:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks.measure import DEVICE, allocated, peaks, release, reset_peak, sizes, synchronize
 from benchmarks.record import Record, arguments
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, GradientTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, GradientTensor
 from nemo_lowprec.weights import master_of
 
 WARMUP, STEPS = 3, 10
@@ -58,10 +59,8 @@ class Contestant:
             values = torch.randn(shape, device=DEVICE) * 0.02
             inner = len(shape) > 1 and 0 < index < len(of) - 1
             if self.fp8_weights and inner:
-                master = BlockTensor.from_float(values, FP16)
-                param = nn.Parameter(
-                    ScaledTensor.from_float(master.dequantize(), E4M3, torch.bfloat16, power_of_two=True)
-                )
+                master = BlockScaledTensor.from_float(values, FP16)
+                param = nn.Parameter(Fp8Weight.from_float(master.dequantize(), E4M3, torch.bfloat16, power_of_two=True))
                 param.master_weight = master  # type: ignore[attr-defined]
             else:
                 param = nn.Parameter(values.to(self.weights))

@@ -31,7 +31,7 @@ from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
 from nemo_lowprec import CHART
-from nemo_lowprec.report.found import format_of
+from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import Traffic
 
 Contestant = Callable[[int, dict[str, Any]], list[float]]

@@ -9,7 +9,7 @@ from benchmarks.pictures import Picture, bars
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.comm.cut import BUCKET_BYTES
+from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 
 __all__ = [
     "FSDP2", "averages", "gradient_sync", "on_all_gpus", "parallel_parity", "parallel_single", "replicated",

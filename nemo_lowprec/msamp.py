@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.compute import is_converted
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import StoredTensor
 from nemo_lowprec.grads import clip_grad_norm_
+from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
 from nemo_lowprec.options import parse_options
-from nemo_lowprec.plain_loop import PlainLoop, UnderDDP, refuse_sharded
+from nemo_lowprec.tensors import QuantizedTensor
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
 
@@ -80,7 +80,7 @@ def initialize(
     if isinstance(model, DistributedDataParallel):
         raise ValueError("Call initialize before DistributedDataParallel wraps the model.")
     refuse_sharded(model)
-    if is_converted(model) or any(isinstance(p, StoredTensor) for p in model.parameters()):
+    if is_converted(model) or any(isinstance(p, QuantizedTensor) for p in model.parameters()):
         raise ValueError("This model is converted already: call initialize once, on the plain model.")
     engine = _engine(opt_level, use_te, _device_of(model), options)
     if optimizer is None:

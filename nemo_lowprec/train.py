@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
+from nemo_lowprec.checkpoint.atomic_rename import recover
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.display import own_display
@@ -17,7 +18,6 @@ from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.models.architecture import one_line
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
-from nemo_lowprec.strategies.replace import recover
 
 __all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import E4M3, GradientTensor, StoredTensor
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 from nemo_lowprec.optim import Adam, AdamW
+from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8")
 OURS = {"Adam": (Adam, torch.optim.Adam), "AdamW": (AdamW, torch.optim.AdamW)}
@@ -76,7 +77,7 @@ def run(optimizer: Any, params: Any, steps: int = 4, first: int = 0, **grads: An
 def values(tensor: Tensor) -> Tensor:
     """FP32 values of a stored or plain tensor, a copy."""
     tensor = tensor.detach()
-    return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.float().clone()
+    return tensor.dequantize(torch.float32) if isinstance(tensor, QuantizedTensor) else tensor.float().clone()
 
 
 def rounded(gradient: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ def rounded_sum(gradient: Tensor, count: int = 1) -> Tensor:
 
 def bits(tensor: Tensor) -> list[Tensor]:
     """The stored tensors, a copy."""
-    parts = tensor.parts() if isinstance(tensor, StoredTensor) else (tensor.detach(),)
+    parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor.detach(),)
     return [p.view(torch.uint8).clone() if p.element_size() == 1 else p.clone() for p in parts]
 
 

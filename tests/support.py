@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 from nemo_lowprec import CHART, LowPrecision
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, ScaledTensor, StoredTensor
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
 from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights import master_of
 
 FP16_LEVELS = [name for name in LEVELS if CHART[name].has_loss_scale]
@@ -72,7 +73,7 @@ def kept(case: str, name: str, value: Tensor) -> Tensor:
     if not is_low_bit(case) or value.dim() < 2 or not value.is_floating_point():
         return value
     if CHART[case.partition("+")[0]].master_weight and not name.startswith(("head.", "embed.")):
-        return BlockTensor.from_float(value.float(), FP16).dequantize()
+        return BlockScaledTensor.from_float(value.float(), FP16).dequantize()
     return value.half()
 
 
@@ -81,7 +82,7 @@ def kept_state(case: str, key: str, value: Tensor) -> Tensor:
     if not is_low_bit(case) or value.dim() < 2 or CHART[case.partition("+")[0]].optimizer_states == ("fp32", "fp32"):
         return value
     if key == "exp_avg":
-        return BlockTensor.from_float(value.float(), E4M3).dequantize(torch.bfloat16)
+        return BlockScaledTensor.from_float(value.float(), E4M3).dequantize(torch.bfloat16)
     return dequantize_rows(*quantize_rows(value, FP16, positive=True))
 
 
@@ -332,14 +333,14 @@ def snapshot(trainer: pl.Trainer, model: nn.Module) -> dict[str, Any]:
 
 def stored(param: Tensor) -> Tensor:
     """The bits that a parameter is stored in."""
-    if isinstance(param, CastTensor):
+    if isinstance(param, Fp16Weight):
         return param.data_fp16
-    return param.data_fp8.view(torch.uint8) if isinstance(param, ScaledTensor) else param.detach()
+    return param.data_fp8.view(torch.uint8) if isinstance(param, Fp8Weight) else param.detach()
 
 
 def values_of(tensor: Tensor) -> Tensor:
     """The values of a tensor that may be stored in a format of ours."""
-    return tensor.dequantize() if isinstance(tensor, StoredTensor) else tensor.detach()
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
 
 
 def clone(tree: Any) -> Any:

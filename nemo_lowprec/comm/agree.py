@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 
 __all__ = [
-    "anywhere_",
+    "any_rank_",
     "bookkeeping",
     "broadcast_weights",
     "check_same",
@@ -56,7 +56,7 @@ def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None 
     changed: list[Tensor] = []
     for param in params:
         for tensor in (param, getattr(param, "master_weight", None)):
-            for part in tensor.parts() if isinstance(tensor, StoredTensor) else () if tensor is None else (tensor,):
+            for part in tensor.parts() if isinstance(tensor, QuantizedTensor) else () if tensor is None else (tensor,):
                 plain = part.detach()
                 plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
                 there = plain.to(param.device)  # what a frozen weight came with waits on the CPU
@@ -79,7 +79,7 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group)
 
 
-def anywhere_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def any_rank_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
     if dist.get_world_size(group) == 1:
         return

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.exchange import CollectiveSlot, Slot
+from nemo_lowprec.comm.exchange import CollectiveBuffers, ExchangeBuffers
 from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.local import as_shard_of, local_of
-from nemo_lowprec.formats.row_blocks import BLOCK
+from nemo_lowprec.formats.block_scale_128 import BLOCK
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
 __all__ = ["IN_PLACE", "Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
 
@@ -81,10 +81,10 @@ class Fp8Bucket(_OfParameters):
 
     Attributes:
         layout: of the messages.
-        slot: what they travel by; set before the first launch.
+        buffers: what they travel by; set before the first launch.
     """
 
-    slot: Slot
+    buffers: ExchangeBuffers
 
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         super().__init__(params, group)
@@ -106,15 +106,15 @@ class Fp8Bucket(_OfParameters):
         return rows
 
     def launch(self) -> None:
-        self._packer.pack(self._rows(), self.slot.messages())
-        self.slot.exchange()
+        self._packer.pack(self._rows(), self.buffers.messages())
+        self.buffers.exchange()
 
     def advance(self) -> None:
-        mean_of_messages(self.slot.received(), self.layout, self.slot.mean(), self.slot.own())
-        self.slot.gather()
+        mean_of_messages(self.buffers.received(), self.layout, self.buffers.mean(), self.buffers.own())
+        self.buffers.gather()
 
     def complete(self) -> None:
-        self._packer.unpack(self.slot.gathered(), self._rows())
+        self._packer.unpack(self.buffers.gathered(), self._rows())
         for param in self.params:
             param.grad.written_()  # type: ignore[union-attr]
 
@@ -129,7 +129,7 @@ class Fp8ShardBucket(Bucket):
         replicas: processes that hold the same shards, over which the means are averaged again; None for none.
     """
 
-    slot: Slot
+    buffers: ExchangeBuffers
 
     def __init__(
         self, params: Sequence[Tensor], group: dist.ProcessGroup | None, gradients: dict[int, GradientTensor],
@@ -162,16 +162,16 @@ class Fp8ShardBucket(Bucket):
                 part = slice(rank * count, (rank + 1) * count)
                 if gradient.shape[0] > rank * count:
                     rows.append((gradient.data_blocks[part], gradient.exponent[part], gradient.nonfinite))
-        self._packer.pack(rows, self.slot.messages())
-        self.slot.exchange()
+        self._packer.pack(rows, self.buffers.messages())
+        self.buffers.exchange()
         for gradient in sent:
             if gradient.is_cuda:  # freed here, and read by another stream than the one that made it
                 for part_ in gradient.parts():
                     part_.record_stream(torch.cuda.current_stream(gradient.device))
 
     def advance(self) -> None:
-        self._mean = self.slot.mean()
-        mean_of_messages(self.slot.received(), self.layout, self._mean, self.slot.own())
+        self._mean = self.buffers.mean()
+        mean_of_messages(self.buffers.received(), self.layout, self._mean, self.buffers.own())
         if self._replicas is not None:
             self._replicas.launch(self._mean)
 
@@ -180,17 +180,17 @@ class Fp8ShardBucket(Bucket):
         if self._replicas is not None:
             self._mean = self._replicas.complete()
         shards = [self._shards[id(p)] for p in self.params]
-        means = [GradientTensor.empty(local_of(shard)) for shard in shards]
+        means = [GradientTensor.empty(local_shard(shard)) for shard in shards]
         rows = [(m.data_blocks, m.exponent, m.nonfinite) for m in means if m.numel()]
         self._unpacker.unpack(self._mean.view(1, -1), rows)
         self._mean = None
-        self.slot.release()
+        self.buffers.release()
         self._new = {id(p) for p, shard in zip(self.params, shards, strict=True) if shard.grad is None}
         for shard, mean in zip(shards, means, strict=True):
             if shard.grad is None:
-                shard.grad = as_shard_of(mean, shard)
+                shard.grad = as_dtensor_like(mean, shard)
             else:
-                local_of(shard.grad).accumulate_(mean.dequantize())
+                local_shard(shard.grad).accumulate_(mean.dequantize())
 
 
 class _Replicas:
@@ -201,7 +201,7 @@ class _Replicas:
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
         self._packer = Packer(self._layout)
-        self._slot = CollectiveSlot(self._layout, group, device)
+        self._buffers = CollectiveBuffers(self._layout, group, device)
         self._nonfinite = torch.zeros(1, device=device)
 
     def _row(self, message: Tensor) -> Row:
@@ -209,13 +209,13 @@ class _Replicas:
         return data[0].view(torch.float8_e4m3fn), exponent[0].view(-1, 1), self._nonfinite
 
     def launch(self, mean: Tensor) -> None:
-        self._packer.pack([self._row(mean)], self._slot.messages())
-        self._slot.exchange()
+        self._packer.pack([self._row(mean)], self._buffers.messages())
+        self._buffers.exchange()
 
     def complete(self) -> Tensor:
-        mean_of_messages(self._slot.received(), self._layout, self._slot.mean())
-        self._slot.gather()
-        gathered = self._slot.gathered()
+        mean_of_messages(self._buffers.received(), self._layout, self._buffers.mean())
+        self._buffers.gather()
+        gathered = self._buffers.gathered()
         averaged = gathered.new_empty(self._message.bytes)
         self._packer.unpack(gathered, [self._row(averaged)])
         return averaged

@@ -1,7 +1,7 @@
 """How messages get from each process to every other one, and means back to all.
 
-``CollectiveSlot`` uses the process group's collectives, everywhere. ``PeerSlot`` is for GPUs of one machine that reach
-each other's memory: their copy engines move the messages, which takes no multiprocessor from a backward pass that
+``CollectiveBuffers`` uses the process group's collectives, everywhere. ``PeerBuffers`` is for GPUs of one machine that
+reach each other's memory: their copy engines move the messages, which takes no multiprocessor from a backward pass that
 goes on, and wastes less of the links than NCCL's kernels do. They write, and one message after the other: reading is
 slower, and copies that go on at once take more time than one after the other (measured between four H200s).
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages
 
-__all__ = ["CollectiveSlot", "PeerMemory", "PeerSlot", "Slot", "watchers"]
+__all__ = ["CollectiveBuffers", "ExchangeBuffers", "PeerBuffers", "PeerMemory", "watchers"]
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
 
@@ -33,7 +33,7 @@ watchers: list[Callable[[str, int], None]] = []
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 
-class Slot(ABC):
+class ExchangeBuffers(ABC):
     """The buffers of one bucket in flight. All but the constructor only queues work on a GPU."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Slot(ABC):
         """Hold on to no buffer: of an exchange whose mean is not gathered."""
 
 
-class CollectiveSlot(Slot):
+class CollectiveBuffers(ExchangeBuffers):
     """By all_to_all and all_gather of the process group."""
 
     def __init__(self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -212,7 +212,7 @@ def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
     return timeout
 
 
-class PeerSlot(Slot):
+class PeerBuffers(ExchangeBuffers):
     """By copies between the memories of GPUs."""
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int) -> None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_lowprec.comm.bucketing import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.buckets import IN_PLACE
-from nemo_lowprec.comm.cut import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.exchange import PeerMemory
 from nemo_lowprec.comm.wire import Messages, by_rows
-from nemo_lowprec.formats.row_blocks import BLOCK
+from nemo_lowprec.formats.block_scale_128 import BLOCK
 
 __all__ = ["Message", "PlannedBucket", "buffer_bytes", "peer_bytes", "plan_buckets"]
 

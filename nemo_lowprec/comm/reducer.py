@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.agree import bookkeeping
+from nemo_lowprec.comm.bucketing import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
-from nemo_lowprec.comm.cut import BUCKET_BYTES, cut_into_buckets
-from nemo_lowprec.comm.exchange import CollectiveSlot, PeerMemory, PeerSlot
-from nemo_lowprec.formats.hooks import weakly
+from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemory
+from nemo_lowprec.tensors.weak_hooks import weakly
 
 __all__ = ["GradientReducer", "Wire"]
 
@@ -142,7 +142,7 @@ class GradientReducer:
         self._all_there = None
         for wire, params in cut_into_buckets(reversed(trained), self._wire, self._bucket_bytes):
             self._close(wire, params)
-        self._give_slots()
+        self._give_buffers()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
         self._handles = [p.register_post_accumulate_grad_hook(weakly(self._arrived)) for p in trained]
         if trained and trained[0].is_cuda:
@@ -155,7 +155,7 @@ class GradientReducer:
         else:
             self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
 
-    def _give_slots(self) -> None:
+    def _give_buffers(self) -> None:
         buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket | Fp8ShardBucket)]
         if not buckets:
             return
@@ -163,9 +163,9 @@ class GradientReducer:
         self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), buckets[0].group, device)
         for i, bucket in enumerate(buckets):
             if self._peers is not None:
-                bucket.slot = PeerSlot(bucket.layout, self._peers, i)
+                bucket.buffers = PeerBuffers(bucket.layout, self._peers, i)
             else:
-                bucket.slot = CollectiveSlot(bucket.layout, bucket.group, device)
+                bucket.buffers = CollectiveBuffers(bucket.layout, bucket.group, device)
 
     def _peer_memory(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         if device.type != "cuda":

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.row_blocks import BLOCK, block_grid, dequantize_rows, quantize_rows
+from nemo_lowprec.formats.block_scale_128 import BLOCK, block_grid, dequantize_rows, quantize_rows
+from nemo_lowprec.kernels.loader import block_kernels
 
 __all__ = ["Messages", "Packer", "Row", "blocks_of", "by_rows", "fused_wire", "mean_of_messages"]
 
@@ -170,4 +170,4 @@ def _kernels(tensor: Tensor) -> ModuleType | None:
 @lru_cache(maxsize=1)
 def fused_wire() -> ModuleType | None:
     """The fused kernels; None without Triton or on a GPU that they do not round right on."""
-    return importlib.import_module("nemo_lowprec.comm.triton_wire") if block_kernels() is not None else None
+    return importlib.import_module("nemo_lowprec.kernels.triton_wire") if block_kernels() is not None else None

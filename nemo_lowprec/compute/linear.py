@@ -20,8 +20,8 @@ from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
-from nemo_lowprec.formats import CastTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor
 
 __all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
@@ -65,7 +65,7 @@ class LowPrecisionLinear(nn.Linear):
     """``nn.Linear`` with the GEMMs of a ``GemmPlan``; made by ``convert``, not constructed.
 
     Input [..., in_features] of any float dtype, output [..., out_features] in the plan's half dtype under autocast,
-    else in the input's dtype. The weight may be FP32, half, or a ``ScaledTensor``.
+    else in the input's dtype. The weight may be FP32, half, or a ``Fp8Weight``.
     """
 
     gemm_plan: GemmPlan
@@ -154,7 +154,7 @@ def _by_torch(
     part: tuple[int, int] | None,
 ) -> Tensor:
     """The layer in half precision, by operations of torch alone."""
-    if torch._C._get_tracing_state() is not None and isinstance(weight, StoredTensor):
+    if torch._C._get_tracing_state() is not None and isinstance(weight, QuantizedTensor):
         warnings.warn(
             "torch.jit.save crashes on weights in low-bit storage. To save a trace, make it of copy.deepcopy(model), "
             "whose weights are FP32.",
@@ -213,10 +213,10 @@ class _LinearFunction(torch.autograd.Function):
         if (fprop8 or dgrad8) and isinstance(scale := plan.operand("weight").slot, WeightScale):
             scale.follow(weight, record)  # before the input is quantized, whose history may end here
         if transposed:
-            weight = weight.transposed() if isinstance(weight, ScaledTensor | CastTensor) else weight.t()
+            weight = weight.transposed() if isinstance(weight, Fp8Weight | Fp16Weight) else weight.t()
         all_rows = weight.shape[0]
         if call.part is not None:
-            weight = weight.rows(*call.part) if isinstance(weight, ScaledTensor | CastTensor) else weight[
+            weight = weight.rows(*call.part) if isinstance(weight, Fp8Weight | Fp16Weight) else weight[
                 slice(*call.part)
             ]  # fmt: skip
         need_dgrad = grad and ctx.needs_input_grad[0]
@@ -233,7 +233,7 @@ class _LinearFunction(torch.autograd.Function):
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
         # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
-        w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, ScaledTensor)
+        w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, Fp8Weight)
         if fprop8 or w_kept:
             w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
 
@@ -344,11 +344,11 @@ def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
 
 
 def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
-    return weight.dequantize(plan.half) if isinstance(weight, StoredTensor) else weight.to(plan.half)
+    return weight.dequantize(plan.half) if isinstance(weight, QuantizedTensor) else weight.to(plan.half)
 
 
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
-    if isinstance(weight, ScaledTensor):
+    if isinstance(weight, Fp8Weight):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
     operand, values = plan.operand("weight"), weight_data(weight)
     return plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=False)

@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.compute.weight_scales import WeightScales
-from nemo_lowprec.formats.block import MX_32, NVFP4_ROW_16, NVFP4_SQUARE_16, ROW_128, SQUARE_128, BlockLayout
-from nemo_lowprec.formats.delayed import DelayedScaling, Slot
+from nemo_lowprec.formats.delayed import AmaxSlot, DelayedScaling
 from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
+from nemo_lowprec.formats.gemm_block_scaling import (
+    MX_32,
+    NVFP4_ROW_16,
+    NVFP4_SQUARE_16,
+    ROW_128,
+    SQUARE_128,
+    BlockLayout,
+)
 from nemo_lowprec.options import Recipe
 
 __all__ = ["FEATURE_MULTIPLE", "OPERANDS", "Operand", "new_histories", "new_weight_scales", "operand_of"]
@@ -51,7 +58,7 @@ class Operand:
     slot: Any = None
 
 
-def operand_of(recipe: Recipe, kind: str, slot: Slot | None = None) -> Operand:
+def operand_of(recipe: Recipe, kind: str, slot: AmaxSlot | None = None) -> Operand:
     """How the operand ``kind`` of a layer is quantized.
 
     Args:

@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import Fp8Gathered, ScaledTensor, Slot, StoredTensor, compute_amax, compute_scale
+from nemo_lowprec.formats import AmaxSlot, compute_amax, compute_scale
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 
 __all__ = ["WeightScale", "WeightScales", "weight_data"]
 
 
 def weight_data(weight: Tensor) -> Tensor:
     """The plain tensor that holds a weight's elements: what it is quantized from, or its FP8 data."""
-    return weight.parts()[0] if isinstance(weight, StoredTensor) else weight
+    return weight.parts()[0] if isinstance(weight, QuantizedTensor) else weight
 
 
 class WeightScale:
-    """Scale of one weight, as its layer's operand sees it (compare ``Slot``).
+    """Scale of one weight, as its layer's operand sees it (compare ``AmaxSlot``).
 
     Attributes:
         layer: the module that holds the weight.
@@ -46,7 +47,7 @@ class WeightScale:
 
     cold = False
 
-    def __init__(self, layer: nn.Module, name: str, fmt: FloatFormat, margin: int, histories: list[Slot]) -> None:
+    def __init__(self, layer: nn.Module, name: str, fmt: FloatFormat, margin: int, histories: list[AmaxSlot]) -> None:
         self.layer, self.name, self.fmt, self.margin, self.histories = layer, name, fmt, margin, histories
         self.gathered = False
         self._measured: Any = None
@@ -84,7 +85,7 @@ class WeightScale:
             self.restart()
         self._measured = state
         _take_amax_of_step(weight)
-        if not isinstance(weight, ScaledTensor):
+        if not isinstance(weight, Fp8Weight):
             amax = compute_amax(weight_data(weight)).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             self.amax.copy_(amax)
@@ -104,13 +105,13 @@ class WeightScale:
         """Measure the weight when its layer runs next; what the histories hold belongs to that weight."""
         self._measured = None
         if self.weight is not None:
-            _take_amax_of_step(local_of(self.weight))
+            _take_amax_of_step(local_shard(self.weight))
 
     def leave(self) -> None:
         """The layer is converted no more: remember the weight's state."""
         self._measured, self._left = None, self._state()
 
-    def come_back(self, layer: nn.Module, histories: list[Slot]) -> None:
+    def come_back(self, layer: nn.Module, histories: list[AmaxSlot]) -> None:
         """The layer is converted again: the histories stand if nobody has written the weight in between."""
         self.layer, self.histories = layer, histories
         if self._left is None or self._left != self._state():
@@ -124,7 +125,7 @@ class WeightScale:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Changes when somebody writes ``weight``, or the tensor that holds its elements, or gives it other data."""
-    data = weight_data(local_of(weight))
+    data = weight_data(local_shard(weight))
     version = -1 if weight.is_inference() else weight._version
     if data is weight:
         return version, data.data_ptr()
@@ -156,7 +157,7 @@ class WeightScales:
         self._gathered_as: torch.dtype | None = None
         self._allocate(torch.device("cpu"))
 
-    def add(self, key: str, layer: nn.Module, name: str, histories: list[Slot]) -> WeightScale:
+    def add(self, key: str, layer: nn.Module, name: str, histories: list[AmaxSlot]) -> WeightScale:
         """The scale of the weight ``name`` of ``layer``: its own earlier one if it has it already."""
         if key in self.scales:
             self.scales[key].come_back(layer, histories)
@@ -209,10 +210,10 @@ class WeightScales:
                 scale.forget()
                 continue
             scale.note()
-            local = local_of(weight)
+            local = local_shard(weight)
             data = weight_data(local)
             norms[i] = _take_amax_of_step(local)
-            has_own = isinstance(local, ScaledTensor | Fp8Gathered)
+            has_own = isinstance(local, Fp8Weight | Fp8Gathered)
             if norms[i] is None and data.numel() and not has_own:
                 by_dtype.setdefault(data.dtype, []).append((i, data))
         if not self.scales:

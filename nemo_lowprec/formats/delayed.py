@@ -2,7 +2,7 @@
 
 One table holds the scales and histories of every GEMM operand of a model, one column an operand, so that the
 update at the end of a step is a handful of launches whatever the number of layers. An operand sees its own column
-through a ``Slot``.
+through a ``AmaxSlot``.
 
 Differences to Transformer Engine's recipe, each on purpose:
 
@@ -26,10 +26,10 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.formats.scale import compute_scale
 
-__all__ = ["DelayedScaling", "Slot"]
+__all__ = ["AmaxSlot", "DelayedScaling"]
 
 
-class Slot:
+class AmaxSlot:
     """One operand's column of a ``DelayedScaling`` table.
 
     Attributes:
@@ -66,7 +66,7 @@ class Slot:
         return compute_scale(amax.reshape(1), self.fmt.max, self.margin) if self.cold else self.scale
 
 
-def _send(slot: Slot) -> Any:
+def _send(slot: AmaxSlot) -> Any:
     # As numbers: two slots are views of one table, whose memory Python cannot hand to a process it spawns twice.
     state = (slot.scale.tolist(), slot.amax.tolist(), slot.scale.device, slot.cold, slot.recorded)
     return _receive, (slot.fmt, slot.margin, *state)
@@ -74,14 +74,14 @@ def _send(slot: Slot) -> Any:
 
 def _receive(
     fmt: FloatFormat, margin: int, scale: list[float], amax: list[float], device: Any, cold: bool, recorded: bool
-) -> Slot:
-    slot = Slot(fmt, margin)
+) -> AmaxSlot:
+    slot = AmaxSlot(fmt, margin)
     slot.scale, slot.amax = torch.tensor(scale, device=device), torch.tensor(amax, device=device)
     slot.cold, slot.recorded = cold, recorded
     return slot
 
 
-ForkingPickler.register(Slot, _send)
+ForkingPickler.register(AmaxSlot, _send)
 
 
 class DelayedScaling:
@@ -106,16 +106,16 @@ class DelayedScaling:
         self.interval = interval
         self.reduce_amax: Callable[[Tensor], None] | None = None
         self.updates = 0
-        self.slots: dict[str, Slot] = {}
-        self._shared: dict[int, tuple[Slot, Slot]] = {}
+        self.slots: dict[str, AmaxSlot] = {}
+        self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
         self._shared_index: tuple[Tensor, Tensor] | None = None
         self._allocate(torch.device("cpu"))
 
-    def add(self, name: str, fmt: FloatFormat) -> Slot:
+    def add(self, name: str, fmt: FloatFormat) -> AmaxSlot:
         """Give the operand ``name`` a column (its own earlier one if it has it already)."""
         if name not in self.slots:
             state = self.state_dict()
-            self.slots[name] = Slot(fmt, self.margin)
+            self.slots[name] = AmaxSlot(fmt, self.margin)
             self._allocate(self.scale.device)
             self.load_state_dict(state)
         return self.slots[name]
@@ -124,11 +124,11 @@ class DelayedScaling:
         """Give many operands their columns at once."""
         state = self.state_dict()
         for name, fmt in operands.items():
-            self.slots.setdefault(name, Slot(fmt, self.margin))
+            self.slots.setdefault(name, AmaxSlot(fmt, self.margin))
         self._allocate(self.scale.device)
         self.load_state_dict(state)
 
-    def share(self, follower: Slot, leader: Slot) -> None:
+    def share(self, follower: AmaxSlot, leader: AmaxSlot) -> None:
         """From now on whatever ``leader`` records counts for ``follower`` too: they are given the same tensor."""
         if id(follower) not in self._shared and follower is not leader:
             self._shared[id(follower)] = (follower, leader)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nemo_lowprec.formats.block_scale_128 import UNIT, block_exponent, power
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.formats.row_blocks import UNIT, block_exponent, power
 
 __all__ = ["compute_amax", "compute_scale", "power_of_two_scale"]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.formats.local import is_sharded, local_of
-from nemo_lowprec.grads.stored import is_released
+from nemo_lowprec.grads.fp8_storage import is_released
+from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 __all__ = ["clip_grad_norm_"]
 
@@ -55,7 +55,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        local = local_of(grad)
+        local = local_shard(grad)
         if local.is_sparse and max_norm <= 0:  # clipping them is not in torch, either
             local = local.coalesce().values()
         by_device[grad.device].append(local)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 
 __all__ = ["find_nonfinite", "unscale_"]
 
@@ -41,7 +41,7 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
             continue
         if param.grad.dtype == torch.float16:
             _replace(param, param.grad.float())
-        grads[param.grad.device, param.grad.dtype].append(local_of(param.grad))
+        grads[param.grad.device, param.grad.dtype].append(local_shard(param.grad))
     found = [_nonfinite(halves, device)]
     for (place, _), tensors in grads.items():
         one = torch.zeros((), device=place)
@@ -72,7 +72,7 @@ def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
     stored: list[GradientTensor] = []
     plain: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        local = local_of(grad._values() if grad.is_sparse else grad)
+        local = local_shard(grad._values() if grad.is_sparse else grad)
         if isinstance(local, GradientTensor):
             stored.append(local)
         elif local.numel():  # an empty shard has no largest magnitude

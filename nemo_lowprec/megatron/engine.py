@@ -27,11 +27,11 @@ from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import cast_parameters, unwrapped, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
+from nemo_lowprec.megatron.converted_module import ConvertedModule
 from nemo_lowprec.megatron.delayed import mend_delayed_scaling
-from nemo_lowprec.megatron.own_layers import OwnLayers
+from nemo_lowprec.megatron.optimizer_step import Stepper
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.megatron.stepper import Stepper
 from nemo_lowprec.options import Options
 
 __all__ = ["MegatronEngine", "PipelinedModule"]
@@ -73,7 +73,7 @@ class MegatronEngine:
 
     Attributes:
         chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
-        own_layers: of a model that Megatron-core has not built; else None.
+        converted: of a model that Megatron-core has not built; else None.
         optimizer: steps the user's; None where nothing is trained.
         config: TransformerConfig of the first part, which the schedules read.
         gradient_unit: what the gradients in the amax histories of delayed scaling are multiplied by; None: unknown.
@@ -82,7 +82,7 @@ class MegatronEngine:
     def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
         self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
         self.chunks: list[Any] = []
-        self.own_layers: OwnLayers | None = None
+        self.converted: ConvertedModule | None = None
         self.optimizer: Stepper | None = None
         self.config: Any = None
         self.gradient_unit: float | None = None
@@ -94,7 +94,7 @@ class MegatronEngine:
     @property
     def is_pipelined(self) -> bool:
         """Whether Megatron-core has built the model, and runs its schedules."""
-        return self.own_layers is None
+        return self.converted is None
 
     def build(self, module: Any, seed: int) -> None:
         """Have a ``PipelinedModule`` build its parts, once: fit, validate and another fit may follow each other.
@@ -140,7 +140,7 @@ class MegatronEngine:
 
     def convert(self, module: nn.Module, options: Options, device: torch.device) -> None:
         """Convert the layers of any other module, which is on ``device``."""
-        self.own_layers = OwnLayers(module, options, self.settings, device)
+        self.converted = ConvertedModule(module, options, self.settings, device)
         # Sizes that Megatron's DDP does not look at.
         self.config = TransformerConfig(
             num_layers=1, hidden_size=1, num_attention_heads=1, **self._transformer_fields()
@@ -209,9 +209,9 @@ class MegatronEngine:
                 self._module.__dict__[_UNIT] = self.gradient_unit
             # They hold the buffers, and the config stays with the model.
             self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
-        if self.own_layers is not None:
-            self.own_layers.remove()
-        self.optimizer, self.own_layers, self.chunks = None, None, []
+        if self.converted is not None:
+            self.converted.remove()
+        self.optimizer, self.converted, self.chunks = None, None, []
 
     # A step
 
@@ -295,8 +295,8 @@ class MegatronEngine:
         before, self.gradient_unit = self.gradient_unit, unit
         if before is None or before == unit:
             return
-        if self.own_layers is not None:
-            self.own_layers.expect_gradients(unit / before)
+        if self.converted is not None:
+            self.converted.expect_gradients(unit / before)
             return
         for chunk in self.chunks:
             te_layers.rescale_gradients(chunk, unit / before)
@@ -317,8 +317,8 @@ class MegatronEngine:
     def evaluation(self) -> Iterator[None]:
         """Forward passes that training does not notice, in half precision where training has found no scales yet."""
         with ExitStack() as stack:
-            if self.own_layers is not None:
-                stack.enter_context(self.own_layers.forward())
+            if self.converted is not None:
+                stack.enter_context(self.converted.forward())
                 yield
                 return
             configs, fp8 = [get_model_config(chunk) for chunk in self.chunks], self.config.fp8
@@ -337,14 +337,14 @@ class MegatronEngine:
     def accumulation(self) -> Iterator[None]:
         """A backward pass of a model of own layers whose gradients are not reduced yet."""
         with ExitStack() as stack:
-            for chunk in self.chunks if self.own_layers is not None else ():
+            for chunk in self.chunks if self.converted is not None else ():
                 stack.enter_context(chunk.no_sync())
             yield
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a model of own layers."""
-        assert self.optimizer is not None and self.own_layers is not None
-        if self.own_layers.is_first():
+        assert self.optimizer is not None and self.converted is not None
+        if self.converted.is_first():
             self.zero_grad()
             self._expect_gradients(self.optimizer.loss_scale)
         with torch.autocast("cuda", enabled=False):
@@ -356,7 +356,7 @@ class MegatronEngine:
         Raises:
             RuntimeError: a parameter without a gradient, with ``overlap_grad_reduce``.
         """
-        if self.own_layers is None:
+        if self.converted is None:
             return
         try:
             for chunk in self.chunks:
@@ -371,8 +371,8 @@ class MegatronEngine:
         """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
         assert self.optimizer is not None
         stepped = self.optimizer.step(self._find_saturated())
-        if self.own_layers is not None:
-            self.own_layers.after_step(stepped)
+        if self.converted is not None:
+            self.converted.after_step(stepped)
         elif not stepped:
             for chunk in self.chunks:
                 te_layers.forget_nonfinite_amaxes(chunk)
@@ -380,8 +380,8 @@ class MegatronEngine:
 
     def _find_saturated(self) -> Tensor | None:
         """Whether an operand of an FP8 GEMM was not finite, which the gradients need not show."""
-        if self.own_layers is not None:
-            return self.own_layers.nonfinite()
+        if self.converted is not None:
+            return self.converted.nonfinite()
         found = [te_layers.nonfinite_amaxes(chunk) for chunk in self.chunks]
         flags = [flag for flag in found if flag is not None]
         return torch.stack(flags).any() if flags else None

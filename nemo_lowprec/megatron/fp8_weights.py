@@ -21,7 +21,7 @@ from nemo_lowprec.formats import E4M3, compute_scale
 __all__ = ["write_fp8_weights"]
 
 
-class _Part(NamedTuple):
+class _MasterShard(NamedTuple):
     weight: Any
     main: Tensor | None
     start: int | None
@@ -46,7 +46,7 @@ def write_fp8_weights(
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     delayed, current, others = [], [], []
-    for part in map(_Part, weights, mains, starts):
+    for part in map(_MasterShard, weights, mains, starts):
         quantizer = part.weight._get_quantizer()
         if getattr(part.weight, "_data", None) is None:  # in blocks, or transposed only
             others.append(part)
@@ -69,7 +69,7 @@ def write_fp8_weights(
         quantize_param_shard(*map(list, zip(*others, strict=True)), group)
 
 
-def _write_delayed(parts: Sequence[_Part], group: dist.ProcessGroup) -> None:
+def _write_delayed(parts: Sequence[_MasterShard], group: dist.ProcessGroup) -> None:
     quantizers = [part.weight._get_quantizer() for part in parts]
     for part, quantizer in zip(parts, quantizers, strict=True):
         _cast(part, quantizer.scale, quantizer.amax)
@@ -80,7 +80,7 @@ def _write_delayed(parts: Sequence[_Part], group: dist.ProcessGroup) -> None:
     _set_scale_inv(parts, torch.cat([quantizer.scale.view(1) for quantizer in quantizers]))
 
 
-def _write_current(parts: Sequence[_Part], group: dist.ProcessGroup) -> None:
+def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup) -> None:
     mine = [part.main for part in parts if part.main is not None]
     norms = iter(torch._foreach_norm(mine, float("inf")) if mine else ())
     none = torch.zeros((), device=parts[0].weight.device)
@@ -95,7 +95,7 @@ def _write_current(parts: Sequence[_Part], group: dist.ProcessGroup) -> None:
     _set_scale_inv(parts, scales)
 
 
-def _cast(part: _Part, scale: Tensor, amax: Tensor) -> None:
+def _cast(part: _MasterShard, scale: Tensor, amax: Tensor) -> None:
     """Write a part's bits in their place; its amax to ``amax`` where that has an element."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
@@ -109,5 +109,5 @@ def _cast(part: _Part, scale: Tensor, amax: Tensor) -> None:
     quantizer.update_quantized(values, quantizer.create_tensor_from_data(row, weight.dtype))
 
 
-def _set_scale_inv(parts: Sequence[_Part], scales: Tensor) -> None:
+def _set_scale_inv(parts: Sequence[_MasterShard], scales: Tensor) -> None:
     torch._foreach_copy_([part.weight._scale_inv.view(1) for part in parts], list(scales.reciprocal().split(1)))

@@ -19,8 +19,9 @@ from megatron.core.distributed import param_and_grad_buffer as seam
 from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages, mean_of_messages
-from nemo_lowprec.formats import E4M3, GradientTensor
-from nemo_lowprec.formats.row_blocks import BLOCK, UNIT
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
+from nemo_lowprec.tensors import GradientTensor
 
 __all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
 

@@ -23,14 +23,14 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.flat import mark_part_of_matrix
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.optim import StateFormats, adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 
 __all__ = ["INITIAL_VALUES", "LowPrecisionDistributedOptimizer", "check_optimizer"]

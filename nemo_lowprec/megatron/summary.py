@@ -15,7 +15,7 @@ from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.options import Recipe
 
 if TYPE_CHECKING:
-    from nemo_lowprec.megatron.own_layers import OwnLayers
+    from nemo_lowprec.megatron.converted_module import ConvertedModule
 
 __all__ = ["layers_table", "settings_table"]
 
@@ -36,17 +36,20 @@ def settings_table(settings: MegatronSettings, layout: ParallelLayout, overlaps:
 
 
 def layers_table(
-    chunks: Sequence[nn.Module], settings: MegatronSettings, recipe: Recipe | None, own_layers: OwnLayers | None
+    chunks: Sequence[nn.Module],
+    settings: MegatronSettings,
+    recipe: Recipe | None,
+    converted: ConvertedModule | None,
 ) -> tuple[str | None, str | None]:
     """The layers and matrices of this process's parts, and what to warn of; None at a level without FP8.
 
     Args:
-        own_layers: of a module whose layers this package has converted; None for Transformer Engine's.
+        converted: of a module whose layers this package has converted; None for Transformer Engine's.
     """
     if recipe is None:
         return None, None
-    if own_layers is not None:
-        conversion, how = own_layers.conversion, f"{recipe.scaling}, {own_layers.backend.name}"
+    if converted is not None:
+        conversion, how = converted.conversion, f"{recipe.scaling}, {converted.backend.name}"
     else:
         conversion, how = Conversion(), recipe.scaling
         start, end = (settings.model.get(f"num_layers_at_{side}_in_bf16", 0) for side in ("start", "end"))

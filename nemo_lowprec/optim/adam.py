@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
+from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.optim.fused import FusedStep
 from nemo_lowprec.optim.reference import StepInputs, Update, read, step_by_reference
 from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 
 __all__ = ["Adam", "AdamW", "LowBitStates"]
 
@@ -29,7 +29,7 @@ class LowBitStates(Optimizer):
     """The part that Adam and AdamW share: before torch's class among the bases.
 
     State of a parameter: ``step`` (FP32 scalar), ``exp_avg``, ``exp_avg_sq`` and, where asked for,
-    ``master_weight``, all of the parameter's shape; those in blocks are ``BlockTensor``s, which read as FP32.
+    ``master_weight``, all of the parameter's shape; those in blocks are ``BlockScaledTensor``s, which read as FP32.
     """
 
     formats: StateFormats
@@ -149,16 +149,16 @@ class LowBitStates(Optimizer):
             self._renew_master(param, state)
         if not param.numel():
             return None
-        states = (state["step"], local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]))
-        shard = local_of(param)
+        states = (state["step"], local_shard(state["exp_avg"]), local_shard(state["exp_avg_sq"]))
+        shard = local_shard(param)
         if not shard.numel():
             return None
-        return Update(shard, local_of(param.grad), *states, _master(param, state), index + _stream_of_rank(param))
+        return Update(shard, local_shard(param.grad), *states, _master(param, state), index + _stream_of_rank(param))
 
     def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         state["step"] = _scalar(0.0, param)
         for name in _STATES:
-            state[name] = as_shard_of(zeros(local_of(param), self.formats.of(name, param)), param)
+            state[name] = as_dtensor_like(zeros(local_shard(param), self.formats.of(name, param)), param)
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
@@ -212,8 +212,8 @@ class LowBitStates(Optimizer):
         if name == "step":
             return _scalar(float(value), param)
         if name in _STATES:
-            mine = local_of(value).to(param.device)
-            return as_shard_of(store(mine, self.formats.of(name, param), positive=name == "exp_avg_sq"), param)
+            mine = local_shard(value).to(param.device)
+            return as_dtensor_like(store(mine, self.formats.of(name, param), positive=name == "exp_avg_sq"), param)
         if name == _MASTER:
             return store(value.to(param.device), self._master_format(param))
         return value.to(param.device)

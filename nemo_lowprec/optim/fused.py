@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, Fp8Gathered, GradientTensor, ScaledTensor
-from nemo_lowprec.formats.multi_tensor import PointerTable, TileTable
-from nemo_lowprec.formats.row_blocks import exponent_rule
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.formats.block_scale_128 import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
+from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.optim.reference import (
     STREAMS,
     StepInputs,
@@ -23,6 +23,7 @@ from nemo_lowprec.optim.reference import (
     weight_storage,
 )
 from nemo_lowprec.optim.storage import stands_still
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor
 
 __all__ = ["FusedStep"]
 
@@ -75,11 +76,11 @@ class FusedStep:
 
     def _launch(self, tables: _Tables, updates: list[Update], inputs: StepInputs) -> None:
         group, grad_scale, found_inf = inputs.group, inputs.grad_scale, inputs.found_inf
-        kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
+        kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
         one = updates[0]
         device = one.param.device
-        blocks = {name: isinstance(getattr(one, name), BlockTensor) for name in ("grad", *_STATES, "master")}
-        blocks["weight"] = isinstance(one.param, BlockTensor)
+        blocks = {name: isinstance(getattr(one, name), BlockScaledTensor) for name in ("grad", *_STATES, "master")}
+        blocks["weight"] = isinstance(one.param, BlockScaledTensor)
         tiles = tables.fit(updates, any(blocks.values()), device)
         rows = [_row(u) for u in updates]
         addresses = tables.pointers.get(rows, device)
@@ -124,23 +125,24 @@ class FusedStep:
                 assert tables.amax is not None
                 for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
-            if isinstance(one.param, ScaledTensor):
+            if isinstance(one.param, Fp8Weight):
                 self._fit_scales(tables, addresses, one, found_inf, MASTER=types["MASTER"], ALIGNED=aligned)
 
     def _fit_scales(
         self, tables: _Tables, addresses: Tensor, one: Update, found_inf: Tensor | None, **options: Any
     ) -> None:
         """Give FP8 weights the scales of their new amaxes; few change, and only those weights are written again."""
-        kernels = importlib.import_module("nemo_lowprec.optim.triton_adam")
+        kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
         tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
-        assert tiles is not None and tables.amax is not None and isinstance(one.param, ScaledTensor)
+        assert tiles is not None and tables.amax is not None and isinstance(one.param, Fp8Weight)
         kernels.scale_kernel[(len(tables.amax),)](
             addresses, tables.amax, tables.changed, tables.coefficients if found_inf is None else found_inf,
             one.param.margin, HAS_FOUND=found_inf is not None, TOP=top, MANTISSA=mantissa, num_warps=1,
         )  # fmt: skip
         kernels.weights_kernel[(tiles.tensor_of.numel(),)](
-            tiles.tensor_of, tiles.grid, addresses, tables.changed, MASTER_BLOCKED=isinstance(one.master, BlockTensor),
-            FP8_MAX=E4M3.max, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False, **options,
+            tiles.tensor_of, tiles.grid, addresses, tables.changed,
+            MASTER_BLOCKED=isinstance(one.master, BlockScaledTensor), FP8_MAX=E4M3.max, BLOCKS=_BLOCKS,
+            num_warps=_WARPS, enable_fp_fusion=False, **options,
         )  # fmt: skip
 
 
@@ -159,18 +161,18 @@ def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[
 def _kind(update: Update) -> tuple[Any, ...]:
     """Parameters of one kind share a launch."""
     tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
-    storage = tuple(None if t is None else (isinstance(t, BlockTensor), storage_of(t).dtype) for t in tensors)
-    blocked = any(isinstance(t, BlockTensor) for t in (update.param, *tensors))
+    storage = tuple(None if t is None else (isinstance(t, BlockScaledTensor), storage_of(t).dtype) for t in tensors)
+    blocked = any(isinstance(t, BlockScaledTensor) for t in (update.param, *tensors))
     shape = update.param.shape
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
-    margin = update.param.margin if isinstance(update.param, ScaledTensor) else None
-    weight = isinstance(update.param, BlockTensor), weight_storage(update.param).dtype
+    margin = update.param.margin if isinstance(update.param, Fp8Weight) else None
+    weight = isinstance(update.param, BlockScaledTensor), weight_storage(update.param).dtype
     return (*storage, *weight, margin, _is_measured(update.param), in_row % 128 == 0, update.param.device)
 
 
 def _is_measured(param: Tensor) -> bool:
     """Whether others scale an FP8 form of ``param`` by its amax (an FP8 weight's scale is fitted here)."""
-    return isinstance(param, CastTensor | Fp8Gathered)
+    return isinstance(param, Fp16Weight | Fp8Gathered)
 
 
 def _is_fused(update: Update) -> bool:
@@ -179,7 +181,7 @@ def _is_fused(update: Update) -> bool:
     Its elements must lie in memory in the order of the states' (a channels-last weight's do not), and an FP8 weight
     must have power-of-two scales.
     """
-    scaled = isinstance(update.param, ScaledTensor)
+    scaled = isinstance(update.param, Fp8Weight)
     return weight_storage(update.param).is_contiguous() and (not scaled or update.param.power_of_two)  # type: ignore[attr-defined]
 
 
@@ -187,9 +189,9 @@ def _row(update: Update) -> list[Tensor]:
     """The tensors of one row of ``triton_adam.COLUMNS``; the weight stands for those that there are not."""
     weight = weight_storage(update.param)
     scale_inv = weight
-    if isinstance(update.param, ScaledTensor):
+    if isinstance(update.param, Fp8Weight):
         scale_inv = update.param.scale_inv
-    elif isinstance(update.param, BlockTensor):
+    elif isinstance(update.param, BlockScaledTensor):
         scale_inv = update.param.exponent
     grad = update.grad
     if isinstance(grad, GradientTensor):
@@ -198,7 +200,7 @@ def _row(update: Update) -> list[Tensor]:
         gradient = [grad.contiguous(), weight, weight]
     row = [weight, scale_inv, *gradient]
     for state in (update.exp_avg, update.exp_avg_sq, update.master):
-        if isinstance(state, BlockTensor):
+        if isinstance(state, BlockScaledTensor):
             row += [state.data_blocks, state.exponent]
         else:
             row += [weight if state is None else state, weight]

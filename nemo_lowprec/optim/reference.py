@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import BlockTensor, CastTensor, ScaledTensor, StoredTensor
 from nemo_lowprec.formats.stochastic import salt_of
 from nemo_lowprec.optim.storage import stands_still, write
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 
 __all__ = ["STREAMS", "StepInputs", "Update", "adam_step", "read", "step_by_reference", "storage_of", "weight_storage"]
 
@@ -24,11 +24,11 @@ class Update:
     """One parameter and what its step reads and writes.
 
     Attributes:
-        param: the parameter; a ``StoredTensor`` (a ``BlockTensor`` where it is a shard) or plain.
+        param: the parameter; a ``QuantizedTensor`` (a ``BlockScaledTensor`` where it is a shard) or plain.
         grad: plain (any float dtype) or a ``GradientTensor``; reads as the gradient.
         step: FP32 scalar, steps taken so far.
-        exp_avg, exp_avg_sq: plain or ``BlockTensor``.
-        master: plain FP32, a ``BlockTensor``, or None where the parameter takes the updates itself.
+        exp_avg, exp_avg_sq: plain or ``BlockScaledTensor``.
+        master: plain FP32, a ``BlockScaledTensor``, or None where the parameter takes the updates itself.
         index: position in the optimizer, for stochastic rounding.
     """
 
@@ -43,21 +43,21 @@ class Update:
 
 def read(tensor: Tensor) -> Tensor:
     """The values of a stored or plain tensor as FP32."""
-    return tensor.dequantize(torch.float32) if isinstance(tensor, StoredTensor) else tensor.float()
+    return tensor.dequantize(torch.float32) if isinstance(tensor, QuantizedTensor) else tensor.float()
 
 
 def weight_storage(param: Tensor) -> Tensor:
     """The plain tensor that holds a parameter's elements."""
-    if isinstance(param, ScaledTensor):
+    if isinstance(param, Fp8Weight):
         return param.data_fp8
-    if isinstance(param, BlockTensor):
+    if isinstance(param, BlockScaledTensor):
         return param.data_blocks
-    return param.data_fp16 if isinstance(param, CastTensor) else param.detach()
+    return param.data_fp16 if isinstance(param, Fp16Weight) else param.detach()
 
 
 def storage_of(state: Tensor) -> Tensor:
     """The plain tensor that holds a state's elements."""
-    return state.data_blocks if isinstance(state, BlockTensor) else state
+    return state.data_blocks if isinstance(state, BlockScaledTensor) else state
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,20 @@ def _write_value(update: Update, value: Tensor, salt: int | None) -> None:
     """Store the updated master, or parameter without one; ``salt`` is for those that are 16-bit floats."""
     master, param = update.master, update.param
     if master is not None:
-        write(master, value, salt if isinstance(master, BlockTensor) else None)
+        write(master, value, salt if isinstance(master, BlockScaledTensor) else None)
         copy_weight(param, master)
         return
     storage = weight_storage(param)
-    write(param if isinstance(param, BlockTensor) else storage, value, salt if storage.dtype != torch.float32 else None)
+    write(
+        param if isinstance(param, BlockScaledTensor) else storage,
+        value,
+        salt if storage.dtype != torch.float32 else None,
+    )
 
 
 def copy_weight(param: Tensor, master: Tensor) -> None:
     """Write a master's values into its parameter."""
-    if isinstance(param, ScaledTensor):
+    if isinstance(param, Fp8Weight):
         param.quantize_(read(master))
     else:
         weight_storage(param).copy_(read(master))

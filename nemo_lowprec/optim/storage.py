@@ -14,12 +14,13 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor
-from nemo_lowprec.formats.block_tensor import quantize_blocks_of_rows
-from nemo_lowprec.formats.flat import is_matrix
-from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
-from nemo_lowprec.formats.row_blocks import quantize_rows
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.formats.block_scale_128 import quantize_rows
 from nemo_lowprec.formats.stochastic import round_stochastic
+from nemo_lowprec.tensors import BlockScaledTensor
+from nemo_lowprec.tensors.block_scaled_tensor import quantize_blocks_of_rows
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
+from nemo_lowprec.tensors.flat_shard import is_matrix
 
 __all__ = ["StateFormat", "StateFormats", "portable", "stands_still", "store", "write"]
 
@@ -77,14 +78,14 @@ def stands_still(beta: float, dtype: torch.dtype) -> bool:
 def store(values: Tensor, fmt: StateFormat, positive: bool = False) -> Tensor:
     """A new tensor that holds ``values`` in ``fmt``; see ``write``."""
     if fmt in _BLOCKS:
-        return BlockTensor(*quantize_blocks_of_rows(values.detach(), _BLOCKS[fmt], positive), _BLOCKS[fmt])
+        return BlockScaledTensor(*quantize_blocks_of_rows(values.detach(), _BLOCKS[fmt], positive), _BLOCKS[fmt])
     return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
 
 
 def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
     """A new tensor of zeros of the shape and on the device of ``param``."""
     if fmt in _BLOCKS:
-        return BlockTensor.zeros(param.shape, _BLOCKS[fmt], param.device)
+        return BlockScaledTensor.zeros(param.shape, _BLOCKS[fmt], param.device)
     return torch.zeros(param.shape, dtype=_PLAIN[fmt], device=param.device)
 
 
@@ -95,7 +96,7 @@ def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool
         salt: round stochastically with this random stream; None rounds to nearest.
         positive: where states are stored in blocks, as in ``quantize_rows``.
     """
-    if isinstance(state, BlockTensor):
+    if isinstance(state, BlockScaledTensor):
         state.set_blocks_(*quantize_rows(values, state.fmt, salt=salt, positive=positive))
     else:
         state.copy_(values if salt is None else round_stochastic(values, state.dtype, salt))
@@ -106,11 +107,11 @@ def portable(state: Tensor) -> Tensor:
 
     Block-scaled states are decoded, E4M3 to BF16 and FP16 to FP32, on the CPU: a checkpoint takes no GPU memory.
     """
-    local = local_of(state)
-    if not isinstance(local, BlockTensor):
+    local = local_shard(state)
+    if not isinstance(local, BlockScaledTensor):
         return state.detach()
     dtype = torch.bfloat16 if local.fmt == E4M3 else torch.float32
     if is_sharded(state):  # a part of it, which processes exchange where it is
-        return as_shard_of(local.dequantize(dtype), state)
-    on_cpu: BlockTensor = local.to("cpu")  # type: ignore[assignment]
+        return as_dtensor_like(local.dequantize(dtype), state)
+    on_cpu: BlockScaledTensor = local.to("cpu")  # type: ignore[assignment]
     return on_cpu.dequantize(dtype)

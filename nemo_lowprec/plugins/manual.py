@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats.hooks import weakly
+from nemo_lowprec.tensors.weak_hooks import weakly
 
 __all__ = ["ManualPasses"]
 

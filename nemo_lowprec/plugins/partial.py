@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import GradientTensor, StoredTensor
-from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of, rows_of
+from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
 __all__ = ["PartialGradients", "partial_gradients"]
 
@@ -127,7 +127,7 @@ def _plain(grad: Tensor) -> Any:
 
 
 def _values(grad: Tensor) -> Tensor:
-    values = grad.dequantize() if isinstance(grad, StoredTensor) else grad.detach()
+    values = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad.detach()
     return (values.to_dense() if values.is_sparse else values).float()
 
 
@@ -152,10 +152,10 @@ def _mean(param: Any, is_mine: bool, waiting: dict[int, Tensor]) -> Tensor | Non
         dist.reduce(total, 0)
         return total.cpu() if dist.get_rank() == 0 else None
     dist.all_reduce(total)
-    rows = rows_of(total, param).clone()
+    rows = local_rows(total, param).clone()
     if is_mine and param.grad is not None:
-        rows += _values(local_of(param.grad))
-    return as_shard_of(rows, param)
+        rows += _values(local_shard(param.grad))
+    return as_dtensor_like(rows, param)
 
 
 def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tensor:
@@ -168,14 +168,14 @@ def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tens
         if not in_fp8 or factor != 1 or engine.shards is not None:
             saved = grad.dequantize()
     if not isinstance(saved, dict):
-        values = rows_of(saved, param).to(param.device)
+        values = local_rows(saved, param).to(param.device)
         values = values * factor if factor != 1 else values
         if not in_fp8:
-            return as_shard_of(values.to(param.grad_dtype or torch.float32), param)
+            return as_dtensor_like(values.to(param.grad_dtype or torch.float32), param)
         grad = GradientTensor.from_float(values)
     if engine.gradients is not None:
         grad.overflowed = engine.gradients.overflowed
-    return as_shard_of(grad, param)
+    return as_dtensor_like(grad, param)
 
 
 def _warn(when: str) -> None:

@@ -16,9 +16,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.lines import pair_lines, text_lines
+from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 
 __all__ = ["level_table", "print_summary", "print_tables", "summarize_as_before", "summarize_true_size", "weight_bytes"]
 
@@ -69,8 +69,8 @@ def weight_bytes(module: nn.Module) -> int:
     for param in module.parameters():
         if _has_no_shape(param) or not param.numel():
             continue
-        local: Any = local_of(param)
-        if isinstance(local, StoredTensor) and local.numel():
+        local: Any = local_shard(param)
+        if isinstance(local, QuantizedTensor) and local.numel():
             total += param.numel() * local.stored_bytes() / local.numel()
         else:
             total += param.numel() * param.element_size()

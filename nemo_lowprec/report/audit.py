@@ -26,15 +26,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_lowprec.compute import linear_weights
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.found import Bytes, as_stored, format_of
 from nemo_lowprec.report.gathered import Gathered
 from nemo_lowprec.report.gemms import watch_gemms
 from nemo_lowprec.report.megatron_audit import MegatronLook
+from nemo_lowprec.report.tensor_storage import Bytes, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 from nemo_lowprec.strategies import MegatronStrategy
+from nemo_lowprec.tensors.dtensor import local_shard
 from nemo_lowprec.weights import kept_in_fp32, master_of
 
 __all__ = ["Audit", "AuditReport", "Finding"]
@@ -133,7 +133,7 @@ class Audit(pl.Callback):
             )  # FSDP2 reduces it
             vectors = level.vectors if part == "vectors" else None
             count = sum(p.numel() for p in params)  # of whole parameters
-            held = sum(local_of(p).numel() for p in params)  # by this process
+            held = sum(local_shard(p).numel() for p in params)  # by this process
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found.
                 observed = "+".join(sorted(self._seen["converted"])) or "–"

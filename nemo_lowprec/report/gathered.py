@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.found import Stored, as_stored
+from nemo_lowprec.report.tensor_storage import Stored, as_stored
 
 __all__ = ["Gathered"]
 

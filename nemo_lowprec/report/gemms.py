@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compute import Backend, gemm_plans
-from nemo_lowprec.report.found import format_of
+from nemo_lowprec.report.tensor_storage import format_of
 
 __all__ = ["watch_gemms"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.found import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.gemms import watch_gemms
+from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MegatronLook:
         if self._engine.is_pipelined:
             found = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         elif level.has_fp8:
-            found = [self._module.get_parameter(n) for n in self._engine.own_layers.conversion.weights]  # type: ignore[union-attr]
+            found = [self._module.get_parameter(n) for n in self._engine.converted.conversion.weights]  # type: ignore[union-attr]
         else:
             found = [w for chunk in self._engine.chunks for w in linear_weights(chunk).values()]
         weights = {id(w): w for w in found if w.requires_grad}

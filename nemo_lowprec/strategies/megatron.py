@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.checkpoint.atomic_rename import recover, remove
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
@@ -31,7 +32,6 @@ from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_scheduler
 from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_as_before, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.between_steps import check_saves
-from nemo_lowprec.strategies.replace import recover, remove
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron import MegatronSettings
@@ -188,7 +188,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             summarize_true_size(trainer)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
-            layers, problem = layers_table(chunks, settings, plugin.parsed.recipe, engine.own_layers)
+            layers, problem = layers_table(chunks, settings, plugin.parsed.recipe, engine.converted)
             row = level_table(settings.level, settings.fp8_weights, chunks)
             fields = settings_table(settings, self.layout, overlaps)
             print_tables(plugin, [row, fields, *([layers] if layers else [])], problem)
@@ -253,8 +253,8 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         assert self.lightning_module is not None and isinstance(self.precision_plugin, LowPrecision)
         self.precision_plugin.before_step()
         engine = self.engine
-        if engine.own_layers is not None:
-            with engine.own_layers.forward():
+        if engine.converted is not None:
+            with engine.converted.forward():
                 return self.lightning_module.training_step(*args, **kwargs)
         batch, *rest = args
         self._pending.append(batch)

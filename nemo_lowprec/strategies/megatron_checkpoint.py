@@ -24,14 +24,14 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from nemo_lowprec.checkpoint.atomic_rename import part_of, start_part
 from nemo_lowprec.checkpoint.dcp_folder import check_folder
+from nemo_lowprec.checkpoint.sharded_folder import META, finish_part, is_folder, on_first, probe, writing_folder
 from nemo_lowprec.checkpoint.torch_zip import load as load_file
 from nemo_lowprec.comm import raise_together
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.formats import FP16
 from nemo_lowprec.megatron.chunks import unwrapped
-from nemo_lowprec.strategies.replace import part_of, start_part
-from nemo_lowprec.strategies.sharded_checkpoint import META, finish_part, is_folder, on_first, probe, writing_folder
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
@@ -165,8 +165,8 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
 
 
 def _histories(engine: MegatronEngine) -> dict[str, Any]:
-    if engine.own_layers is not None:
-        histories = engine.own_layers.histories
+    if engine.converted is not None:
+        histories = engine.converted.histories
         return {} if histories is None else {"own": histories.state_dict()}
     mine: dict[str, Any] = {}
     for _, part in _parts(engine):
@@ -178,7 +178,7 @@ def _histories(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
-    own = engine.own_layers
+    own = engine.converted
     if own is not None:
         if own.histories is not None and "own" in saved:
             own.histories.load_state_dict(saved["own"])

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES, Sharding
-from nemo_lowprec.formats.local import is_sharded
 from nemo_lowprec.strategies.materialize import materialize
+from nemo_lowprec.tensors.dtensor import is_sharded
 from nemo_lowprec.weights.widened import HALVES, TrainedWeights
 
 __all__ = [

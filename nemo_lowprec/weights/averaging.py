@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from nemo_lowprec.formats import CastTensor, StoredTensor
+from nemo_lowprec.tensors import Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.saved_form import master_of
 from nemo_lowprec.weights.written import note, take_over_written
 
@@ -36,9 +36,9 @@ class ExactWeights:
         """The exact weights, in the model's order."""
         for param in self._model.parameters():
             master = master_of(param)
-            if master is not None and not isinstance(param, StoredTensor):
+            if master is not None and not isinstance(param, QuantizedTensor):
                 take_over_written(param, master)
-            own = CastTensor(param.data_fp16, torch.float32) if isinstance(param, CastTensor) else param
+            own = Fp16Weight(param.data_fp16, torch.float32) if isinstance(param, Fp16Weight) else param
             yield own if master is None else master
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class ExactWeights:
         """After writing to the exact weights: round the copies from them."""
         for param in self._model.parameters():
             master = master_of(param)
-            if isinstance(param, StoredTensor):
+            if isinstance(param, QuantizedTensor):
                 param.copy_(param.exact())
             elif master is not None:
                 param.copy_(master)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.formats import E4M3, ScaledTensor
-from nemo_lowprec.formats.fused import copy_kernels
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.kernels.loader import copy_kernels
+from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
@@ -134,14 +135,14 @@ class MasterWeights:
         self._pairs = None
         for name in self._fp8:
             param = self._model.get_parameter(name)
-            if not isinstance(param, ScaledTensor) and master_of(param) is not None:
+            if not isinstance(param, Fp8Weight) and master_of(param) is not None:
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():
             master = master_of(param)
             assert master is not None
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)
-            if not isinstance(param, ScaledTensor):
+            if not isinstance(param, Fp8Weight):
                 moved(param, master)
             self._set_grad_dtype(param)
 
@@ -157,7 +158,7 @@ class MasterWeights:
             self._pairs = [(p, m) for p in self.copies() if (m := master_of(p)) is not None]
         written = [
             p for p, m in self._pairs
-            if master_was_written(m) and (isinstance(p, ScaledTensor) or not was_written(p, m))
+            if master_was_written(m) and (isinstance(p, Fp8Weight) or not was_written(p, m))
         ]  # fmt: skip
         if written:
             self.refresh([*written])
@@ -171,7 +172,7 @@ class MasterWeights:
                 else:
                     master.data = values
                 self._set_grad_dtype(param)
-            elif master is not None and not isinstance(param, ScaledTensor) and was_written(param, master):
+            elif master is not None and not isinstance(param, Fp8Weight) and was_written(param, master):
                 del self._frozen[id(param)]
                 master.data = master.data.float()
                 take_over(param, master)
@@ -182,7 +183,7 @@ class MasterWeights:
         """Frozen parameters were written together with the values that they came with."""
         for param in self._frozen.values():
             master = master_of(param)
-            if master is not None and not isinstance(param, ScaledTensor):
+            if master is not None and not isinstance(param, Fp8Weight):
                 note(param, master)
 
     def before_backward(self) -> None:
@@ -200,9 +201,9 @@ class MasterWeights:
     def refresh(self, params: list[Tensor]) -> None:
         """Write the masters' values into their copies among ``params``."""
         pairs = [(p, master_of(p)) for p in params]
-        plain = [(p, m) for p, m in pairs if m is not None and not isinstance(p, ScaledTensor)]
+        plain = [(p, m) for p, m in pairs if m is not None and not isinstance(p, Fp8Weight)]
         for param, master in pairs:
-            if isinstance(param, ScaledTensor) and master is not None:
+            if isinstance(param, Fp8Weight) and master is not None:
                 param.quantize_(master)
                 note(param, master)
         same = self._copy_measuring([(p, m) for p, m in plain if p.device == m.device])
@@ -246,7 +247,7 @@ class MasterWeights:
                 assert master is not None
                 param.grad = None
                 param.grad_dtype = param.dtype
-                if isinstance(param, ScaledTensor):
+                if isinstance(param, Fp8Weight):
                     delattr(param, MASTER)
                     values = to_original_dtype(param, master.data.to(param.device))
                     note_original_dtype(param, None)
@@ -284,7 +285,7 @@ class MasterWeights:
         found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
         pairs = [
             (p, m) for p, m in found
-            if m is not None and id(p) not in self._frozen and not isinstance(p, ScaledTensor) and not was_written(p, m)
+            if m is not None and id(p) not in self._frozen and not isinstance(p, Fp8Weight) and not was_written(p, m)
         ]  # fmt: skip
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps & (steps - 1) == 0:
@@ -318,9 +319,7 @@ class MasterWeights:
     def _after_step(self, optimizer: Optimizer) -> None:
         masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
         stepped = [m._copy_of for m in masters if m.grad is not None]
-        written = [
-            m._copy_of for m in masters if not isinstance(m._copy_of, ScaledTensor) and was_written(m._copy_of, m)
-        ]
+        written = [m._copy_of for m in masters if not isinstance(m._copy_of, Fp8Weight) and was_written(m._copy_of, m)]
         self.swap_out(optimizer)
         if written:
             raise RuntimeError(
@@ -343,7 +342,7 @@ class MasterWeights:
                 master = master_of(param)
                 if master is None or id(param) in self._frozen:
                     continue
-                if not isinstance(param, ScaledTensor) and was_written(param, master):
+                if not isinstance(param, Fp8Weight) and was_written(param, master):
                     take_over(param, master)
                 master.requires_grad_(param.requires_grad)
                 grad = param.grad
@@ -393,7 +392,7 @@ def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
     master = master_of(param)
     assert master is not None
     stored = nn.Parameter(
-        ScaledTensor.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
+        Fp8Weight.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
     )
     param.grad = None
     forget(param)

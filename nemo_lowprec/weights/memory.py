@@ -6,8 +6,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.formats.local import is_sharded
+from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.dtensor import is_sharded
 
 __all__ = ["check_memory"]
 
@@ -34,6 +34,6 @@ def check_memory(model: nn.Module) -> None:
 
 
 def _has_memory(param: Tensor) -> bool:
-    if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter | StoredTensor) or is_sharded(param):
+    if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter | QuantizedTensor) or is_sharded(param):
         return False
     return param.numel() > 0

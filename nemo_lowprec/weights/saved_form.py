@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import FP16, BlockTensor, CastTensor, StoredTensor, compute_amax
-from nemo_lowprec.formats.stored import MASTER
+from nemo_lowprec.formats import FP16, compute_amax
+from nemo_lowprec.tensors import BlockScaledTensor, Fp16Weight, QuantizedTensor
+from nemo_lowprec.tensors.quantized_tensor import MASTER
 from nemo_lowprec.weights.widened import to_original_dtype
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
@@ -63,7 +64,7 @@ def _cover(model: nn.Module) -> None:
     for module in model.modules():
         if _emit_values not in module._state_dict_hooks.values():
             own = [p for p in module._parameters.values() if p is not None]
-            if any(isinstance(p, StoredTensor) or master_of(p) is not None for p in own):
+            if any(isinstance(p, QuantizedTensor) or master_of(p) is not None for p in own):
                 install_hooks(module)
 
 
@@ -71,16 +72,16 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     for name, param in module._parameters.items():
         if param is not None and prefix + name in state_dict:
             master = master_of(param)
-            if isinstance(master, BlockTensor):
+            if isinstance(master, BlockScaledTensor):
                 # Its values take FP32: on the CPU, so that a checkpoint takes no GPU memory.
                 state_dict[prefix + name] = master.to("cpu").dequantize()
             elif master is not None:
-                if not isinstance(param, StoredTensor):
+                if not isinstance(param, QuantizedTensor):
                     take_over_written(param, master)
                 state_dict[prefix + name] = master.detach()
-            elif isinstance(param, CastTensor):
+            elif isinstance(param, Fp16Weight):
                 state_dict[prefix + name] = param.data_fp16
-            elif isinstance(param, StoredTensor):
+            elif isinstance(param, QuantizedTensor):
                 state_dict[prefix + name] = param.detach().dequantize()
             else:
                 state_dict[prefix + name] = to_original_dtype(param, state_dict[prefix + name])
@@ -104,7 +105,7 @@ def _load_masters(
         if param is None or value is None:
             continue
         master = master_of(param)
-        if master is None and not isinstance(param, StoredTensor) and param.dtype != torch.float16:
+        if master is None and not isinstance(param, QuantizedTensor) and param.dtype != torch.float16:
             continue
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
@@ -128,8 +129,8 @@ def _load_masters(
 def _is_fp16(param: Tensor, master: Tensor | None) -> bool:
     """Whether the exact values of ``param`` are FP16: its own, or its master's."""
     if master is not None:
-        return isinstance(master, BlockTensor)
-    return (param.data_fp16 if isinstance(param, CastTensor) else param).dtype == torch.float16
+        return isinstance(master, BlockScaledTensor)
+    return (param.data_fp16 if isinstance(param, Fp16Weight) else param).dtype == torch.float16
 
 
 def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
@@ -139,7 +140,7 @@ def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
             master = master_of(param) if param is not None else None
             if param is not None and master is not None:
                 param.copy_(master)
-                if not isinstance(param, StoredTensor):
+                if not isinstance(param, QuantizedTensor):
                     note(param, master)
             elif param is not None and not param.requires_grad:
                 note_frozen(param)

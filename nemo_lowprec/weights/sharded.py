@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.formats import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
-from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
+from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
+from nemo_lowprec.weights.low_bit import LowBitWeights, needs_plain_fp32
 from nemo_lowprec.weights.masters import needs_fp32
-from nemo_lowprec.weights.stored import StoredWeights, needs_plain_fp32
 from nemo_lowprec.weights.widened import HALVES
 
 __all__ = ["ShardedWeights", "kept_in_fp32"]
@@ -72,7 +72,7 @@ class ShardedWeights:
         in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
         in_fp32 = kept_in_fp32(model, self.low_bit)
         for place, param in self._sharded.items():
-            local = local_of(param)
+            local = local_shard(param)
             if isinstance(local, Shard):
                 continue  # tied to one that was met before
             if place in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
@@ -165,7 +165,7 @@ class ShardedWeights:
 
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
-        return self.low_bit and StoredWeights.is_matrix(local_of(param))
+        return self.low_bit and LowBitWeights.is_matrix(local_shard(param))
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
@@ -186,7 +186,7 @@ class ShardedWeights:
     def renew_scales(self) -> None:
         """After the shards have changed: the scales of FP8 weights, from the largest magnitude on all processes."""
         params = {id(p): p for p in self._sharded.values()}.values()
-        shards = [shard for p in params if isinstance(shard := local_of(p), Fp8Gathered)]
+        shards = [shard for p in params if isinstance(shard := local_shard(p), Fp8Gathered)]
         if shards:
             amax = torch.stack([shard.local_amax() for shard in shards])
             self._reduce_amax(amax)
@@ -221,7 +221,7 @@ class ShardedWeights:
             if hasattr(unit, "_unsharded_param"):
                 unit._unsharded_param.grad = None
         for param in self._sharded.values():
-            local = local_of(param)
+            local = local_shard(param)
             param.grad = None
             if isinstance(local, Shard):
                 param._local_tensor = local.dequantize(torch.float32).clone()  # type: ignore[attr-defined]
@@ -259,7 +259,7 @@ def _units(model: nn.Module) -> dict[int, list[nn.Module]]:
 def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Sharded plain tensors of the values that the shards of ``module`` stand for."""
     for name, param in module._parameters.items():
-        local = local_of(param) if param is not None else None
+        local = local_shard(param) if param is not None else None
         if isinstance(local, Shard) and prefix + name in state_dict:
             values = local.data_fp16 if isinstance(local, HalfShard) else local.dequantize(torch.float32)
-            state_dict[prefix + name] = as_shard_of(values, param)
+            state_dict[prefix + name] = as_dtensor_like(values, param)

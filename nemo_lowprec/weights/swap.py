@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 
 __all__ = ["replace", "swap", "swap_or_replace"]
 
 
 def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Give ``param`` the storage and class of ``other``."""
-    if isinstance(other, StoredTensor):
+    if isinstance(other, QuantizedTensor):
         other.copied_in_fp32 = True
     inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param", "copied_in_fp32"}
     attributes = {n: v for n, v in param.__dict__.items() if n not in inner}

@@ -12,11 +12,14 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "options", "formats", "lines", "nearest", "quiet"},
+    {"chart", "arguments", "options", "formats", "lines", "nearest", "observers", "quiet"},
+    {"kernels"},
+    {"tensors"},
     COLUMNS,
-    {"engine", "checkpoint", "late_optimizers"},
+    {"engine"},
+    {"checkpoint"},
     {"megatron"},
-    {"plugins", "msamp", "plain_loop"},
+    {"plugins", "loops", "msamp"},
     {"strategies"},
     {"models", "data", "report"},
     {"recipes", "run_arguments", "cli", "conf", "train", "display", "checks"},

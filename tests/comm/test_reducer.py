@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_lowprec.comm import GradientReducer, broadcast_weights
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, GradientTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, GradientTensor
 from tests.processes import on_processes
 
 SHAPES = [(8, 300), (4, 128), (1, 1), (3, 2, 5, 5), (37, 129), (0, 4)]
@@ -163,9 +164,9 @@ def run_twice(rank):
 def run_broadcast(rank):
     torch.manual_seed(rank)
     plain, half, low = nn.Parameter(torch.randn(4, 4)), torch.randn(8, 128), torch.randn(8, 128)
-    cast = nn.Parameter(CastTensor.from_float(half, torch.float32))
-    fp8 = nn.Parameter(ScaledTensor.from_float(low, E4M3, torch.float32))
-    fp8.master_weight = BlockTensor.from_float(low, FP16)
+    cast = nn.Parameter(Fp16Weight.from_float(half, torch.float32))
+    fp8 = nn.Parameter(Fp8Weight.from_float(low, E4M3, torch.float32))
+    fp8.master_weight = BlockScaledTensor.from_float(low, FP16)
     broadcast_weights([plain, cast, fp8])
     parts = [plain.detach(), *bits(cast), *bits(fp8), *bits(fp8.master_weight)]
     return {"parts": [p.detach().clone() for p in parts], "same": torch.equal(plain.detach(), torch.randn(4, 4))}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec.comm.wire import Messages, Packer, mean_of_messages
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 SHAPES = [torch.Size((37, 129)), torch.Size((64, 256))]
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from nemo_lowprec.compute import LowPrecisionConv1D, ReferenceBackend, convert_layers
 from nemo_lowprec.compute.double_backward import _values
 from nemo_lowprec.compute.operands import new_histories, operand_of
-from nemo_lowprec.formats import E4M3, CastTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
@@ -139,8 +140,8 @@ def test_weights_in_low_bit_storage_are_part_of_the_graph(stored, scaling):
     if stored == "bf16":
         layer.weight.data = layer.weight.data.bfloat16()
     else:
-        kind = CastTensor.from_float if stored.startswith("fp16") else ScaledTensor.from_float
-        made = kind(layer.weight.data, *(() if kind == CastTensor.from_float else (E4M3,)), reads_as)
+        kind = Fp16Weight.from_float if stored.startswith("fp16") else Fp8Weight.from_float
+        made = kind(layer.weight.data, *(() if kind == Fp16Weight.from_float else (E4M3,)), reads_as)
         layer.weight = nn.Parameter(made)
     exact = layer.weight.detach().to(torch.float32, copy=True) if stored == "bf16" else layer.weight.dequantize(
         torch.float32

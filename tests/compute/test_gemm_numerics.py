@@ -10,7 +10,7 @@ from torch import nn
 
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.operands import new_histories, operand_of
-from nemo_lowprec.formats import BlockScaled, dequantize_blocks
+from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
 from nemo_lowprec.options import LayerFilter, Recipe
 
 # Rounding to a mantissa of m bits leaves about 6.02 m + 13.5 dB of a normal sample: 31.5 for E4M3, 25.5 for E5M2,
@@ -124,7 +124,7 @@ def test_nvfp4_rotates_both_operands_of_wgrad_by_hadamard_matrices_of_16(kind):
     x = operands(4, spread=1.0)[0]
     recipe, backend = Recipe("nvfp4", fp8="e4m3"), ReferenceBackend()
     part = backend.quantize(x, operand_of(recipe, kind), rowwise=False, columnwise=True, record=False).columnwise
-    got = dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout)).double()
+    got = dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout)).double()
     signs = [[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]
     rotation = torch.tensor(signs, dtype=torch.float64) / 4  # orthogonal: it cancels in the product
     assert torch.equal(rotation @ rotation.t(), torch.eye(16, dtype=torch.float64))

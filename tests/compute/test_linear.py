@@ -17,8 +17,9 @@ from nemo_lowprec.compute import (
     convert_layers,
 )
 from nemo_lowprec.compute.operands import new_histories, operand_of
-from nemo_lowprec.formats import E4M3, ScaledTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
@@ -143,7 +144,7 @@ def test_interval_keeps_old_scales_in_between():
 def test_a_weight_stored_in_fp8_is_used_as_it_is(scaling):
     layer, histories = make(scaling, bias=False, override_linear_precision=(False, False, True))
     plain = copy.deepcopy(layer)
-    layer.weight = nn.Parameter(ScaledTensor.from_float(layer.weight, E4M3, HALF))
+    layer.weight = nn.Parameter(Fp8Weight.from_float(layer.weight, E4M3, HALF))
     layer.weight.grad_dtype = torch.float32
     out, dx, dw, _ = gradients(layer, inputs())
     # The values of the storage, not rounded a second time; stored from the same amax, they are those of the GEMM.
@@ -161,7 +162,7 @@ def test_a_weight_stored_in_fp8_is_used_as_it_is(scaling):
 def test_a_weight_stored_in_fp8_works_with_overridden_gemms():
     for flags in ((True, False, False), (False, True, False), (True, True, True)):
         layer, _ = make("delayed", override_linear_precision=flags)
-        layer.weight = nn.Parameter(ScaledTensor.from_float(layer.weight, E4M3, HALF))
+        layer.weight = nn.Parameter(Fp8Weight.from_float(layer.weight, E4M3, HALF))
         layer.weight.grad_dtype = torch.float32
         out, dx, dw, _ = gradients(layer, inputs())
         w = layer.weight.dequantize(torch.float32).double()
@@ -546,13 +547,13 @@ def test_half_layers_round_operands_and_results_and_accumulate_in_fp32():
 
 
 def test_a_conv1d_stored_in_fp8_computes_what_the_linear_layer_does():
-    weight = ScaledTensor.from_float(torch.randn(48, 64, generator=torch.Generator().manual_seed(3)), E4M3, HALF)
+    weight = Fp8Weight.from_float(torch.randn(48, 64, generator=torch.Generator().manual_seed(3)), E4M3, HALF)
     current = recipe("current")
     operands = {kind: operand_of(current, kind) for kind in OPERANDS}
     results = []
     for cls, stored in ((LowPrecisionLinear, weight), (LowPrecisionConv1D, weight.transposed())):
         layer = nn.Linear(64, 48, bias=False)
-        layer.weight = nn.Parameter(ScaledTensor(stored.data_fp8.contiguous(), stored.scale_inv, E4M3, HALF))
+        layer.weight = nn.Parameter(Fp8Weight(stored.data_fp8.contiguous(), stored.scale_inv, E4M3, HALF))
         layer.__class__ = cls
         layer.gemm_plan = GemmPlan(ReferenceBackend(), HALF, current, operands)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(4)).to(HALF).requires_grad_()

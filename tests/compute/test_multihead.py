@@ -17,8 +17,9 @@ from nemo_lowprec.compute import (
     revert_layers,
 )
 from nemo_lowprec.compute.operands import new_histories
-from nemo_lowprec.formats import E4M3, CastTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 
 HALF = torch.bfloat16
 SIZE, HEADS, BATCH, QUERIES, KEYS = 32, 4, 3, 5, 7
@@ -211,8 +212,8 @@ def test_a_memory_is_projected_as_by_layers_of_their_own(scaling, half_backend):
 def test_weights_that_are_stored_in_low_precision_are_projected_with(store):
     module, given = attention(), arguments({}, "memory")
     with torch.no_grad():
-        rounded = ScaledTensor.from_float(module.in_proj_weight, E4M3, torch.float32)
-        stored = rounded if store == "fp8" else CastTensor.from_float(module.in_proj_weight, torch.float32)
+        rounded = Fp8Weight.from_float(module.in_proj_weight, E4M3, torch.float32)
+        stored = rounded if store == "fp8" else Fp16Weight.from_float(module.in_proj_weight, torch.float32)
         module.in_proj_weight.copy_(stored.dequantize(torch.float32))
     want = results(module, given, {})
     module.in_proj_weight = nn.Parameter(stored)

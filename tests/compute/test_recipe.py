@@ -6,9 +6,10 @@ import torch
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.compute import OPERANDS
 from nemo_lowprec.compute.operands import new_histories, operand_of
-from nemo_lowprec.formats import E4M3, E5M2, ScaledTensor
+from nemo_lowprec.formats import E4M3, E5M2
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.tensors import Fp8Weight
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_bad_value_is_a_value_error_that_names_it(name, value):
 def test_the_largest_margins_keep_most_of_a_tensor(scaling, margin, kind):
     operand = operand_of(Recipe(scaling, fp8_margin=margin), kind)
     values = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
-    read = ScaledTensor.from_float(values, operand.fmt, torch.float32, operand.margin).dequantize()
+    read = Fp8Weight.from_float(values, operand.fmt, torch.float32, operand.margin).dequantize()
     assert (read - values).norm() < 0.1 * values.norm()
 
 

@@ -16,7 +16,7 @@ from nemo_lowprec.options import Recipe
 def test_backends_import_neither_te_nor_triton():
     code = (
         "import sys, nemo_lowprec.compute.backends, nemo_lowprec.compute.te_layers; "
-        "assert not {'transformer_engine', 'nemo_lowprec.formats.triton_cast'} & set(sys.modules)"
+        "assert not {'transformer_engine', 'nemo_lowprec.kernels.triton_cast'} & set(sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

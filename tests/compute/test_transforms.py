@@ -11,7 +11,7 @@ from support import CASES, level_of, plugin
 from torch import nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, stack_module_state, vmap
 
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 
 SIMILAR = {"fp16": 0.999, "bf16": 0.999, "fp8": 0.98, "mxfp8": 0.98, "nvfp4": 0.9}
 
@@ -105,6 +105,6 @@ def test_a_trace_of_low_bit_weights_tells_how_to_save_it(case, batch):
     with autocast, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.jit.trace(model, (batch[0],), check_trace=False)
-    low_bit = any(isinstance(p, StoredTensor) for p in model.parameters())
+    low_bit = any(isinstance(p, QuantizedTensor) for p in model.parameters())
     assert low_bit == ("msamp" in case or "fp8_params" in case)
     assert low_bit == any("copy.deepcopy(model)" in str(w.message) for w in told)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 from tests.processes import on_processes
 from tests.strategies import (
     test_ddp_loops,

@@ -10,12 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends import BACKENDS
-from nemo_lowprec.compute.backends.base import Quantized
+from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionLinear
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
-from nemo_lowprec.formats import E4M3, BlockScaled, ScaledTensor, decode, dequantize_blocks
+from nemo_lowprec.formats import E4M3, BlockScaledMatrix, decode, dequantize_blocks
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -55,12 +56,12 @@ def make(*shape, dtype=HALF, seed=0):
 
 def values_of(q, columnwise=False):
     """What an operand's data stand for, FP32 [rows, cols], read from its columnwise data if asked."""
-    if isinstance(q, Quantized):
+    if isinstance(q, QuantizedOperand):
         part = q.columnwise if columnwise else q.rowwise
         if part.layout is None:
             values = decode(part.data) * part.scale_inv
         else:
-            values = dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout))
+            values = dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout))
         return values.t() if columnwise else values
     one = object.__new__(type(q))  # with one orientation only, for TE to decode
     one.__dict__.update(q.__dict__)
@@ -260,8 +261,8 @@ def test_half_matmul_does_not_round_an_fp32_result(name, half):
 @pytest.mark.parametrize("name", ["te", "torch"])
 def test_stored_weights_are_not_rounded_again(name):
     backend, reference = backend_of(name, recipe_of("current")), ReferenceBackend()
-    plain = ScaledTensor.from_float(make(48, 64), E4M3, HALF)
-    turned = ScaledTensor.from_float(make(64, 48), E4M3, HALF).transposed()  # as Conv1D has it
+    plain = Fp8Weight.from_float(make(48, 64), E4M3, HALF)
+    turned = Fp8Weight.from_float(make(64, 48), E4M3, HALF).transposed()  # as Conv1D has it
     sides = ((True, False), (False, True), (True, True))
     for weight, (rowwise, columnwise) in itertools.product((plain, turned), sides):
         q = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
@@ -281,7 +282,7 @@ def layer_of(backend, recipe, ins=96, outs=64, bias=True, weight_dtype=torch.flo
     operands, histories = operands_of(recipe) if recipe is not None else (None, None)
     layer.gemm_plan = GemmPlan(backend, half, recipe, operands)
     if stored:
-        weight = ScaledTensor.from_float(layer.weight.detach(), E4M3, half)
+        weight = Fp8Weight.from_float(layer.weight.detach(), E4M3, half)
         layer.weight = nn.Parameter(weight)
     return layer, histories
 

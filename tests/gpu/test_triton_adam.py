@@ -13,10 +13,11 @@ from support import kernels_or_skip
 from torch import nn
 
 import nemo_lowprec
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor, CastTensor, GradientTensor, ScaledTensor, StoredTensor
-from nemo_lowprec.formats.fused import block_kernels
+from nemo_lowprec.formats import E4M3, FP16
+from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.optim import Adam, AdamW
 from nemo_lowprec.optim.reference import read, step_by_reference
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, GradientTensor, QuantizedTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -48,10 +49,10 @@ def make_params(weight=torch.float16, shapes=SHAPES, margin=0, power_of_two=True
     for i, shape in enumerate(shapes):
         values = randn(shape, 100 + i) * 0.1
         if weight == "cast" and len(shape) > 1:
-            param = nn.Parameter(CastTensor.from_float(values, torch.bfloat16))
+            param = nn.Parameter(Fp16Weight.from_float(values, torch.bfloat16))
         elif weight == "fp8" and len(shape) > 1 and values.numel():
-            master = BlockTensor.from_float(values, FP16)
-            stored = ScaledTensor.from_float(master.dequantize(), E4M3, torch.bfloat16, margin, power_of_two)
+            master = BlockScaledTensor.from_float(values, FP16)
+            stored = Fp8Weight.from_float(master.dequantize(), E4M3, torch.bfloat16, margin, power_of_two)
             param = nn.Parameter(stored)
             param.master_weight = master
         else:
@@ -83,7 +84,7 @@ def params_of(optimizer):
 
 
 def parts(tensor):
-    return tensor.parts() if isinstance(tensor, StoredTensor) else (tensor.detach(),)
+    return tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor.detach(),)
 
 
 def tensors_of(optimizer):
@@ -207,7 +208,7 @@ def test_masters(weight, master, stochastic):
     ours = compare(weight=weight, master_weight_dtype=master, stochastic_rounding=stochastic)
     param = params_of(ours)[0]
     kept = ours.state[param].get("master_weight")
-    assert (kept is None) == (master is None) and isinstance(kept, BlockTensor) == (master == "fp16")
+    assert (kept is None) == (master is None) and isinstance(kept, BlockScaledTensor) == (master == "fp16")
     if kept is not None:  # the weight is its master, rounded
         assert torch.equal(param.detach(), read(kept).to(weight)) and not torch.equal(
             param.detach().float(), read(kept)
@@ -221,8 +222,8 @@ def test_weights_of_every_storage(weight, stochastic):
     if weight != "fp8":
         return
     for param in params_of(ours):
-        if isinstance(param, ScaledTensor):
-            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16, power_of_two=True)
+        if isinstance(param, Fp8Weight):
+            want = Fp8Weight.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16, power_of_two=True)
             assert_part(param.data_fp8, want.data_fp8, exact=True)
             assert_part(param.scale_inv, want.scale_inv, exact=True)
 
@@ -230,7 +231,7 @@ def test_weights_of_every_storage(weight, stochastic):
 def test_fp8_weights_with_a_margin():
     ours = compare(weight="fp8", make=lambda weight: make_params(weight, margin=2))
     for param in params_of(ours):
-        if isinstance(param, ScaledTensor):  # the largest weight lies at a quarter of the format's, or a binade below
+        if isinstance(param, Fp8Weight):  # the largest weight lies at a quarter of the format's, or a binade below
             assert param.margin == 2 and 448 / 8 <= float(param.data_fp8.float().abs().max()) <= 448 / 4
 
 
@@ -247,8 +248,8 @@ def test_fp8_weights_whose_scale_changes_are_written_again():
 def test_fp8_weights_with_scales_that_are_no_powers_of_two():
     ours = compare(weight="fp8", make=lambda weight: make_params(weight, power_of_two=False))
     for param in params_of(ours):
-        if isinstance(param, ScaledTensor):
-            want = ScaledTensor.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16)
+        if isinstance(param, Fp8Weight):
+            want = Fp8Weight.from_float(param.master_weight.dequantize(), E4M3, torch.bfloat16)
             assert_part(param.data_fp8, want.data_fp8, exact=True)
 
 
@@ -388,7 +389,7 @@ def test_channels_last_weights_and_gradients_are_stepped_by_value(weight, grad):
             values = randn(shape, i) * 0.1
             if last and len(shape) == 4:
                 values = values.to(memory_format=torch.channels_last)
-            stored = CastTensor.from_float(values, torch.bfloat16) if weight == "cast" else values.to(weight)
+            stored = Fp16Weight.from_float(values, torch.bfloat16) if weight == "cast" else values.to(weight)
             params.append(nn.Parameter(stored))
             params[-1].grad_dtype = None
         return params
@@ -504,7 +505,7 @@ def test_a_step_needs_no_memory(weight):
     optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < 2**14 and torch.cuda.memory_allocated() == before
-    stored = sum(t.stored_bytes() for t in optimizer.state[params[0]].values() if isinstance(t, BlockTensor))
+    stored = sum(t.stored_bytes() for t in optimizer.state[params[0]].values() if isinstance(t, BlockScaledTensor))
     assert stored <= 3.1 * params[0].numel()
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from support import kernels_or_skip
 
-from nemo_lowprec.formats import E4M3, FP16, BlockShard, BlockTensor, GradientTensor, PlainShard, cast
-from nemo_lowprec.formats.fused import block_kernels
-from nemo_lowprec.formats.multi_tensor import PointerTable
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats import E4M3, FP16, cast
+from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
+from nemo_lowprec.kernels.loader import block_kernels
+from nemo_lowprec.kernels.multi_tensor import PointerTable
+from nemo_lowprec.tensors import BlockScaledTensor, BlockShard, GradientTensor, PlainShard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -178,7 +179,7 @@ def test_a_gradient_goes_through_the_same_steps_as_on_the_cpu(kernels):
 @FORMATS
 @pytest.mark.parametrize("shape", [(), (37, 200), (8, 128)], ids=str)
 def test_a_block_tensor_is_stored_as_on_the_cpu(kernels, fmt, shape):
-    stored, on_cpu = (BlockTensor.zeros(shape, fmt, torch.device(device)) for device in ("cuda", "cpu"))
+    stored, on_cpu = (BlockScaledTensor.zeros(shape, fmt, torch.device(device)) for device in ("cuda", "cpu"))
     for seed in range(2):
         values = make(shape, seed=seed)
         stored.copy_(values)

@@ -7,9 +7,10 @@ from support import kernels_or_skip
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.operands import new_histories, operand_of
-from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, ScaledTensor, cast, compute_amax, compute_scale
-from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, cast, compute_amax, compute_scale
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -200,8 +201,8 @@ def test_weights_of_any_dtype(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stored_weight_is_quantized_as_on_the_cpu(kernels, dtype):
     x = make((96, 160), dtype)
-    on_cpu = ScaledTensor.from_float(x.cpu(), E4M3, torch.bfloat16, margin=1)
-    stored = ScaledTensor.from_float(torch.zeros_like(x), E4M3, torch.bfloat16, margin=1)
+    on_cpu = Fp8Weight.from_float(x.cpu(), E4M3, torch.bfloat16, margin=1)
+    stored = Fp8Weight.from_float(torch.zeros_like(x), E4M3, torch.bfloat16, margin=1)
     data = stored.data_fp8.data_ptr()
     stored.quantize_(x)
     assert stored.data_fp8.data_ptr() == data

@@ -7,8 +7,8 @@ from torch import nn
 
 import nemo_lowprec
 from nemo_lowprec.compute.weight_scales import WeightScales, weight_data
-from nemo_lowprec.formats import ScaledTensor
-from nemo_lowprec.formats.fused import copy_kernels
+from nemo_lowprec.kernels.loader import copy_kernels
+from nemo_lowprec.tensors import Fp8Weight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -63,11 +63,11 @@ def renewals(monkeypatch):
 
     def checked(self):
         weights = [scale.weight for scale in self.scales.values()]
-        plain = [w for w in weights if not isinstance(w, ScaledTensor)]  # an FP8 weight has a scale of its own
+        plain = [w for w in weights if not isinstance(w, Fp8Weight)]  # an FP8 weight has a scale of its own
         left = all("amax_of_step" in weight.__dict__ for weight in plain)
         renew(self)
         for weight, amax in zip(weights, self.amax, strict=True):
-            assert isinstance(weight, ScaledTensor) or amax == weight_data(weight).float().abs().max()
+            assert isinstance(weight, Fp8Weight) or amax == weight_data(weight).float().abs().max()
         seen.append(left)
 
     monkeypatch.setattr(WeightScales, "renew", checked)

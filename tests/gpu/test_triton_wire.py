@@ -6,7 +6,7 @@ from support import kernels_or_skip
 
 from nemo_lowprec.comm import wire
 from nemo_lowprec.comm.wire import Messages, Packer, fused_wire, mean_of_messages
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

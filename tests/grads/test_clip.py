@@ -6,8 +6,8 @@ from low_bit import make_params, randn, set_grads, values
 from torch import nn
 
 import nemo_lowprec
-from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.grads import clip_grad_norm_
+from nemo_lowprec.tensors import GradientTensor
 
 INF, NAN = float("inf"), float("nan")
 ORDERS = pytest.mark.parametrize("order", [2.0, 1.0, 3.0, INF])

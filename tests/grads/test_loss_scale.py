@@ -152,7 +152,7 @@ def test_overflows_from_which_the_scale_recovers_are_not_worth_a_word(recwarn):
 @pytest.mark.parametrize("saved,window", [(8, 3), (8, 8), (2, 3)])
 def test_megatrons_own_scaler_goes_on_growing_with_a_smaller_window(saved, window):
     grad_scaler = pytest.importorskip("megatron.core.optimizer.grad_scaler")
-    from nemo_lowprec.megatron.stepper import fit_to_configuration
+    from nemo_lowprec.megatron.optimizer_step import fit_to_configuration
 
     scaler = grad_scaler.DynamicGradScaler.__new__(grad_scaler.DynamicGradScaler)  # its constructor needs a GPU
     scaler.growth_interval, scaler.hysteresis = window, 2

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.grads import find_nonfinite, unscale_
+from nemo_lowprec.tensors import GradientTensor
 
 CPU = torch.device("cpu")
 

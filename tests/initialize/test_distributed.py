@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nemo_lowprec
 from nemo_lowprec.comm.buckets import Fp8Bucket
-from nemo_lowprec.formats import GradientTensor, StoredTensor
+from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
 from tests.processes import on_processes
 
 LEVELS = ["O1", "O2", "O3"]
@@ -53,7 +53,7 @@ def backward(model, rank, part, parts=1):
 
 
 def read(tensor):
-    return tensor.detach().dequantize() if isinstance(tensor, StoredTensor) else tensor.detach().clone()
+    return tensor.detach().dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach().clone()
 
 
 def grads(model):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import nemo_lowprec
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 LEVELS = ["O1", "O2", "O3"]
 AT_LEVELS = pytest.mark.parametrize("level", LEVELS)

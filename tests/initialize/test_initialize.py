@@ -15,9 +15,10 @@ from torch import nn, optim
 import nemo_lowprec
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import E4M3, BlockTensor, CastTensor, GradientTensor, ScaledTensor
+from nemo_lowprec.formats import E4M3
 from nemo_lowprec.optim import Adam, AdamW
 from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, GradientTensor
 
 LEVELS = ["O1", "O2", "O3"]
 AT_LEVELS = pytest.mark.parametrize("level", LEVELS)
@@ -97,7 +98,7 @@ def test_classes_formats_groups_and_order(level, make, becomes, decoupled):
             assert type(param) is nn.Parameter
         else:
             in_fp8 = level == "O3" and name == "mid.weight"  # a frozen one needs no master
-            assert isinstance(param, ScaledTensor if in_fp8 else CastTensor), name
+            assert isinstance(param, Fp8Weight if in_fp8 else Fp16Weight), name
             assert hasattr(param, "master_weight") == in_fp8
         if not param.requires_grad:
             assert param not in optimizer.state and param.grad is None
@@ -107,7 +108,7 @@ def test_classes_formats_groups_and_order(level, make, becomes, decoupled):
             assert isinstance(param.grad, GradientTensor)
         for key, size in (("exp_avg", 1), ("exp_avg_sq", 2)):
             if low and param.dim() > 1:
-                assert isinstance(state[key], BlockTensor) and state[key].data_blocks.element_size() == size
+                assert isinstance(state[key], BlockScaledTensor) and state[key].data_blocks.element_size() == size
             else:
                 assert type(state[key]) is torch.Tensor and state[key].dtype == torch.float32
 
@@ -201,7 +202,7 @@ def test_o3_weights_are_the_fp8_of_their_masters():
     for seed in range(3):
         step(model, optimizer, seed)
         master = model.mid.weight.master_weight.dequantize()
-        want = ScaledTensor.from_float(master, E4M3, torch.float32, power_of_two=True)
+        want = Fp8Weight.from_float(master, E4M3, torch.float32, power_of_two=True)
         assert torch.equal(model.mid.weight.data_fp8.view(torch.uint8), want.data_fp8.view(torch.uint8))
         assert torch.equal(model.mid.weight.scale_inv, want.scale_inv)
     assert not torch.equal(master, start)

@@ -7,8 +7,8 @@ from torch import nn, optim
 
 import nemo_lowprec
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import BlockTensor
 from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.tensors import BlockScaledTensor
 
 LEVELS = ["O1", "O2", "O3"]
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
@@ -47,7 +47,7 @@ def test_an_optimizer_that_is_made_later_trains_as_the_one_that_was_given(level,
     assert train(model, [late], scaler=scaler) == pytest.approx(want, rel=0.05)
     scheduler.step()
     assert isinstance(late, LowBitStates) and isinstance(late, cls) and callable(late.all_reduce_grads)
-    assert isinstance(late.state[model[0].weight]["exp_avg"], BlockTensor) == (level != "O1")
+    assert isinstance(late.state[model[0].weight]["exp_avg"], BlockScaledTensor) == (level != "O1")
     assert int(late.state[model[0].weight]["step"]) == 40
     saved = model.state_dict()
     assert torch.equal(saved["2.weight"].float(), values(model[2].weight) if level != "O3" else saved["2.weight"])

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn, optim
 
 import nemo_lowprec
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 LEVELS = ["O1", "O2", "O3"]
 LOOPS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -54,7 +54,7 @@ def at_work(chunk, stepper):
     """What ``megatron_checkpoint`` asks of a ``MegatronEngine``, which needs a GPU."""
     own = SimpleNamespace(histories=None)
     return SimpleNamespace(
-        is_pipelined=False, chunks=[chunk], optimizer=stepper, own_layers=own, gradient_unit=None, layout=None
+        is_pipelined=False, chunks=[chunk], optimizer=stepper, converted=own, gradient_unit=None, layout=None
     )  # fmt: skip
 
 

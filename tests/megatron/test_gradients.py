@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from benchmarks.cpu_for_cuda import CpuForCuda
-from nemo_lowprec.formats import E4M3, GradientTensor
-from nemo_lowprec.formats.row_blocks import dequantize_rows, quantize_rows
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
 from nemo_lowprec.megatron.gradients import MainGradient, hold_in_fp8, part_of_gradient
 from nemo_lowprec.megatron.parallel import ParallelLayout
+from nemo_lowprec.tensors import GradientTensor
 from tests.processes import on_processes
 
 WORLD = 2

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.cpu_for_cuda import CpuForCuda
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 from tests.megatron_jobs import level
 from tests.processes import on_processes
 
@@ -58,7 +58,7 @@ def build(case):
     from megatron.core.transformer import TransformerConfig
 
     from nemo_lowprec.megatron.chunks import cast_parameters, wrap
-    from nemo_lowprec.megatron.stepper import Stepper
+    from nemo_lowprec.megatron.optimizer_step import Stepper
 
     settings, net = settings_of(case), Net(case)
     cast_parameters(net, settings)
@@ -94,7 +94,7 @@ def train(chunk, stepper, rank, steps):
     found["are_weights"] = {stepper.is_weight(master) for master in stepper.masters(params)}
     states = stepper.states(params)
     found["formats"] = {
-        str(v.dtype) if not isinstance(v, StoredTensor) else v.fmt.name for s in states for v in s.values()
+        str(v.dtype) if not isinstance(v, QuantizedTensor) else v.fmt.name for s in states for v in s.values()
     }
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.megatron import ParallelLayout, resolve
-from nemo_lowprec.megatron.own_layers import OwnLayers
+from nemo_lowprec.megatron.converted_module import ConvertedModule
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.options import parse_options
 from tests.support import level_of
@@ -251,7 +251,7 @@ def test_layers_and_matrices_are_shown_and_too_little_is_warned_of(case):
     options = parse_options(get_level(case), {"backend": "reference"} if case != "bf16_mixed" else {})
     settings = resolve(options, own_layers=True)
     module = nn.ModuleDict({"up": nn.Linear(32, 32), "lstm": nn.LSTM(32, 64)})
-    own = OwnLayers(module, options, settings, torch.device("cpu"))
+    own = ConvertedModule(module, options, settings, torch.device("cpu"))
     table, problem = layers_table([module], settings, options.recipe, own)
     if case == "bf16_mixed":
         assert (table, problem) == (None, None)

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import nemo_lowprec.models.export as module
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.checkpoint.sharded_folder import open_folder
 from nemo_lowprec.cli import main
 from nemo_lowprec.models import CausalLM, export_checkpoint
 from nemo_lowprec.models.cast import DTYPES, Cast
 from nemo_lowprec.models.megatron_gpt import _read
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
-from nemo_lowprec.strategies.sharded_checkpoint import open_folder
 from nemo_lowprec.weights import master_of
 from tests.processes import on_processes
 from tests.support import CASES, FP16_HALF, Net, loader, plugin, save_at, stored, trainer, values_of
@@ -496,7 +496,7 @@ def test_optimizer_states_are_not_read(folder, tmp_path):
 
 def test_a_folder_is_read_piece_by_piece(folder, tmp_path, monkeypatch):
     before = exported(folder, tmp_path / "before")
-    monkeypatch.setattr("nemo_lowprec.strategies.sharded_checkpoint._READ_AT_ONCE", 5000)
+    monkeypatch.setattr("nemo_lowprec.checkpoint.sharded_folder._READ_AT_ONCE", 5000)
     assert exported(folder, tmp_path / "after") == before
 
 

@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from nemo_lowprec.checkpoint.sharded_folder import META
 from nemo_lowprec.cli import main
-from nemo_lowprec.strategies.sharded_checkpoint import META
 from nemo_lowprec.train import pretrain
 from tests.cli.test_cli import tiny  # noqa: F401
 from tests.processes import on_processes

@@ -7,8 +7,8 @@ import torch
 from low_bit import FORMATS, FP32, OURS, bits, make_params, randn, run, set_grads, values
 from torch import nn
 
-from nemo_lowprec.formats import BlockTensor, GradientTensor
 from nemo_lowprec.optim import Adam, AdamW
+from nemo_lowprec.tensors import BlockScaledTensor, GradientTensor
 
 CLASSES = pytest.mark.parametrize("name", OURS)
 
@@ -43,7 +43,7 @@ def test_every_pair_of_state_formats_follows_torch(name, first, second):
         plain_dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
         for key, fmt in (("exp_avg", first), ("exp_avg_sq", second)):
             if low and fmt in ("fp16", "fp8"):
-                assert isinstance(state[key], BlockTensor) and state[key].fmt.name.lower() in ("fp16", "e4m3")
+                assert isinstance(state[key], BlockScaledTensor) and state[key].fmt.name.lower() in ("fp16", "e4m3")
                 assert state[key].data_blocks.element_size() == (2 if fmt == "fp16" else 1)
             else:
                 assert type(state[key]) is torch.Tensor
@@ -82,10 +82,10 @@ def test_masters(name, dtype, master):
             assert not param.numel() or (values(param) - twin).abs().max() <= 4 * 0.25 * step
             continue
         kept = state["master_weight"]
-        assert isinstance(kept, BlockTensor) == (master == "fp16" and param.dim() > 1)
+        assert isinstance(kept, BlockScaledTensor) == (master == "fp16" and param.dim() > 1)
         assert torch.equal(param.detach(), values(kept).to(dtype))
         if param.numel():
-            exact = not isinstance(kept, BlockTensor)
+            exact = not isinstance(kept, BlockScaledTensor)
             assert (values(kept) - twin).abs().max() <= (1e-6 if exact else 4 * 2.0**-12)
 
 
@@ -159,7 +159,7 @@ def test_zero_gradients_keep_zero_states_and_their_scales(name, first, second, k
         for key in ("exp_avg", "exp_avg_sq"):
             state = optimizer.state[param][key]
             assert values(state).count_nonzero() == 0
-            assert not isinstance(state, BlockTensor) or (state.exponent == 127).all()
+            assert not isinstance(state, BlockScaledTensor) or (state.exponent == 127).all()
 
 
 def test_states_fade_and_do_not_overflow_once_gradients_stay_zero():

@@ -5,9 +5,10 @@ import torch
 from low_bit import FORMATS, randn, values
 from torch import nn
 
-from nemo_lowprec.formats import E4M3, FP16, BlockTensor
+from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.optim import AdamW
 from nemo_lowprec.optim.storage import stands_still, store
+from nemo_lowprec.tensors import BlockScaledTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -80,8 +81,8 @@ def test_a_second_moment_is_zero_in_blocks_of_zeros_only(fmt):
     exact[1] = 0
     exact[2, 3], exact[2, 8] = float("nan"), float("inf")
     stored = store(exact, "fp8" if fmt is E4M3 else "fp16", positive=True)
-    assert isinstance(stored, BlockTensor)
-    nearest = BlockTensor.from_float(exact, fmt)
+    assert isinstance(stored, BlockScaledTensor)
+    nearest = BlockScaledTensor.from_float(exact, fmt)
     assert torch.equal(stored.exponent, nearest.exponent)
     got, want = (t.dequantize().nan_to_num(7) for t in (stored, nearest))
     assert torch.equal(got[want > 0], want[want > 0]) and got[1].count_nonzero() == 0

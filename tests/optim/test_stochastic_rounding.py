@@ -6,9 +6,9 @@ from low_bit import all_bits, make_params, run, values
 from numerics import grid
 from support import assert_same
 
-from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.formats.stochastic import round_stochastic, salt_of
 from nemo_lowprec.optim import AdamW
+from nemo_lowprec.tensors import GradientTensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 INF, NAN = float("inf"), float("nan")

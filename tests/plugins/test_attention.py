@@ -8,9 +8,9 @@ from torch import nn
 
 import nemo_lowprec
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.formats import ScaledTensor
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.report import Audit
+from nemo_lowprec.tensors import Fp8Weight
 
 AT_CASES = pytest.mark.parametrize("case", CASES)
 GEMMS = (
@@ -107,7 +107,7 @@ def test_its_projections_are_stored_in_fp8_where_weights_are(case):
 
     class Look(Attentive):
         def on_train_batch_end(self, *_):
-            found.update(n for n, p in self.named_parameters() if isinstance(p, ScaledTensor))
+            found.update(n for n, p in self.named_parameters() if isinstance(p, Fp8Weight))
 
     train(Look(), case, max_steps=1)
     attention = ("encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "alone", "memory")

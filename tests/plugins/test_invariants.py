@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import CASES, Net, Samples, assert_same, is_low_bit, level_of, linear_optimizer, loader, plugin, train
 
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 # Relative error of a gradient against the FP32 model's. The formats have 11, 8, 4 and 2 significant bits.
 GRADIENT_BOUND = {"fp16": 0.01, "bf16": 0.03, "fp8": 0.2, "mxfp8": 0.2, "nvfp4": 0.7}

@@ -21,7 +21,7 @@ from support import (
 )
 from torch import nn
 
-from nemo_lowprec.formats import ScaledTensor
+from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights import master_of
 
 
@@ -246,7 +246,7 @@ def test_memory_of_copies_and_masters(case):
             for param in self.parameters():
                 master = master_of(param)
                 self.master_bytes = getattr(self, "master_bytes", 0) + master.nbytes
-                if isinstance(param, ScaledTensor):
+                if isinstance(param, Fp8Weight):
                     assert param.data_fp8.nbytes == param.numel() and param.scale_inv.nbytes == 4
                     stored += param.numel()
                 else:

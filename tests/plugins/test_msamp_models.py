@@ -7,7 +7,7 @@ from support import MSAMP_LEVELS, Net, loader, save_at, train
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from nemo_lowprec.formats import GradientTensor, ScaledTensor, StoredTensor
+from nemo_lowprec.tensors import Fp8Weight, GradientTensor, QuantizedTensor
 
 CASES = [*MSAMP_LEVELS, "msamp_o2+fp16", "msamp_o3+fp16"]
 
@@ -38,8 +38,8 @@ class Kind(Net):
         if not self.grads:
             scale = getattr(self.trainer.precision_plugin.engine.loss_scale, "scale", 1.0)
             self.grads = {n: p.grad.float().clone() / scale for n, p in named.items() if p.grad is not None}
-        self.low = {n for n, p in named.items() if isinstance(p, StoredTensor) or p.dtype == torch.float16}
-        self.fp8 = {n for n, p in named.items() if isinstance(p, ScaledTensor)}
+        self.low = {n for n, p in named.items() if isinstance(p, QuantizedTensor) or p.dtype == torch.float16}
+        self.fp8 = {n for n, p in named.items() if isinstance(p, Fp8Weight)}
         self.low_grads = {n for n, p in named.items() if isinstance(p.grad, GradientTensor)}
 
 

@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support import FP16_HALF, MSAMP_LEVELS, Net, assert_same, loader, plugin, save_at, stateful_loader, train
 from torch import nn
 
-from nemo_lowprec.formats import GradientTensor
+from nemo_lowprec.tensors import GradientTensor
 
 STEPS, LR = 10, 2**-16
 

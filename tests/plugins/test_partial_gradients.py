@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from support import CASES, FP16_HALF, Net, Samples, assert_same, level_of, loader, plugin, stateful_loader, train
 
+from nemo_lowprec.checkpoint.sharded_folder import in_full
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
-from nemo_lowprec.strategies.sharded_checkpoint import in_full
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 from tests.processes import on_processes
 
 LOST = "between two micro-batches of a step, whose gradients so far it does not hold"
@@ -177,7 +177,7 @@ class Gradients(Callback):
     def on_before_optimizer_step(self, trainer, module, optimizer):
         if self.grads is None:
             self.grads = {
-                n: (g.dequantize() if isinstance(g := local_of(p.grad), GradientTensor) else g).float().clone()
+                n: (g.dequantize() if isinstance(g := local_shard(p.grad), GradientTensor) else g).float().clone()
                 for n, p in module.named_parameters() if p.grad is not None
             }  # fmt: skip
 

@@ -7,7 +7,7 @@ from support import CASES, Samples, plugin
 from torch import nn
 
 import nemo_lowprec
-from nemo_lowprec.formats import StoredTensor
+from nemo_lowprec.tensors import QuantizedTensor
 
 
 class Net(nn.Module):
@@ -67,7 +67,7 @@ def test_a_spawned_process_computes_the_same_and_writes_into_the_same_weights():
 def test_gradients_and_weights_are_moved_to_shared_memory(level):
     model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)
     model(Samples().x).float().square().mean().backward()
-    assert isinstance(model.mid.weight, StoredTensor) and not model.mid.weight.is_shared()
+    assert isinstance(model.mid.weight, QuantizedTensor) and not model.mid.weight.is_shared()
     model.share_memory()
     assert all(p.is_shared() and p.grad.is_shared() for p in model.parameters())
     before = model.mid.weight.dequantize(torch.float32)

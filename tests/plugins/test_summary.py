@@ -12,7 +12,7 @@ from lightning.pytorch.tuner import Tuner
 from support import CASES, Net, level_of, loader, plugin, train, trainer
 from torch import nn
 
-from nemo_lowprec.report.found import Bytes
+from nemo_lowprec.report.tensor_storage import Bytes
 
 
 @pytest.mark.parametrize("case", CASES)

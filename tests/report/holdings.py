@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_lowprec.comm import Fp8ShardBucket
-from nemo_lowprec.formats import Fp8Gathered, StoredTensor
-from nemo_lowprec.formats.local import is_sharded, local_of
 from nemo_lowprec.report.traffic import Traffic
+from nemo_lowprec.tensors import Fp8Gathered, QuantizedTensor
+from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 from nemo_lowprec.weights import master_of
 
 
@@ -34,8 +34,8 @@ def plain(tensor: Any) -> Iterator[Tensor]:
         for one in tensor:
             yield from plain(one)
     elif isinstance(tensor, Tensor):
-        tensor = local_of(tensor)
-        if isinstance(tensor, StoredTensor):
+        tensor = local_shard(tensor)
+        if isinstance(tensor, QuantizedTensor):
             yield from tensor.parts()
         else:
             yield tensor
@@ -236,7 +236,7 @@ def is_master(param: Any, engine: Any) -> bool:
     if not is_sharded(sharded):
         return False
     level = engine.level
-    return isinstance(local_of(sharded), Fp8Gathered) or (level.has_half_weights and not level.is_low_bit)
+    return isinstance(local_shard(sharded), Fp8Gathered) or (level.has_half_weights and not level.is_low_bit)
 
 
 def is_bookkeeping(tensor: Tensor, engine: Any) -> bool:
@@ -245,6 +245,6 @@ def is_bookkeeping(tensor: Tensor, engine: Any) -> bool:
     if histories is not None and tensor.untyped_storage()._cdata == histories.amax.untyped_storage()._cdata:
         return True
     shards = engine.shards._sharded.values() if engine.shards is not None else []
-    scaled = sum(isinstance(local_of(p), Fp8Gathered) for p in shards)
+    scaled = sum(isinstance(local_shard(p), Fp8Gathered) for p in shards)
     is_amax = scaled > 0 and tensor.dtype == torch.float32 and tensor.numel() == scaled
     return is_amax or tensor.dtype == torch.int8 or tensor.numel() == 1

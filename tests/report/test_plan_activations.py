@@ -7,11 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nemo_lowprec.formats import StoredTensor, block, floats, gradient
+from nemo_lowprec.formats import block, floats, gradient
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.report.plan import activations
 from nemo_lowprec.report.plan.on_gpu import GpuRules
+from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights import master_of
 from tests.support import plugin
 
@@ -31,7 +32,7 @@ def language_model(recompute=False, layers=5):
 
 
 def storages(tensor):
-    parts = tensor.parts() if isinstance(tensor, StoredTensor) else (tensor,)
+    parts = tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor,)
     return {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
 
 

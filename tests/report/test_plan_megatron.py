@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_lowprec.formats.row_blocks import BLOCK
+from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.models import CausalLM, MegatronGPT
 from nemo_lowprec.report import plan_training
 from tests.support import plugin, plugin_on

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.local import as_shard_of, is_sharded, local_of
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.report.traffic import Traffic
 from nemo_lowprec.strategies.shard import policy_for, shard_model, sharding_over
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 from nemo_lowprec.weights import ShardedWeights
 from tests.report.holdings import Flat, Most, fsdp_params, is_bookkeeping, is_master, size
 from tests.support import plugin
@@ -94,9 +94,9 @@ def all_layers(case):
     assert all(is_sharded(p) for p in model.parameters())
     model._get_fsdp_state()._lazy_init()  # as its first forward does: until then FSDP2 holds the FP32 shards, too
     for param in model.parameters():
-        local = local_of(param)
+        local = local_shard(param)
         grad = GradientTensor.empty(local) if engine.shards.is_matrix(param) else torch.empty_like(local)
-        param.grad = as_shard_of(grad, param)
+        param.grad = as_dtensor_like(grad, param)
     optimizer.step()
     return {"found": held(model, engine, optimizer), "parameters": sum(p.numel() for p in model.parameters())}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.tensors.dtensor import local_shard
 from tests.processes import on_processes
 from tests.support import (
     CASES,
@@ -82,7 +82,7 @@ def run(case, way, rank=0, **options):
         if rank == 0 and "devices" not in options:
             assert_same({n: p.detach() for n, p in model.named_parameters()}, before)
         return str(error), {}, model.steps
-    return "", {n: values_of(local_of(p)).clone() for n, p in model.named_parameters()}, model.steps
+    return "", {n: values_of(local_shard(p)).clone() for n, p in model.named_parameters()}, model.steps
 
 
 @pytest.mark.parametrize("case", ALL)

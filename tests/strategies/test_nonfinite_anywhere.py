@@ -5,8 +5,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.formats.local import local_of
+from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 from tests.processes import on_processes
 from tests.support import CASES, FP16_HALF, Net, Samples, assert_same, clone, level_of, plugin, trainer
 
@@ -22,8 +22,8 @@ OPTIONS = {
 
 def spoil(param):
     """Make a gradient not finite on this process."""
-    grad = local_of(param.grad)
-    grad.mul_(torch.nan) if isinstance(grad, StoredTensor) else grad.view(-1)[:1].fill_(torch.inf)
+    grad = local_shard(param.grad)
+    grad.mul_(torch.nan) if isinstance(grad, QuantizedTensor) else grad.view(-1)[:1].fill_(torch.inf)
 
 
 class Spoiler(Callback):
@@ -78,8 +78,8 @@ class TwoOptimizers(Watched):
 
 def values(param):
     """Of a parameter, or of this process's rows of it."""
-    local = local_of(param).detach()
-    return (local.dequantize() if isinstance(local, StoredTensor) else local).clone()
+    local = local_shard(param).detach()
+    return (local.dequantize() if isinstance(local, QuantizedTensor) else local).clone()
 
 
 def run(rank, case, strategy, model=None, spoiler=None, **options):

@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard, StoredTensor
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.report import Audit
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.strategies.shard import blocks_of
+from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard, QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
 from tests.processes import on_processes
 from tests.support import (
     CASES,
@@ -58,8 +58,8 @@ class Blocks(Net):
 
 def whole(tensor):
     """All rows of a sharded tensor, as plain FP32 values."""
-    local = local_of(tensor)
-    values = (local.dequantize() if isinstance(local, StoredTensor) else local.detach()).float().cpu().clone()
+    local = local_shard(tensor)
+    values = (local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()).float().cpu().clone()
     if local is tensor:
         return values
     group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
@@ -77,7 +77,7 @@ class Watch(Callback):
 
     def on_train_end(self, trainer, module):
         self.weights = {n: whole(getattr(p, "master_weight", p)) for n, p in module.named_parameters()}
-        self.kinds = {n: type(local_of(p)).__name__ for n, p in module.named_parameters()}
+        self.kinds = {n: type(local_shard(p)).__name__ for n, p in module.named_parameters()}
         self.units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from nemo_lowprec.checkpoint.sharded_folder import is_folder
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
-from nemo_lowprec.strategies.sharded_checkpoint import is_folder
 from tests.processes import on_processes
 from tests.strategies.test_sharded import ALL, Blocks, Watch, whole
 from tests.support import Samples, assert_same, linear_optimizer, plugin_on, save_at, trainer

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats.local import local_of
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
+from nemo_lowprec.tensors.dtensor import local_shard
 from tests.processes import on_processes
 from tests.support import Net, Samples, level_of, linear_optimizer, loader, plugin, save_at, trainer
 
@@ -137,7 +137,7 @@ def run(case, net, rank=None, folder=None, ckpt=None, steps=2):
     callbacks = [] if folder is None else [save_at(folder, 2)]
     one = trainer(plugin(case), *callbacks, max_steps=steps, max_epochs=-1, **options)
     one.fit(model, data, loader(8), ckpt_path=ckpt)
-    weights = {name: local_of(p).shape for name, p in model.named_parameters()}
+    weights = {name: local_shard(p).shape for name, p in model.named_parameters()}
     return {"losses": model.losses, "dtypes": sorted(getattr(model, "dtypes", ())), "weights": len(weights)}
 
 

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nemo_lowprec.comm import reducer
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.formats import StoredTensor
-from nemo_lowprec.grads import StoredGradients
+from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
+from nemo_lowprec.tensors import QuantizedTensor
 from tests.processes import on_processes
 from tests.strategies.test_sharded import ALL, Blocks, run, whole
 from tests.support import Samples, assert_same, is_low_bit, linear_optimizer, loader, plugin, plugin_on, trainer
@@ -106,7 +106,7 @@ class Keeps(Blocks):
             loss = super().training_step(batch, batch_idx)
         # Rows of inputs: no side of a weight has as many.
         weights = (t for t in saved if t.dim() == 2 and ROWS not in t.shape)
-        parts = (t.parts()[0] if isinstance(t, StoredTensor) else t for t in weights)
+        parts = (t.parts()[0] if isinstance(t, QuantizedTensor) else t for t in weights)
         self.kept = [t.untyped_storage().size() for t in parts]
         return loss
 
@@ -167,18 +167,18 @@ def keeps(case, rank, reshard):
 
 def waiting(case, rank):
     """(the most gradients of whole matrices that were there at a time, matrices) in the first backward pass."""
-    bucket, store = reducer.BUCKET_BYTES, StoredGradients._store
+    bucket, store = reducer.BUCKET_BYTES, Fp8Gradients._store
     seen = []
 
     def counted(stored, param):
         store(stored, param)
         seen.append(len(stored.apart))
 
-    reducer.BUCKET_BYTES, StoredGradients._store = 1, counted
+    reducer.BUCKET_BYTES, Fp8Gradients._store = 1, counted
     try:
         run(case, rank, Blocks, max_steps=1)
     finally:
-        reducer.BUCKET_BYTES, StoredGradients._store = bucket, store
+        reducer.BUCKET_BYTES, Fp8Gradients._store = bucket, store
     return [max(seen), len(seen)]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import fault_job
 from benchmarks.fault_callbacks import Killer
-from nemo_lowprec.strategies.sharded_checkpoint import is_folder
+from nemo_lowprec.checkpoint.sharded_folder import is_folder
 from tests.processes import FORKING, environment, free_port
 from tests.support import assert_same
 

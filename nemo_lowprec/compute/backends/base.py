@@ -20,11 +20,11 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _get_tracing_state
 
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats import ScaledTensor
-from nemo_lowprec.formats.block import BlockLayout
+from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
-__all__ = ["Backend", "Part", "Quantized", "is_transformed", "rms_norm"]
+__all__ = ["Backend", "Orientation", "QuantizedOperand", "is_transformed", "rms_norm"]
 
 
 def is_transformed() -> bool:
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) 
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-class Part(NamedTuple):
+class Orientation(NamedTuple):
     """One orientation of a quantized operand: ``data`` [rows, contracted], and its scales."""
 
     data: Tensor
@@ -51,11 +51,11 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Quantized:
+class QuantizedOperand:
     """A quantized operand in the orientations that its GEMMs need."""
 
-    rowwise: Part | None = None
-    columnwise: Part | None = None
+    rowwise: Orientation | None = None
+    columnwise: Orientation | None = None
 
 
 class Backend(ABC):
@@ -87,7 +87,7 @@ class Backend(ABC):
         """Quantize a 2-D tensor; with ``record`` its amax enters the operand's history."""
 
     @abstractmethod
-    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Any:
+    def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:
         """Use a weight that is stored in FP8 as a GEMM operand, without rounding it again."""
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Backend(ABC):
 
     def columnwise_only(self, operand: Any) -> Any:
         """The operand without its rowwise orientation, which backward does not need."""
-        return Quantized(None, operand.columnwise)
+        return QuantizedOperand(None, operand.columnwise)
 
     def copy_operand(self, operand: Any) -> Any:
         """The same data for another layer to take apart."""
@@ -138,5 +138,5 @@ class Backend(ABC):
         parts = []
         for i, layout in enumerate(meta):
             data, scale_inv = tensors[2 * i], tensors[2 * i + 1]
-            parts.append(None if data is None or scale_inv is None else Part(data, scale_inv, layout))
-        return Quantized(*parts)
+            parts.append(None if data is None or scale_inv is None else Orientation(data, scale_inv, layout))
+        return QuantizedOperand(*parts)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Backend, Part, Quantized
+from nemo_lowprec.compute.backends.base import Backend, Orientation, QuantizedOperand
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import (
-    BlockScaled,
-    ScaledTensor,
+    BlockScaledMatrix,
     cast,
     compute_amax,
     compute_scale,
@@ -23,6 +22,7 @@ from nemo_lowprec.formats import (
     quantize_blocks,
 )
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 __all__ = ["ReferenceBackend"]
 
@@ -38,16 +38,18 @@ class ReferenceBackend(Backend):
     def unavailable(cls, recipe: Recipe | None) -> str | None:
         return None
 
-    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
+    def quantize(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
+    ) -> QuantizedOperand:
         if operand.layout is None:
             part = self._per_tensor(values, operand, record)
             return self._orient(part, rowwise, columnwise)
-        return Quantized(
+        return QuantizedOperand(
             self._blocks(values, operand, columnwise=False) if rowwise else None,
             self._blocks(values.t(), operand, columnwise=True) if columnwise else None,
         )
 
-    def _per_tensor(self, values: Tensor, operand: Operand, record: bool) -> Part:
+    def _per_tensor(self, values: Tensor, operand: Operand, record: bool) -> Orientation:
         amax = compute_amax(values)
         if operand.slot is not None:
             if record:
@@ -55,9 +57,9 @@ class ReferenceBackend(Backend):
             scale = operand.slot.current_scale(amax)
         else:
             scale = compute_scale(amax.reshape(1), operand.fmt.max, operand.margin)
-        return Part(cast(values.float() * scale, operand.fmt), scale.reciprocal(), None)
+        return Orientation(cast(values.float() * scale, operand.fmt), scale.reciprocal(), None)
 
-    def _blocks(self, values: Tensor, operand: Operand, columnwise: bool) -> Part:
+    def _blocks(self, values: Tensor, operand: Operand, columnwise: bool) -> Orientation:
         assert operand.layout is not None
         generator = None
         if operand.scaling == "nvfp4":
@@ -69,34 +71,40 @@ class ReferenceBackend(Backend):
                     torch.default_generator
                 )  # fmt: skip
         quantized = quantize_blocks(values, operand.fmt, operand.layout, generator)
-        return Part(quantized.data, quantized.scale_inv, operand.layout)
+        return Orientation(quantized.data, quantized.scale_inv, operand.layout)
 
     @staticmethod
-    def _orient(part: Part, rowwise: bool, columnwise: bool) -> Quantized:
-        transposed = Part(part.data.t(), part.scale_inv, None)
-        return Quantized(part if rowwise else None, transposed if columnwise else None)
+    def _orient(part: Orientation, rowwise: bool, columnwise: bool) -> QuantizedOperand:
+        transposed = Orientation(part.data.t(), part.scale_inv, None)
+        return QuantizedOperand(part if rowwise else None, transposed if columnwise else None)
 
-    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Quantized:
-        return self._orient(Part(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
+    def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
+        return self._orient(Orientation(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
 
-    def fprop(self, x: Quantized, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def fprop(
+        self, x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         out = _gemm(x.rowwise, weight.rowwise)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
     def dgrad(
-        self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype, total: Tensor | None = None
+        self,
+        grad_output: QuantizedOperand,
+        weight: QuantizedOperand,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
     ) -> Tensor:
         dx = _gemm(grad_output.rowwise, weight.columnwise)
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
-    def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: QuantizedOperand, x: QuantizedOperand, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return torch.mm(a.float(), b.float()).to(out_dtype)
 
 
-def _gemm(a: Part | None, b: Part | None) -> Tensor:
+def _gemm(a: Orientation | None, b: Orientation | None) -> Tensor:
     """FP32 [m, n] = a [m, k] @ b [n, k].T."""
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
     if a.layout is None and b.layout is None:
@@ -104,10 +112,10 @@ def _gemm(a: Part | None, b: Part | None) -> Tensor:
     return torch.mm(_values(a), _values(b).t())
 
 
-def _values(part: Part) -> Tensor:
+def _values(part: Orientation) -> Tensor:
     if part.layout is None:
         return decode(part.data) * part.scale_inv
-    return dequantize_blocks(BlockScaled(part.data, part.scale_inv, part.layout))
+    return dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout))
 
 
 def _hadamard(values: Tensor) -> Tensor:

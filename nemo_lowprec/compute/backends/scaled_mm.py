@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Part, Quantized
+from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 
 __all__ = ["ScaledMMBackend", "half_matmul"]
@@ -33,12 +33,16 @@ class ScaledMMBackend(ReferenceBackend):
         return None
 
     @staticmethod
-    def _orient(part: Part, rowwise: bool, columnwise: bool) -> Quantized:
+    def _orient(part: Orientation, rowwise: bool, columnwise: bool) -> QuantizedOperand:
         # Hopper's FP8 GEMM contracts the contiguous dimension of both operands: a transpose is a copy.
-        row = Part(part.data.contiguous(), part.scale_inv, None) if rowwise else None
-        return Quantized(row, Part(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None)
+        row = Orientation(part.data.contiguous(), part.scale_inv, None) if rowwise else None
+        return QuantizedOperand(
+            row, Orientation(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None
+        )
 
-    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
+    def quantize(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
+    ) -> QuantizedOperand:
         kernels = fused_kernels() if values.is_cuda else None
         if kernels is None:
             return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
@@ -54,21 +58,28 @@ class ScaledMMBackend(ReferenceBackend):
         else:
             recorded = slot.amax if record else None
             row, col, scale_inv = kernels.quantize(values, slot.scale, fmt, rowwise, columnwise, recorded)
-        return Quantized(
-            None if row is None else Part(row, scale_inv, None), None if col is None else Part(col, scale_inv, None)
+        return QuantizedOperand(
+            None if row is None else Orientation(row, scale_inv, None),
+            None if col is None else Orientation(col, scale_inv, None),
         )
 
-    def fprop(self, x: Quantized, weight: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def fprop(
+        self, x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
         return out if bias is None else out + bias.to(out_dtype)
 
     def dgrad(
-        self, grad_output: Quantized, weight: Quantized, out_dtype: torch.dtype, total: Tensor | None = None
+        self,
+        grad_output: QuantizedOperand,
+        weight: QuantizedOperand,
+        out_dtype: torch.dtype,
+        total: Tensor | None = None,
     ) -> Tensor:
         dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
         return dx if total is None else dx.add_(total)  # _scaled_mm adds nothing to its result
 
-    def wgrad(self, grad_output: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: QuantizedOperand, x: QuantizedOperand, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise, out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -87,7 +98,7 @@ def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b).to(out_dtype)
 
 
-def _gemm(a: Part | None, b: Part | None, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def _gemm(a: Orientation | None, b: Orientation | None, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
     if a.data.numel() == 0 or b.data.numel() == 0:
         return a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=out_dtype)

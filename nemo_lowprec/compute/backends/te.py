@@ -25,9 +25,10 @@ from torch import Tensor
 from nemo_lowprec.compute.backends.base import Backend, is_transformed, rms_norm
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats import FloatFormat, ScaledTensor, Slot, compute_amax, compute_scale
-from nemo_lowprec.formats.fused import fused_kernels
+from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax, compute_scale
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 __all__ = ["TEBackend"]
 
@@ -53,7 +54,7 @@ class _Empty(NamedTuple):
 
 
 class TEBackend(Backend):
-    """All five ways of scaling. Quantized operands are TE's tensor storages."""
+    """All five ways of scaling. QuantizedOperand operands are TE's tensor storages."""
 
     name = "te"
     # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
@@ -64,7 +65,7 @@ class TEBackend(Backend):
     def __init__(self) -> None:
         self._te = _load()
         # By slot and use. The slot is kept beside its quantizer, so that no other takes its id.
-        self._quantizers: dict[tuple[Any, ...], tuple[Slot, Any]] = {}
+        self._quantizers: dict[tuple[Any, ...], tuple[AmaxSlot, Any]] = {}
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
@@ -137,7 +138,7 @@ class TEBackend(Backend):
         quantizer.internal = True
         return quantizer
 
-    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Any:
+    def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:
         storage = self._te.te.Float8TensorStorage(
             data=weight.data_fp8.contiguous().view(torch.uint8),
             fp8_scale_inv=weight.scale_inv,

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nemo_lowprec.report.found import as_stored, format_of
+from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
 __all__ = ["AFTER_BACKWARD", "AFTER_FORWARD", "AT_MOST", "KEPT", "Beside", "Holdings", "PlannedColumn"]
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message
-from nemo_lowprec.formats import GradientTensor
-from nemo_lowprec.formats.flat import mark_part_of_matrix
-from nemo_lowprec.formats.row_blocks import BLOCK
+from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.megatron.settings import DTYPES
 from nemo_lowprec.optim.storage import StateFormats, zeros
@@ -27,6 +25,8 @@ from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Besi
 from nemo_lowprec.report.plan.layout import STRATEGIES
 from nemo_lowprec.report.plan.megatron_layers import Layers, Shape
 from nemo_lowprec.report.plan.tracing import Traced
+from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 
 __all__ = ["MEGATRON", "MegatronLayout", "PlannedStage", "is_megatron", "plan_megatron"]
 

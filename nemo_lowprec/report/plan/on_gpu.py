@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from nemo_lowprec.compute.backends.base import Backend, Part, Quantized
+from nemo_lowprec.compute.backends.base import Backend, Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import ScaledTensor
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 __all__ = ["GpuRules", "PlannedBackend", "PlannedEngine"]
 
@@ -38,18 +38,20 @@ class PlannedBackend(ReferenceBackend):
     def unavailable(cls, recipe: Recipe | None) -> str | None:
         return None
 
-    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Quantized:
+    def quantize(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
+    ) -> QuantizedOperand:
         rows, cols = values.shape
-        return Quantized(
+        return QuantizedOperand(
             _part(values, operand, rows, cols) if rowwise else None,
             _part(values, operand, cols, rows) if columnwise else None,
         )
 
-    def from_storage(self, weight: ScaledTensor, *, rowwise: bool, columnwise: bool) -> Quantized:
+    def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
         data, scale = weight.data_fp8, weight.scale_inv
-        return Quantized(
-            Part(data, scale, None) if rowwise else None,
-            Part(torch.empty_like(data).t().contiguous(), scale, None) if columnwise else None,
+        return QuantizedOperand(
+            Orientation(data, scale, None) if rowwise else None,
+            Orientation(torch.empty_like(data).t().contiguous(), scale, None) if columnwise else None,
         )
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -74,10 +76,10 @@ class PlannedBackend(ReferenceBackend):
         return _RMSNorm.apply(x, weight)  # type: ignore[no-any-return]
 
 
-def _part(values: Tensor, operand: Operand, rows: int, cols: int) -> Part:
+def _part(values: Tensor, operand: Operand, rows: int, cols: int) -> Orientation:
     layout = operand.layout
     if layout is None:
-        return Part(
+        return Orientation(
             values.new_empty(rows, cols, dtype=operand.fmt.dtype), values.new_empty(1, dtype=torch.float32), None
         )
     if layout.scale == "e4m3":  # two E2M1 elements to a byte
@@ -85,7 +87,7 @@ def _part(values: Tensor, operand: Operand, rows: int, cols: int) -> Part:
     else:
         data = values.new_empty(rows, cols, dtype=operand.fmt.dtype)
     scale = torch.float32 if layout.scale == "fp32_pow2" else torch.uint8
-    return Part(data, values.new_empty(-(-rows // layout.rows), -(-cols // layout.cols), dtype=scale), layout)
+    return Orientation(data, values.new_empty(-(-rows // layout.rows), -(-cols // layout.cols), dtype=scale), layout)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -13,11 +13,11 @@ from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.engine import Engine, Sharding
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
-__all__ = ["Part", "copy_on_meta", "parts_of", "settled_on_meta"]
+__all__ = ["ModelPart", "copy_on_meta", "parts_of", "settled_on_meta"]
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Parameters that a level treats alike.
 
     Attributes:
@@ -68,14 +68,14 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
-def parts_of(model: nn.Module, engine: Engine) -> Iterator[Part]:
+def parts_of(model: nn.Module, engine: Engine) -> Iterator[ModelPart]:
     """The parameters of a converted model, by what becomes of them."""
     low = [model.get_parameter(name) for name in engine.conversion.weights]
     converted = {id(w): w for w in (low if engine.level.has_fp8 else linear_weights(model).values())}
     rest = [p for p in model.parameters() if id(p) not in converted]
-    yield Part("converted", tuple(converted.values()))
+    yield ModelPart("converted", tuple(converted.values()))
     if engine.level.vectors is None:
-        yield Part("rest", tuple(rest))
+        yield ModelPart("rest", tuple(rest))
         return
-    yield Part("rest", tuple(p for p in rest if p.dim() > 1))
-    yield Part("vectors", tuple(p for p in rest if p.dim() < 2))
+    yield ModelPart("rest", tuple(p for p in rest if p.dim() > 1))
+    yield ModelPart("vectors", tuple(p for p in rest if p.dim() < 2))

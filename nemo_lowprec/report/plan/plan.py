@@ -16,7 +16,6 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
-from nemo_lowprec.report.found import format_of
 from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
 from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
@@ -25,6 +24,7 @@ from nemo_lowprec.report.plan.on_meta import settled_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
 from nemo_lowprec.report.plan.tracing import Traced
 from nemo_lowprec.report.plan.whole import UNSCALED, plan_whole
+from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import sent_bytes
 
 __all__ = ["Plan", "PlannedTraffic", "plan_training"]

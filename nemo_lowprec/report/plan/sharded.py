@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import Fp8Gathered, GradientTensor
 from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.report.plan.whole import add_states
+from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
 __all__ = ["plan_sharded"]
 

@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.compute import gemm_plans
-from nemo_lowprec.formats import StoredTensor, block, floats, gradient
-from nemo_lowprec.report.found import format_of
+from nemo_lowprec.formats import floats, gemm_block_scaling
+from nemo_lowprec.report.tensor_storage import format_of
+from nemo_lowprec.tensors import QuantizedTensor, gradient
 
 __all__ = ["Traced", "fake", "trace"]
 
@@ -62,7 +63,7 @@ class _Alive(TorchDispatchMode):
         self._known = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, StoredTensor) for kind in types):
+        if any(issubclass(kind, QuantizedTensor) for kind in types):
             return NotImplemented  # it reads its storage by operations that come here again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -71,7 +72,7 @@ class _Alive(TorchDispatchMode):
         return out
 
     def add(self, tensor: Tensor) -> None:
-        if isinstance(tensor, StoredTensor):
+        if isinstance(tensor, QuantizedTensor):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -93,7 +94,7 @@ class _Alive(TorchDispatchMode):
 
 def fake(tensor: Tensor) -> Tensor:
     """A fake tensor of the CPU of the same shape, strides and class; within a ``FakeTensorMode``."""
-    if isinstance(tensor, StoredTensor):
+    if isinstance(tensor, QuantizedTensor):
         return tensor._each(fake)  # type: ignore[no-any-return]
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
@@ -210,7 +211,7 @@ def trace(
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.parts() if isinstance(tensor, StoredTensor) else (tensor,)
+    return tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor,)
 
 
 @contextmanager
@@ -219,7 +220,7 @@ def _no_table_stays() -> Iterator[None]:
     try:
         yield
     finally:
-        for table in (floats._table, block._grid, gradient._one):
+        for table in (floats._table, gemm_block_scaling._grid, gradient._one):
             table.cache_clear()
 
 

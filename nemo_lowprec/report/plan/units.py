@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.report.plan.on_meta import parts_of
 from nemo_lowprec.strategies.shard import blocks_of, policy_for
+from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.weights import kept_in_fp32
 
 __all__ = ["ShardedParam", "Units", "gathered_bytes", "reduced_bytes", "units_of"]

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.formats import GradientTensor
 from nemo_lowprec.optim.storage import StateFormats, zeros
 from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_meta import parts_of
+from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
 
 __all__ = ["UNSCALED", "add_states", "gradient_of", "plan_whole"]

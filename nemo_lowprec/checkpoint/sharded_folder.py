@@ -1,0 +1,347 @@
+"""Checkpoints of a sharded run: a folder that every process writes its part of, or one file like any other run's.
+
+A folder holds tensors in the form of ``torch.distributed.checkpoint`` and the rest in ``meta.pt``. It is written beside
+its place and renamed when it is complete. Both hold the values that the processes' shards stand for, under the
+model's own names and the optimizer's own numbers, so that either opens at any level on any number of processes.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from nemo_lowprec.checkpoint.atomic_rename import clear, part_of, put_in_place, start_part
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, one_sentence, read_index, write_checksums
+from nemo_lowprec.checkpoint.torch_zip import load
+from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, system_error, writing
+from nemo_lowprec.comm import raise_together
+from nemo_lowprec.formats import FP16, compute_amax
+from nemo_lowprec.plugins.partial import partial_gradients
+from nemo_lowprec.tensors import BlockShard, HalfShard
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
+
+__all__ = [
+    "META",
+    "FolderContents",
+    "finish_part",
+    "in_full",
+    "is_folder",
+    "on_first",
+    "open_folder",
+    "probe",
+    "read_folder",
+    "read_weights",
+    "restore",
+    "write_folder",
+    "writing_folder",
+]
+
+META = "meta.pt"
+# Prefixes of the tensors' keys: of weights, and of an unfinished step's gradients. The other keys are the optimizers'.
+_MODEL, _PARTIAL = "model.", "partial."
+_READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
+
+
+def is_folder(path: Path) -> bool:
+    """Whether ``path`` is a complete sharded checkpoint."""
+    return path.is_dir() and (path / ".metadata").is_file() and (path / META).is_file()
+
+
+def in_full(tree: Any) -> Any:
+    """Nested dicts and lists with whole tensors on the CPU in the place of sharded ones; called on all processes."""
+    if isinstance(tree, dict):
+        return {k: in_full(v) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(in_full(v) for v in tree)
+    return tree.full_tensor().cpu() if is_sharded(tree) else tree
+
+
+class FolderContents:
+    """What goes into a folder, from a checkpoint as Lightning dumps it; used on all processes alike.
+
+    Args:
+        copied: whether training goes on while this is written: tensors are copied to the CPU's memory.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any], copied: bool = False) -> None:
+        states = checkpoint.pop("optimizer_states", [])
+        tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+        rest = []
+        for i, state in enumerate(states):
+            plain: dict[int, dict[str, Any]] = {}
+            for key, values in state["state"].items():
+                for name, value in values.items():
+                    if isinstance(value, Tensor):
+                        tensors[f"optimizer.{i}.{key}.{name}"] = value
+                    else:
+                        plain.setdefault(key, {})[name] = value
+            rest.append({"state": plain, "param_groups": state["param_groups"]})
+        gradients = partial_gradients(checkpoint)
+        tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
+        gradients.clear()
+        self._tensors = (
+            {k: _copied(v) if isinstance(v, Tensor) else v for k, v in tensors.items()} if copied else tensors
+        )
+        # Small, and full of what callbacks and loops change: taken down at once.
+        self._rest = io.BytesIO()
+        torch.save({**checkpoint, "optimizer_states": rest}, self._rest)
+
+    def start(self, path: Path) -> None:
+        """Make the folder beside ``path`` to write in."""
+        with writing_folder(path):
+            on_first(lambda: start_part(path))
+
+    def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Write all, and rename the folder when it is complete, which it is when this returns."""
+        part = part_of(path)
+        with writing_folder(path, group):
+            dcp.save(self._tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
+
+            def complete() -> None:  # dcp.save returns on the first process when all have written
+                (part / META).write_bytes(self._rest.getvalue())
+                finish_part(path)
+
+            on_first(complete, group)
+
+
+@contextmanager
+def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Around what writes the folder beside ``path``, on all processes: where it fails, nothing is left of it.
+
+    Raises:
+        NotWrittenError: on all processes, naming ``path`` and the cause.
+    """
+    try:
+        with writing(path):
+            try:
+                yield
+            except (RuntimeError, CheckpointException) as error:
+                if system_error(error) is None:
+                    probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
+                raise
+    except NotWrittenError:
+        if dist.get_rank(group) == 0:  # all have stopped: the error is everybody's
+            clear(part_of(path))
+        raise
+
+
+def probe(folder: Path) -> None:
+    """Write a megabyte to ``folder``, and remove it again.
+
+    Raises:
+        OSError: that cannot be done.
+    """
+    file = folder / ".probe"
+    try:
+        file.write_bytes(bytes(1 << 20))
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def finish_part(path: Path) -> None:
+    """The last files of the folder beside ``path``, and its name, once all processes have written their tensors."""
+    part = part_of(path)
+    write_checksums(part)
+    for file in part.iterdir():
+        if file.suffix != ".distcp":  # those are on the disk already
+            sync_file(file)
+    put_in_place(path)
+
+
+def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
+    """Let the first process do what all wait for.
+
+    Raises:
+        OSError: on all processes, where it could not.
+    """
+    error: OSError | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except OSError as found:
+            error = found
+    raise_together(error, group)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
+
+
+def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint as Lightning dumps it, called on all processes."""
+    contents = FolderContents(checkpoint)
+    contents.start(path)
+    contents.finish(path)
+
+
+def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """A checkpoint as Lightning dumps it, with each process's shards; called on all processes.
+
+    Raises:
+        ValueError: on all processes, where it is damaged, or holds what may run code.
+    """
+    problem: ValueError | None = None
+    try:
+        checkpoint: dict[str, Any] = load(path / META)
+        reader = CheckedReader(path)
+    except ValueError as error:
+        problem = error
+    raise_together(problem)
+    found = {k: m for k, m in reader.index.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    params = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    tensors: dict[str, Tensor] = {}
+    for key, meta in found.items():
+        kind, _, name = key.partition(".")
+        if kind == "partial" and not optimizers:
+            continue
+        if kind in ("model", "partial"):
+            like = named.get(name)
+        else:
+            index, number, _ = name.split(".", 2)
+            like = params[int(index)][int(number)] if int(index) < len(params) else None
+        tensors[key] = _empty(meta, like)
+    with one_sentence(path):
+        dcp.load(tensors, storage_reader=reader)
+    states = checkpoint["optimizer_states"]
+    checkpoint["state_dict"] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            checkpoint["state_dict"][name] = value
+        elif kind == "partial":
+            partial_gradients(checkpoint)[name] = value
+        else:
+            index, number, name = name.split(".", 2)
+            states[int(index)]["state"].setdefault(int(number), {})[name] = value
+    return checkpoint
+
+
+def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a folder holds beside tensors, and what ``read_weights`` finds there; by a process alone, without a group.
+
+    Returns:
+        the checkpoint without weights and optimizer states; and for each name of the model's ``state_dict`` a tensor
+        of the meta device (shape and dtype), or None for what is no tensor.
+
+    Raises:
+        ValueError: a file that holds a part of the weights is missing or cut short, or one is damaged.
+    """
+    checkpoint: dict[str, Any] = load(path / META)
+    checkpoint.pop("optimizer_states", None)
+    metadata = read_index(path)
+    ends: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        if index.fqn.startswith(_MODEL):
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < end:
+            raise ValueError(f"{path} is incomplete: {name} is missing or cut short. Copy it again, or take another.")
+    return checkpoint, {
+        key.removeprefix(_MODEL): torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
+        if isinstance(meta, TensorStorageMetadata) else None
+        for key, meta in metadata.state_dict_metadata.items() if key.startswith(_MODEL)
+    }  # fmt: skip
+
+
+def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights by name, in the order of ``weights`` (of ``open_folder``), about a gigabyte of them at a time.
+
+    Optimizer states are not read.
+    """
+    batch: dict[str, Tensor] = {}
+    names = list(weights)
+    for i, name in enumerate(names):
+        batch[name] = torch.empty_like(weights[name], device="cpu")
+        if i + 1 == len(names) or sum(t.nbytes for t in batch.values()) >= _READ_AT_ONCE:
+            tensors = {_MODEL + n: t for n, t in batch.items()}
+            with warnings.catch_warnings(), one_sentence(path):
+                warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+                dcp.load(tensors, storage_reader=CheckedReader(path), no_dist=True)
+            batch.clear()
+            while tensors:
+                key = next(iter(tensors))
+                yield key.removeprefix(_MODEL), tensors.pop(key)
+
+
+def _empty(meta: TensorStorageMetadata, like: Any) -> Tensor:
+    """To be read into: sharded as the parameter ``like`` is, where it has that shape."""
+    if like is not None and is_sharded(like) and tuple(like.shape) == tuple(meta.size):
+        return as_dtensor_like(
+            torch.empty(local_shard(like).shape, dtype=meta.properties.dtype, device=like.device), like
+        )
+    return torch.empty(meta.size, dtype=meta.properties.dtype)
+
+
+def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
+    """Take over the weights and optimizer states of a checkpoint, whole or sharded.
+
+    Raises:
+        RuntimeError: on all processes, before anything is changed: parameters or buffers that the model and the
+            checkpoint do not share, where ``strict``; of another shape; or with values that the model cannot keep.
+    """
+    saved = checkpoint["state_dict"]
+    own = dict(_entries(model))
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"The checkpoint and the model differ. Missing: {missing}; unexpected: {unexpected}.")
+    there = {name: tensor for name, tensor in own.items() if name in saved}
+    problems = (_problem(name, saved[name], tensor) for name, tensor in there.items())
+    raise_together(next((RuntimeError(problem) for problem in problems if problem), None))
+    with torch.no_grad():
+        for name, tensor in there.items():
+            local_shard(tensor).copy_(local_rows(saved[name], tensor))
+    for optimizer, state in zip(optimizers, checkpoint.get("optimizer_states", []), strict=False):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {
+            key: {
+                name: _as_own(value, params[int(key)]) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+            for key, values in state["state"].items()
+        }
+        optimizer.load_state_dict({"state": states, "param_groups": state["param_groups"]})
+
+
+def _problem(name: str, value: Any, own: Any) -> str | None:
+    """Why ``own`` cannot take ``value`` over."""
+    if tuple(value.shape) != tuple(own.shape):
+        return f"{name} is {tuple(value.shape)} in the checkpoint and {tuple(own.shape)} here."
+    if isinstance(local_shard(own), (HalfShard, BlockShard)):
+        rows = local_rows(value, own).detach()
+        if rows.numel() and float(compute_amax(rows)) > FP16.max:
+            return f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which it is kept."
+    return None
+
+
+def _as_own(value: Tensor, param: Any) -> Tensor:
+    """A state sharded as its parameter is, where it has the parameter's shape."""
+    if is_sharded(value) or not is_sharded(param) or value.shape != param.shape:
+        return value
+    return as_dtensor_like(local_rows(value, param).to(param.device), param)
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What the model's checkpoint holds: parameters and persistent buffers, by their names."""
+    keys = set(model.state_dict().keys())
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
+    ]:  # fmt: skip
+        if name in keys:
+            yield name, tensor

@@ -1,0 +1,76 @@
+"""Work tables for kernels that go over many tensors in one launch.
+
+Tensors are cut into tiles of whole blocks (``row_blocks``); a program of the kernel looks up which tensor its tile
+belongs to, and where that tensor lies in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.block_scale_128 import block_grid
+
+__all__ = ["TILES", "PointerTable", "TileTable"]
+
+TILES = 16  # that share an entry of the table of tensors: a program waits for it before it can read anything else
+
+
+class TileTable:
+    """How some tensors are cut into tiles.
+
+    Args:
+        shapes: of the tensors; none empty.
+        blocks: blocks of a tile.
+        device: where the kernel runs.
+
+    Attributes:
+        tiles: number of tiles, a multiple of ``TILES`` for each tensor; those beyond its end are empty.
+        tensor_of: int32 [tiles / TILES]: which tensor.
+        grid: int64 [tensors, 4]: first tile, elements of a row, blocks of a row, blocks.
+        aligned: every row is a whole number of blocks, so that a tensor's blocks lie one after the other.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], blocks: int, device: torch.device) -> None:
+        grid, counts, first = [], [], 0
+        self.aligned = True
+        for shape in shapes:
+            rows, cols, per_row = block_grid(shape)
+            total = rows * per_row
+            grid.append((first, cols, per_row, total))
+            counts.append(-(-total // (blocks * TILES)))
+            first += counts[-1] * TILES
+            self.aligned &= cols % 128 == 0
+        self.tiles = first
+        self.grid = torch.tensor(grid, dtype=torch.int64).to(device)
+        index = torch.arange(len(counts), dtype=torch.int32)
+        self.tensor_of = index.repeat_interleave(torch.tensor(counts)).to(device)
+
+
+class PointerTable:
+    """Addresses of tensors on the device, uploaded again only where one has changed, and without waiting.
+
+    Attributes:
+        aligned: every one is a multiple of 16 (scalars apart), so that kernels may read 16 bytes at once.
+    """
+
+    def __init__(self) -> None:
+        self.aligned = True
+        self._addresses: list[int] = []
+        self._tables: list[Tensor] = []
+
+    def get(self, rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+        """int64 [rows, tensors of a row]: their addresses."""
+        addresses = [t.data_ptr() for row in rows for t in row]
+        if addresses != self._addresses:
+            host = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1).pin_memory()
+            table = host.to(device, non_blocking=True)
+            # A CUDA graph copies from the same pinned memory whenever it is replayed: its tables stay.
+            captured = torch.cuda.is_current_stream_capturing()
+            self._tables = [*self._tables, host, table] if captured else [host, table]
+            self._addresses = addresses
+            large = (t for row in rows for t in row if t.numel() > 1 and t.dtype != torch.uint8)
+            self.aligned = all(t.data_ptr() % 16 == 0 for t in large)
+        return self._tables[-1]

@@ -1,0 +1,288 @@
+"""Fused kernels for tensors in blocks of a row: quantize, accumulate, and the norms of many gradients at once.
+
+Data and exponents are bit for bit those of ``row_blocks``. The module needs Triton; importing it without raises
+ImportError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
+from nemo_lowprec.formats.floats import E4M3, FloatFormat
+from nemo_lowprec.formats.stochastic import rounding_rule
+from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, TileTable
+from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
+
+__all__ = [
+    "GROUP",
+    "accumulate",
+    "block_amax",
+    "cast_blocks",
+    "exponents_of",
+    "keep_positive",
+    "norms",
+    "power_of_two",
+    "quantize",
+    "to_stored",
+]
+
+_BLOCKS, _WARPS = 8, 1
+_NORM_BLOCKS, _NORM_WARPS = 32, 4
+GROUP = tl.constexpr(TILES)
+
+
+@triton.jit
+def finite(x):
+    """``x`` with NaN for what is not finite: an infinity times zero is NaN, and all else stays as it is."""
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def exponents_of(amax, TOP: tl.constexpr, MANTISSA: tl.constexpr):
+    """Stored exponents (int32) for finite amaxes, given as the bits of FP32 numbers; see ``block_exponent``."""
+    exponent = (amax >> 23) - TOP + ((amax & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, 27), 254)
+    return tl.where(amax > 0, exponent, 127)
+
+
+@triton.jit
+def block_amax(x):
+    """Largest finite magnitudes of the blocks of a tile [blocks, 128], as the bits of FP32 numbers (int32)."""
+    largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
+    return tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**(exponent - 127) as FP32."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_stored(x, exponent, dtype: tl.constexpr):
+    """A tile in its blocks' scales, rounded to ``dtype``; non-finite elements become NaN."""
+    return (finite(x) * power_of_two(254 - exponent)[:, None]).to(dtype)
+
+
+@triton.jit
+def keep_positive(scaled, amax, SMALLEST: tl.constexpr):
+    """``scaled``, but no smaller than SMALLEST in blocks of a positive amax."""
+    least = tl.where(amax > 0, SMALLEST, 0.0)[:, None]
+    return tl.maximum(scaled, least, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _tile(cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexpr):
+    """The blocks of this program's tile, and of its elements [blocks, 128] whether they lie inside the tensor, their
+    rows and columns, and their offsets where it is contiguous."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    row, col = (block // per_row)[:, None], (block % per_row)[:, None] * 128 + lane[None, :]
+    if FLAT:
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        inside = inside & (col < cols)
+        offset = row * cols + col
+    return block, inside, row, col, offset
+
+
+@triton.jit(do_not_specialize=["count"])
+def _quantize_kernel(
+    x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, count, cols, per_row, total, stride_r, stride_c,
+    FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, ROUND_BITS: tl.constexpr,
+    ROUND_SMALLEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, row, col, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
+    source = offset if FLAT else row * stride_r + col * stride_c
+    x = tl.load(x_ptr + source, mask=inside, other=0.0).to(tl.float32)
+    if ACCUMULATE:
+        old = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+        exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
+        x = (old * power_of_two(exponent)[:, None]) * tl.load(factor_ptr) + alpha * x
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
+        tl.store(nonfinite_ptr, 1.0)
+    amax = block_amax(x)
+    exponent = exponents_of(amax, TOP, MANTISSA)
+    scaled = to_stored(x, exponent, tl.float32)
+    if SMALLEST > 0:
+        scaled = keep_positive(scaled, amax, SMALLEST)
+    if ACCUMULATE:
+        salts = scaled.to(tl.uint32, bitcast=True) ^ mix(count.to(tl.uint32))
+        scaled = round_stochastic(scaled, offset.to(tl.uint32), salts, ROUND_BITS, ROUND_SMALLEST)
+    tl.store(data_ptr + offset, scaled.to(data_ptr.dtype.element_ty), mask=inside)
+    tl.store(exponent_ptr + block, exponent.to(tl.uint8), mask=block < total)
+
+
+def _launch(
+    values: Tensor, data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, fmt: FloatFormat,
+    alpha: float = 1.0, count: int = 0, positive: bool = False,
+) -> None:  # fmt: skip
+    rows, cols, per_row = block_grid(values.shape)
+    matrix = values.reshape(rows, cols)
+    total = rows * per_row
+    if total == 0:
+        return
+    top, mantissa = exponent_rule(fmt)
+    bits, smallest = rounding_rule(fmt.dtype)
+    with torch.cuda.device(values.device):
+        _quantize_kernel[(triton.cdiv(total, _BLOCKS),)](
+            matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride(),
+            FLAT=matrix.is_contiguous() and cols % 128 == 0, ACCUMULATE=count > 0,
+            TOP=top, MANTISSA=mantissa, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
+            SMALLEST=fmt.smallest if positive else 0.0, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+_flags: dict[torch.device, list[Tensor]] = {}
+
+
+def _flag(device: torch.device) -> Tensor:
+    """A zero, FP32 [1]; made 256 at a time, since a launch for each costs as much as quantizing a small tensor."""
+    if torch.cuda.is_current_stream_capturing():  # a CUDA graph must zero its own whenever it is replayed
+        return torch.zeros(1, device=device)
+    there = _flags.setdefault(device, [])
+    if not there:
+        there.extend(torch.zeros(256, device=device).split(1))
+    return there.pop()
+
+
+def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize a CUDA tensor of any shape and strides in one pass; ``positive`` as in ``quantize_rows``.
+
+    Returns:
+        data of the same shape in ``fmt``; exponents, uint8 [rows, blocks of a row]; FP32 [1], 1 where an element is
+        not finite, else 0.
+    """
+    rows, _, per_row = block_grid(values.shape)
+    data = torch.empty(values.shape, dtype=fmt.dtype, device=values.device)
+    exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=values.device)
+    nonfinite = _flag(values.device)
+    _launch(values, data, exponent, nonfinite, nonfinite, fmt, positive=positive)
+    return data, exponent, nonfinite
+
+
+def accumulate(
+    data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float, count: int
+) -> None:
+    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on.
+
+    Args:
+        count: how often something was added, this time included; for stochastic rounding.
+    """
+    nonfinite.zero_()
+    _launch(values, data, exponent, factor, nonfinite, E4M3, float(alpha), count)
+
+
+# Shards of several shapes: their sizes must not multiply the compiled variants.
+@triton.jit(do_not_specialize=["cols", "per_row", "total"])
+def _cast_kernel(
+    data_ptr, exponent_ptr, scale_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, FP8_MAX: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, _, _, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
+    exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
+    x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
+    y = x * tl.load(scale_ptr)
+    # Comparisons with NaN are false, so that it passes through.
+    y = tl.where(y > FP8_MAX, FP8_MAX, y)
+    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
+    tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def cast_blocks(data: Tensor, exponent: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
+    """What a CUDA tensor in blocks stands for, times ``scale`` (FP32 [1]), rounded to ``fmt`` and saturated.
+
+    Returns:
+        contiguous, of the shape of ``data``.
+    """
+    out = torch.empty(data.shape, dtype=fmt.dtype, device=data.device)
+    rows, cols, per_row = block_grid(data.shape)
+    total = rows * per_row
+    if total:
+        assert data.is_contiguous() and exponent.is_contiguous()
+        with torch.cuda.device(data.device):
+            _cast_kernel[(triton.cdiv(total, _BLOCKS),)](
+                data, exponent, scale, out, cols, per_row, total, FLAT=cols % 128 == 0, FP8_MAX=fmt.max,
+                BLOCKS=_BLOCKS, num_warps=_WARPS,
+            )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + tile // GROUP)
+    grid = grid_ptr + tensor * 4
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    data = tl.load(address_ptr + tensor * 2).to(tl.pointer_type(tl.float8e4nv))
+    exponents = tl.load(address_ptr + tensor * 2 + 1).to(tl.pointer_type(tl.uint8))
+    first = (tile - tl.load(grid)) * BLOCKS
+    block = first + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 128)
+    inside = (block < total)[:, None] & (lane >= 0)[None, :]
+    if ALIGNED:
+        data = tl.multiple_of(data, 16)
+        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
+    else:
+        col = (block % per_row)[:, None] * 128 + lane[None, :]
+        inside = inside & (col < cols)
+        offset = (block // per_row)[:, None] * cols + col
+    x = tl.load(data + offset, mask=inside, other=0.0).to(tl.float32)
+    exponent = tl.load(exponents + block, mask=block < total, other=127).to(tl.int32)
+    scale = power_of_two(exponent)
+    tl.store(partial_ptr + tile, tl.sum(tl.sum(x * x, axis=1) * scale * scale, axis=0))
+
+
+@triton.jit(do_not_specialize=["last_tile"])
+def _sum_kernel(partial_ptr, grid_ptr, last_tile, factor_ptr, out_ptr, WIDTH: tl.constexpr):
+    tensor = tl.program_id(0)
+    first = tl.load(grid_ptr + tensor * 4)
+    last = last_tile.to(tl.int64)
+    if tensor + 1 < tl.num_programs(0):
+        last = tl.load(grid_ptr + (tensor + 1) * 4)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for start in range(first, last, WIDTH):
+        at = start + tl.arange(0, WIDTH)
+        total += tl.load(partial_ptr + at, mask=at < last, other=0.0)
+    factor = tl.load(tl.load(factor_ptr + tensor).to(tl.pointer_type(tl.float32)))
+    tl.store(out_ptr + tensor, tl.sqrt(tl.sum(total, axis=0)) * tl.abs(factor))
+
+
+def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Euclidean norms of stored E4M3 gradients, in two launches and in a fixed order of summation.
+
+    Args:
+        gradients: (data, exponent, factor) of each, all on one GPU.
+
+    Returns:
+        FP32 scalars.
+    """
+    device = gradients[0][0].device
+    full = [i for i, (data, _, _) in enumerate(gradients) if data.numel()]
+    found = torch.zeros(len(gradients), device=device)
+    if full:
+        chosen = [gradients[i] for i in full]
+        table = TileTable([data.shape for data, _, _ in chosen], _NORM_BLOCKS, device)
+        addresses = PointerTable().get([g[:2] for g in chosen], device)
+        factors = PointerTable().get([g[2:] for g in chosen], device)
+        partial = torch.empty(table.tiles, device=device)
+        out = found if len(full) == len(gradients) else torch.empty(len(full), device=device)
+        constants: dict[str, Any] = {"BLOCKS": _NORM_BLOCKS, "num_warps": _NORM_WARPS}
+        with torch.cuda.device(device):
+            _squares_kernel[(table.tiles,)](
+                table.tensor_of, table.grid, addresses, partial, ALIGNED=table.aligned, **constants
+            )
+            _sum_kernel[(len(full),)](partial, table.grid, table.tiles, factors, out, WIDTH=1024)
+        if out is not found:
+            found[torch.tensor(full, device=device)] = out
+    return list(found.unbind())

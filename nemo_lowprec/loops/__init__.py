@@ -1,0 +1,1 @@
+"""Training loops without a Trainer."""

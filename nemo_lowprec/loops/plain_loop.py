@@ -1,0 +1,216 @@
+"""What a training loop without Lightning needs from an engine, done by hooks of its model and its optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
+from nemo_lowprec.compute import is_managed_by_fsdp
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.tensors.weak_hooks import weakly
+
+__all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
+
+_HISTORIES = "fp8_histories"
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise ValueError where ``fully_shard`` has made shards of parameters of ``model``.
+
+    Such shards stay FP32, and so do their gradients and the optimizer's states.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "This model's parameters are sharded (by fully_shard), which initialize cannot train. Use a Trainer with "
+            "strategy='lowprec_sharded', which shards the model, or takes over what fully_shard has cut; or leave "
+            "fully_shard out, and use DistributedDataParallel."
+        )
+
+
+class PlainLoop:
+    """Rolls the amax histories at each step, saves them with the optimizer, and tells GradScaler of overflows.
+
+    Where the gradients were looked at and the step did not come, the next training forward forgets its amaxes.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
+        self._engine = engine
+        self._looked_at = False
+        self._looked_into = False
+        model.register_forward_pre_hook(self._before_forward)
+        assert engine.gradients is not None
+        engine.gradients.overflowed = weakly(self._overflowed)
+        engine.when_adopted = self.follow
+        self._averages = AveragesGradients(engine)
+        self.follow(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
+        optimizer.all_reduce_grads = self._averages  # type: ignore[attr-defined]
+        histories = self._engine.histories
+        if histories is not None:
+            optimizer.register_step_post_hook(self._after_step)
+            optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
+            optimizer.register_load_state_dict_pre_hook(self._before_loading)
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if not self._looked_into:
+            refuse_sharded(model)  # after initialize
+        self._check_own_parameters(model)
+        self._engine.before_forward()
+        self._engine.cover_gradients()
+        if self._looked_at and self._engine.histories is not None:
+            self._looked_at = False
+            self._engine.histories.discard()
+
+    def _check_own_parameters(self, model: nn.Module) -> None:
+        """Raise ValueError where the model was wrapped since: the optimizer would step what nobody computes with.
+
+        Parts of the model are looked at once.
+        """
+        if getattr(model, "_is_replica", False):
+            raise ValueError(
+                "DataParallel computes with copies of the parameters, which get no gradients in FP8. Use "
+                "DistributedDataParallel, one process a GPU."
+            )
+        if any(map(is_managed_by_fsdp, [model] if self._looked_into else model.modules())):
+            raise ValueError(
+                "FSDP has taken the parameters of a model that initialize had converted: the optimizer would step "
+                "others. Use DistributedDataParallel, or a Trainer with strategy='lowprec_sharded'."
+            )
+        self._looked_into = True
+
+    def _overflowed(self, found: Tensor) -> Tensor:
+        self._looked_at = True
+        return self._engine.found_anywhere(found)
+
+    def _after_step(self, *_: Any) -> None:
+        self._looked_at = False
+        self._engine.end_step()
+
+    def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if _HISTORIES in state:
+            assert self._engine.histories is not None
+            self._engine.histories.load_state_dict(state[_HISTORIES])
+            self._engine.forget_weight_scales()
+
+
+class AveragesGradients:
+    """``optimizer.all_reduce_grads(module)``: averages gradients without DDP."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._of_parts: dict[tuple[int, ...], GradientReducer] = {}
+        self._met: list[Any] = []  # groups whose processes have the same weights
+
+    def __call__(self, module: nn.Module, group: Any = None) -> None:
+        """Average the gradients of ALL parameters of ``module`` over the processes, once, those in FP8 in FP8.
+
+        The first call gives every process of ``group`` the weights and buffers of the group's first one.
+
+        Args:
+            module: what ``initialize`` has converted, a part of it, or a wrapper around it.
+            group: of ``torch.distributed``; None for all processes.
+
+        Raises:
+            ValueError: parameters that ``initialize`` has not converted; with ``gradient_release``, whose steps were
+                taken already.
+        """
+        engine, model = self._engine, self._engine.model
+        assert model is not None
+        params, known = list(module.parameters()), {id(p) for p in model.parameters()}
+        if not {id(p) for p in params} <= known:
+            raise ValueError("This module has parameters that are none of the model's that initialize has converted.")
+        engine.check_averaging()
+        if not dist.is_initialized():
+            return
+        before = engine.reducer
+        whole = engine.average_over(group)
+        if whole is not before:
+            self._of_parts.clear()
+        if group not in self._met:
+            self._met.append(group)
+            if engine.broadcast(buffers=True):
+                warnings.warn(
+                    "The weights of this process were others than those of the first one, which it has now; the "
+                    "gradients of this step are of its own. Seed processes alike, or load the same weights.",
+                    stacklevel=2,
+                )
+        self._reducer_of(params, len(known), whole).reduce()
+
+    def _reducer_of(self, params: list[nn.Parameter], count: int, whole: GradientReducer) -> GradientReducer:
+        key = tuple(map(id, params))
+        if len(key) == count:
+            return whole
+        if key not in self._of_parts:
+            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.wire_dtype)
+        return self._of_parts[key]
+
+
+class UnderDDP:
+    """Averages gradients while backward goes on, under torch's DistributedDataParallel and in the level's formats.
+
+    ``no_sync()`` is respected.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine = engine
+        self._wanted = False
+        self._wrapper: Any = None
+        self._entered = False
+        self._waiting = False
+        leave_to_ddp(model)
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy of the model is in no process group
+        return {**self.__dict__, "_wanted": False, "_wrapper": None}
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or ddp.module is not model:
+            return
+        if self._wrapper is None or self._wrapper() is not ddp:
+            self._engine.average_over(ddp.process_group, ddp.bucket_bytes_cap)
+            self._engine.broadcast()
+            take_from_ddp(ddp)
+            self._wrapper = ref(ddp)
+        if torch.is_grad_enabled():
+            self._wanted = ddp.require_backward_grad_sync
+            self._entered, self._waiting = True, False
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Wait for the backward pass to come by: every process's does, whichever parameters it used."""
+        entered, self._entered = self._entered, False
+        if entered and self._wanted:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._begin)
+
+    def _begin(self, _: Tensor) -> None:
+        # Here and not at a parameter's gradient: with reentrant checkpointing that belongs to a backward of its own.
+        if self._wanted and not self._waiting:
+            self._waiting = True
+            assert self._engine.reducer is not None
+            self._engine.reducer.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+
+    def _finish(self) -> None:
+        self._waiting = self._wanted = False
+        assert self._engine.reducer is not None
+        self._engine.reducer.finish()

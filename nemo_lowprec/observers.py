@@ -1,0 +1,124 @@
+"""Subscribers to the events of a training step.
+
+An engine has one ``Observers``, which its columns, layers and messages hold, too. They announce an event by calling the
+methods in the tuple of its name::
+
+    for see in observers.quantized:
+        see(layer, kind, values, operand, backend)
+
+Without a subscriber that tuple is empty: nothing is computed, and nothing is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["EVENTS", "NOBODY", "Observer", "Observers"]
+
+EVENTS = ("quantized", "gradient", "message", "weight", "step")
+
+
+class Observer:
+    """Base of a subscriber. A subclass overrides the events that it wants; the others are not announced to it.
+
+    Tensors are the training's own: a subscriber reads them at once, changes none, and keeps copies only.
+    """
+
+    def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
+        """An operand of a GEMM is there.
+
+        Args:
+            layer: name of the linear layer in the model.
+            kind: ``input``, ``weight`` or ``grad_output``.
+            values: [rows, features], what was quantized; any float dtype.
+            operand: what the GEMM reads: the backend's quantized operand, or a tensor for a GEMM in half precision.
+            backend: runs the GEMM; ``backend.describe(operand)`` is the operand's format.
+        """
+
+    def gradient(self, param: Tensor, stored: Tensor) -> None:
+        """A gradient was stored in FP8.
+
+        Args:
+            param: whose gradient it is: the whole parameter, gathered where the model is sharded.
+            stored: ``GradientTensor`` of the parameter's shape.
+        """
+
+    def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
+        """This package is about to send something to other processes.
+
+        Args:
+            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+            tensor: what this process puts in.
+            bytes: that this process sends without a collective of a process group, as copies between GPUs; 0 where a
+                process group sends ``tensor``.
+            purpose: ``gradient``, ``weight``, ``amax`` or ``flag``.
+        """
+
+    def weight(self, param: Tensor, before: Tensor, after: Tensor) -> None:
+        """A step has updated a weight that is trained.
+
+        Args:
+            param: the parameter in the model.
+            before, after: FP32 copies of the values that the layers compute with.
+        """
+
+    def step(self, optimizer: Optimizer, skipped: bool) -> None:
+        """An optimizer has stepped, or its step was skipped because a gradient is not finite."""
+
+
+class Observers:
+    """The subscribers of one engine.
+
+    Attributes:
+        quantized, gradient, message, weight, step: the subscribers' methods for each event.
+    """
+
+    quantized: tuple[Callable[..., None], ...]
+    gradient: tuple[Callable[..., None], ...]
+    message: tuple[Callable[..., None], ...]
+    weight: tuple[Callable[..., None], ...]
+    step: tuple[Callable[..., None], ...]
+
+    def __init__(self) -> None:
+        self._subscribers: list[Observer] = []
+        self._sort()
+
+    def add(self, observer: Observer) -> None:
+        """Announce events to ``observer`` from now on."""
+        self._subscribers.append(observer)
+        self._sort()
+
+    def remove(self, observer: Observer) -> None:
+        """Announce no more events to ``observer``; nothing where it does not subscribe."""
+        self._subscribers = [one for one in self._subscribers if one is not observer]
+        self._sort()
+
+    def _sort(self) -> None:
+        for event in EVENTS:
+            base = getattr(Observer, event)
+            wanted = [one for one in self._subscribers if getattr(type(one), event) is not base]
+            setattr(self, event, tuple(getattr(one, event) for one in wanted))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observers:
+        return Observers()  # nobody watches a copy of a model
+
+    def __reduce__(self) -> Any:
+        return Observers, ()
+
+
+class _Nobody(Observers):
+    def add(self, observer: Observer) -> None:
+        raise TypeError("This layer belongs to no engine. Subscribe to engine.observers.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Observers:
+        return self
+
+    def __reduce__(self) -> Any:
+        return "NOBODY"
+
+
+NOBODY = _Nobody()  # of what was made without an engine

@@ -1,0 +1,61 @@
+"""Formats and bytes of tensors as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.dtensor import local_shard
+
+__all__ = ["Bytes", "Stored", "as_stored", "format_of"]
+
+_NAMES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8",
+    torch.float4_e2m1fn_x2: "fp4",
+}  # fmt: skip
+
+
+def format_of(dtype: torch.dtype) -> str:
+    """The chart's name of a dtype."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor.
+
+    Attributes:
+        format: as in the chart.
+        bytes: of what is stored, scales and exponents included; of a sharded tensor, this process's part.
+        elements: number of them.
+    """
+
+    format: str
+    bytes: int
+    elements: int
+
+
+def as_stored(tensor: Any) -> Stored:
+    """What ``tensor`` is stored as."""
+    local: Tensor = local_shard(tensor)
+    if isinstance(local, QuantizedTensor):
+        return Stored(format_of(local.parts()[0].dtype), local.stored_bytes(), local.numel())
+    return Stored(format_of(local.dtype), local.nbytes, local.numel())
+
+
+class Bytes:
+    """Formats and bytes of some tensors; those that are None do not count."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        found = [t if isinstance(t, Stored) else as_stored(t) for t in tensors if t is not None]
+        self.total = sum(f.bytes for f in found)
+        self.formats = "+".join(sorted({f.format for f in found})) or "–"
+
+    def per_param(self, count: int) -> float | None:
+        """Bytes for each of ``count`` elements; None where nothing is stored."""
+        return self.total / count if self.total else None

@@ -1,0 +1,45 @@
+"""Between a sharded parameter (a DTensor) and the tensor that this process holds of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["as_dtensor_like", "is_sharded", "local_rows", "local_shard"]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether ``tensor`` is a DTensor."""
+    return hasattr(tensor, "_local_tensor") and dist.is_available()
+
+
+def local_shard(tensor: Any) -> Any:
+    """This process's part of a DTensor, apart from autograd; any other tensor itself."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor
+
+
+def as_dtensor_like(local: Tensor, like: Any) -> Any:
+    """A DTensor of which ``local`` is this process's part, sharded as ``like`` is; ``local`` where that is not.
+
+    Not by ``DTensor.from_local``, which takes a view: of a tensor stored in low precision, a copy of its values.
+    """
+    if not is_sharded(like):
+        return local
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
+
+
+def local_rows(whole: Any, like: Any) -> Tensor:
+    """This process's part of a tensor that is whole (or sharded as ``like`` is)."""
+    if is_sharded(whole) or not is_sharded(like):
+        return local_shard(whole)
+    mesh = like.device_mesh
+    dim = mesh.ndim - 1
+    count = -(-whole.shape[0] // mesh.size(dim))
+    return whole[count * mesh.get_local_rank(dim) :][:count]

@@ -1,0 +1,81 @@
+"""A tensor that is stored in FP16 and reads as BF16 or FP32: a weight that is its own master at the MS-AMP levels.
+
+FP16 keeps three bits more than BF16, which small updates need; autograd, modules and autocast see the dtype that it
+reads as, so that gradients never pass through FP16's narrow range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
+
+__all__ = ["Fp16Weight"]
+
+
+class Fp16Weight(QuantizedTensor):
+    """FP16 storage that reads as ``dtype``.
+
+    Attributes:
+        data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that came so.
+        amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
+            measured them.
+    """
+
+    PARTS = ("data_fp16",)
+    amax_of_step: Tensor | None = None
+    data_fp16: Tensor
+
+    @staticmethod
+    def __new__(cls, data_fp16: Tensor, dtype: torch.dtype):
+        return cls._wrap((data_fp16,), {}, dtype)
+
+    @classmethod
+    def from_float(cls, values: Tensor, dtype: torch.dtype, storage: torch.dtype = torch.float16) -> Fp16Weight:
+        """Round ``values`` to ``storage``."""
+        return cls(values.detach().to(storage, copy=True), dtype)
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> Fp16Weight:
+        """Store ``values`` anew."""
+        self.data_fp16.copy_(values)
+        if not self.data_fp16.is_inference():  # torch counts no write that is made while it dispatches another
+            torch.autograd.graph.increment_version(self.data_fp16)
+        return self
+
+    def transposed(self) -> Fp16Weight:
+        """The transpose of a 2-D tensor, sharing the storage."""
+        return self._with(self.data_fp16.t())
+
+    def rows(self, start: int, stop: int) -> Fp16Weight:
+        """Some of the rows, sharing the storage."""
+        return self._with(self.data_fp16[start:stop])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor (of FP16, the storage itself)."""
+        return self.data_fp16.to(dtype or self.dtype)
+
+    def _exactly(self, x: Any) -> Any:
+        """FP32 in place of the dtype that this tensor reads as."""
+        if isinstance(x, QuantizedTensor):
+            return x.dequantize(torch.float32)
+        return x.float() if isinstance(x, Tensor) and x.dtype == self.dtype else x
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = args[0] if args else None
+        if not isinstance(this, Fp16Weight):
+            return NotImplemented
+        if func is aten._to_copy.default and kwargs.get("dtype") not in (None, this.dtype):
+            return this.data_fp16.to(device=kwargs.get("device"), dtype=kwargs["dtype"], copy=True)
+        if func._schema.is_mutable and func._schema.name.endswith("_") and func is not aten.copy_.default:
+            # In-place updates start from the stored values, not from those that are read.
+            exact, *others = tree_map(this._exactly, args)
+            return this.quantize_(func(exact, *others, **tree_map(this._exactly, kwargs)))
+        if func is aten.embedding.default:  # the rows that are looked up, not the whole table
+            return func(this.data_fp16, *args[1:], **kwargs).to(this.dtype)
+        return NotImplemented

@@ -1,0 +1,223 @@
+"""A gradient that is stored in E4M3 with a scale for every 128 elements and reads as FP32.
+
+It is set as ``p.grad`` and behaves as a gradient: autograd accumulates into it (one rounding a micro-batch), and
+clipping, ``GradScaler`` and ``zero_grad`` of torch work on it. Multiplying it by a number changes its ``factor`` and
+rounds nothing; norms and the search for overflows read the stored bytes, without an FP32 copy.
+
+What is stored first is rounded to nearest, sums stochastically: with three bits of mantissa, a sum rounded to nearest
+stands still as soon as a micro-batch adds less than a sixteenth of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats.block_scale_128 import UNIT, block_grid, dequantize_rows, quantize_rows, scale_to_blocks
+from nemo_lowprec.formats.floats import E4M3, FloatFormat
+from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
+from nemo_lowprec.kernels.loader import block_kernels
+from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
+from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
+
+__all__ = ["GradientTensor"]
+
+_SCALED_BY = {
+    aten.mul_.Tensor: torch.Tensor.mul_,
+    aten.mul_.Scalar: torch.Tensor.mul_,
+    aten.div_.Tensor: torch.Tensor.div_,
+    aten.div_.Scalar: torch.Tensor.div_,
+}
+_FOREACH_SCALED_BY = {
+    aten._foreach_mul_.Scalar: torch.Tensor.mul_,
+    aten._foreach_mul_.Tensor: torch.Tensor.mul_,
+    aten._foreach_div_.Scalar: torch.Tensor.div_,
+    aten._foreach_div_.Tensor: torch.Tensor.div_,
+}
+
+
+class GradientTensor(BlockScaledTensor):
+    """E4M3 blocks that read as FP32.
+
+    Attributes:
+        data_blocks, exponent: as in ``BlockScaledTensor``.
+        factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
+        nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
+        multiplied: whether the factor is this tensor's own, and may be another than 1.
+        additions: how often something was added since values were stored, for stochastic rounding.
+        overflowed: whether GradScaler is to skip the step, from whether this process's gradients are not finite: FP32
+            scalars on the device. Knows of overflows that no gradient shows; None, as what it returns, for nobody.
+    """
+
+    PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
+    SETTINGS = ("fmt", "multiplied")
+    factor: Tensor
+    nonfinite: Tensor
+    multiplied: bool
+    additions: int = 0
+    overflowed: Callable[[Tensor], Tensor | None] | None = None
+
+    @staticmethod
+    def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
+        return cls._wrap((data_blocks, exponent, factor, nonfinite), {"fmt": E4M3, "multiplied": False}, torch.float32)
+
+    @classmethod
+    @torch.no_grad()
+    def from_float(cls, values: Tensor, fmt: FloatFormat = E4M3) -> GradientTensor:
+        """Quantize ``values`` (any shape, any float dtype)."""
+        values = values.detach()
+        kernels = block_kernels() if values.is_cuda else None
+        if kernels is not None:
+            data, exponent, nonfinite = kernels.quantize(values, E4M3)
+        else:
+            data, exponent = quantize_rows(values, E4M3)
+            nonfinite = _any_nonfinite(values)
+        return cls(data, exponent, _one(values.device), nonfinite)
+
+    @classmethod
+    def empty(cls, like: Tensor) -> GradientTensor:
+        """Of the shape and on the device of ``like``, to be filled; finite so far."""
+        rows, _, per_row = block_grid(like.shape)
+        data = torch.empty(like.shape, dtype=E4M3.dtype, device=like.device)
+        exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=like.device)
+        return cls(data, exponent, _one(like.device), torch.zeros(1, device=like.device))
+
+    @torch.no_grad()
+    def quantize_(self, values: Tensor) -> GradientTensor:
+        """Store ``values`` anew."""
+        fresh = self.from_float(values)
+        self.set_blocks_(fresh.data_blocks, fresh.exponent)
+        self.nonfinite.copy_(fresh.nonfinite)
+        return self.written_()
+
+    @torch.no_grad()
+    def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
+        """Add ``alpha * values``, with one rounding of the sum, a stochastic one."""
+        count = self.additions + 1
+        kernels = block_kernels() if values.is_cuda else None
+        if kernels is not None:
+            kernels.accumulate(self.data_blocks, self.exponent, self.factor, self.nonfinite, values, alpha, count)
+        else:
+            total = self.dequantize() + alpha * values.float()
+            scaled, exponent = scale_to_blocks(total, self.fmt)
+            self.set_blocks_(round_stochastic(scaled, self.fmt.dtype, salts_of_values(scaled, count)), exponent)
+            self.nonfinite.copy_(_any_nonfinite(total))
+        return self.written_(count)
+
+    def fold_(self) -> GradientTensor:
+        """Make the factor 1: the values are rounded again where it was another."""
+        if self.multiplied:
+            self.quantize_(self.dequantize())
+            self.multiplied = False
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor."""
+        values = dequantize_rows(self.data_blocks, self.exponent) * self.factor
+        return values.view(self.shape).to(dtype or self.dtype)
+
+    def _set_factor(self, change: Any, by: Any) -> GradientTensor:
+        change(self.own_factor(), by.reshape(()) if isinstance(by, Tensor) else by)
+        return self
+
+    @staticmethod
+    def any_nonfinite(grads: list[GradientTensor]) -> Tensor:
+        """1 where an element of any of ``grads`` is not finite, else 0: an FP32 scalar."""
+        factors = [g.factor for g in grads if g.multiplied]
+        bad = torch.cat([g.nonfinite for g in grads]).amax()
+        return (bad + (~torch.cat(factors).isfinite()).any() > 0).float() if factors else bad
+
+    def own_factor(self) -> Tensor:
+        """The factor, to be changed in place: until then all gradients share one."""
+        if not self.multiplied:
+            self.factor, self.multiplied = torch.ones(1, device=self.device), True
+        return self.factor
+
+    def written_(self, additions: int = 0) -> GradientTensor:
+        """Note that values were stored: those of the blocks alone, after so many additions."""
+        self.additions = additions
+        if self.multiplied:
+            self.factor.fill_(1.0)
+        return self
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        this = args[0] if args else None
+        if isinstance(this, GradientTensor):
+            if func in _SCALED_BY and _is_number(args[1]):
+                return this._set_factor(_SCALED_BY[func], args[1])
+            if func is aten.add_.Tensor and isinstance(args[1], Tensor) and args[1].shape == this.shape:
+                other = args[1].dequantize() if isinstance(args[1], QuantizedTensor) else args[1]
+                return this.accumulate_(other, kwargs.get("alpha", 1))
+            if func is aten.zero_.default:
+                this.data_blocks.zero_()
+                this.exponent.fill_(UNIT)
+                this.nonfinite.zero_()
+                return this.written_()
+            if func in (aten.detach.default, aten.alias.default):
+                this.own_factor()  # which the alias shares: multiplying one multiplies the other
+        if func in _FOREACH_SCALED_BY and _is_number(args[1]):
+            return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
+        if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
+            return _norms(args[0], kwargs.get("dtype") or (args[2] if len(args) > 2 else None))
+        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        return NotImplemented
+
+
+@lru_cache(maxsize=16)
+def _one(device: torch.device) -> Tensor:
+    return torch.ones(1, device=device)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.numel() == 1 and not isinstance(value, QuantizedTensor))
+
+
+def _any_nonfinite(values: Tensor) -> Tensor:
+    return (~values.isfinite()).any().float().reshape(1)
+
+
+def _foreach(func: Any, args: tuple[Any, ...], change: Any) -> None:
+    plain = [t for t in args[0] if not isinstance(t, GradientTensor)]
+    for tensor in args[0]:
+        if isinstance(tensor, GradientTensor):
+            change(tensor)
+    if plain:
+        func(plain, *args[1:])
+
+
+def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """Euclidean norms, one a tensor."""
+    ours = [t for t in tensors if isinstance(t, GradientTensor)]
+    kernels = block_kernels() if ours[0].is_cuda else None
+    if kernels is not None:
+        norms = kernels.norms([g.parts()[:3] for g in ours])
+    else:
+        norms = [torch.linalg.vector_norm(g.dequantize()) for g in ours]
+    found = {id(g): n for g, n in zip(ours, norms, strict=True)}
+    plain = [t for t in tensors if id(t) not in found]
+    if plain:
+        norms = torch._foreach_norm(plain, dtype=torch.float32)  # half ones overflow
+        found |= {id(t): n for t, n in zip(plain, norms, strict=True)}
+    return [found[id(t)].to(dtype or torch.float32) for t in tensors]
+
+
+def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """torch's unscaling for GradScaler: multiply by ``inv_scale``, raise ``found_inf`` where one is not finite."""
+    ours = [t for t in tensors if isinstance(t, GradientTensor)]
+    plain = [t for t in tensors if not isinstance(t, GradientTensor)]
+    factors = [g.own_factor() for g in ours]
+    torch._foreach_mul_(factors, inv_scale.reshape(()))
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))
+    # In their order, which is that of every process: they may ask the others.
+    for overflowed in dict.fromkeys(g.overflowed for g in ours if g.overflowed is not None):
+        found = overflowed(bad)
+        bad = bad if found is None else found
+    found_inf.copy_((bad > 0).to(found_inf.dtype).view_as(found_inf))

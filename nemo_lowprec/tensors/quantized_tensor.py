@@ -1,0 +1,351 @@
+"""Tensors that are stored in one format and read as another: the base of FP8 weights, FP16 weights and FP8 gradients.
+
+Any torch operation reads the values; an in-place one, and assigning to elements (``g[0] = 0``), writes them back,
+rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values, and writing into it an error.
+
+A weight that has a master (the attribute ``master_weight``) is written through it: an in-place operation starts from
+the master's values, changes the master, and rounds the weight from it. ``detach()``, ``data`` and ``clone()`` take the
+master (or a copy of it) along, so that ``weight.data += delta`` is as exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.tensors.readonly_view import as_readonly_view, is_view
+
+__all__ = ["MASTER", "QuantizedTensor"]
+
+MASTER = "master_weight"
+
+aten = torch.ops.aten
+
+
+class QuantizedTensor(Tensor):
+    """Base class. A subclass names its inner tensors and knows how to decode and how to encode them.
+
+    Attributes:
+        PARTS: names of the inner tensors; the first holds an element for each of the tensor's.
+        SETTINGS: names of the plain attributes that go with them.
+        copied_in_fp32: whether a copy of this parameter (``copy.deepcopy``, pickle) is a plain FP32 one of its exact
+            values, which are its ``master_weight``'s where it has one: nobody keeps a copy in step with a master, and
+            an average of weights needs more bits than they have.
+    """
+
+    PARTS: ClassVar[tuple[str, ...]]
+    SETTINGS: ClassVar[tuple[str, ...]] = ()
+    copied_in_fp32 = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])  # torch.load(weights_only=True) opens them
+        ForkingPickler.register(cls, _send)
+
+    @classmethod
+    def _wrap(cls, parts: tuple[Tensor, ...], settings: dict[str, Any], dtype: torch.dtype) -> Any:
+        """A tensor around ``parts``, of the shape of the first, that reads as ``dtype``."""
+        first = parts[0]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, first.shape, strides=first.stride(), dtype=dtype, device=first.device, requires_grad=False
+        )
+        self.__dict__.update(zip(cls.PARTS, parts, strict=True))
+        self.__dict__.update(settings)
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as a plain tensor, of the nominal dtype unless told otherwise."""
+        raise NotImplementedError
+
+    def quantize_(self, values: Tensor) -> Any:
+        """Store ``values`` (same shape) anew, in place; returns the tensor itself."""
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """The inner tensors."""
+        return tuple(self.__dict__[name] for name in self.PARTS)
+
+    def stored_bytes(self) -> int:
+        """Bytes of all inner tensors."""
+        return sum(part.nbytes for part in self.parts())
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.SETTINGS}
+
+    def _with(self, *parts: Tensor) -> Any:
+        return self._wrap(parts, self._settings(), self.dtype)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Any:
+        return self._with(*(change(part) for part in self.parts()))
+
+    def _take_along(self, other: Any, change: Callable[[Tensor], Tensor] = lambda master: master) -> Any:
+        """``other``, an alias or a copy of this tensor, with this tensor's master, or with a copy of that."""
+        if MASTER in self.__dict__:
+            other.__dict__[MASTER] = change(self.__dict__[MASTER])
+        return other
+
+    def exact(self) -> Tensor:
+        """The values that a write starts from, FP32: the master's where there is one."""
+        master = self.__dict__.get(MASTER, self)
+        if isinstance(master, QuantizedTensor):
+            return master.dequantize(torch.float32)
+        return master.detach().to(self.device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def write_(self, values: Tensor) -> Any:
+        """Store ``values`` (same shape) in the master, if there is one, and here; returns the tensor itself."""
+        master = self.__dict__.get(MASTER)
+        if master is None:
+            return self.quantize_(values)
+        master.copy_(values)
+        return self.quantize_(self.exact())
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, reads as {self.dtype})"
+
+    # module.to() assigns .data (without __tensor_flatten__ it does not swap the parameter for another object, whose
+    # attributes and hooks would be lost), so .data carries the storage over.
+    def _get_data(self) -> Tensor:
+        return self.detach()
+
+    def _set_data(self, other: Tensor) -> None:
+        if not (isinstance(other, QuantizedTensor) and other.PARTS == self.PARTS):
+            if other.shape != self.shape:
+                raise ValueError(
+                    f"A parameter {tuple(self.shape)} that is stored in blocks or in FP16 takes no data of shape "
+                    f"{tuple(other.shape)}. FSDP gives it such: shard with strategy='lowprec_sharded' instead."
+                )
+            # Into storage of its own: what ``.data`` gave out before keeps the old values.
+            values = other.dequantize(torch.float32) if isinstance(other, QuantizedTensor) else other
+            fresh: QuantizedTensor = self._each(torch.clone)
+            # ``module.float()`` sets values that were read here: they are rounded, and no news for a master.
+            if MASTER in self.__dict__ and not torch.equal(values, self.dequantize().to(values)):
+                self._take_along(fresh, _copied).write_(values)
+            elif MASTER not in self.__dict__:
+                fresh.quantize_(values)
+        else:
+            fresh = other
+            master, theirs = self.__dict__.get(MASTER), other.__dict__.get(MASTER)
+            if master is not None and theirs is not None and theirs is not master:
+                with torch.no_grad():
+                    master.copy_(theirs)
+        if fresh.device != self.device or fresh.shape != self.shape or fresh.dtype != self.dtype:
+            outer = torch.Tensor._make_wrapper_subclass(
+                type(fresh), fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
+            )
+            super(QuantizedTensor, type(self)).data.__set__(self, outer)  # type: ignore[attr-defined]
+        self.__dict__.update(zip(self.PARTS, fresh.parts(), strict=True))
+        self.__dict__.update(fresh._settings())
+        if other is not fresh and MASTER in fresh.__dict__:
+            self.__dict__[MASTER] = fresh.__dict__[MASTER]
+
+    data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if self.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("A leaf that requires grad is changed in place: do it under torch.no_grad().")
+        values = self.exact()
+        values[index] = value
+        self.write_(values)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array, which is a copy and read-only."""
+        if self.requires_grad and not force:
+            raise RuntimeError("numpy() of a tensor that requires grad: use tensor.detach().numpy().")
+        values = self.dequantize().detach().clone().numpy(force=force)
+        values.flags.writeable = False
+        return values
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """A copy of the values, for other libraries."""
+        return self.dequantize().detach().__dlpack__(**options)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self.dequantize().tolist()
+
+    def _exact(self) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self.exact(), self.requires_grad)
+
+    def share_memory_(self) -> Any:
+        """Move the inner tensors to shared memory."""
+        for part in self.parts():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the inner tensors are in shared memory, as all of a GPU's are."""
+        return all(part.is_shared() for part in self.parts())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.copied_in_fp32:
+            return self._exact().__reduce_ex__(protocol)
+        return self._as_parts()
+
+    def _as_parts(self) -> Any:
+        # As bytes where torch.save knows no other way for a dtype, and with settings as plain values.
+        parts = [(part.view(torch.uint8) if part.element_size() == 1 else part, part.dtype) for part in self.parts()]
+        kind = next(c for c in type(self).__mro__ if "PARTS" in c.__dict__)
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (kind, parts, self._settings(), self.dtype, self.requires_grad, is_parameter)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if self.copied_in_fp32:
+            return self._exact()
+        return _as(self._each(torch.clone), self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that a subclass does on its storage; NotImplemented for any other."""
+        return NotImplemented
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        special = cls._special(func, args, kwargs)
+        if special is not NotImplemented:
+            return special
+        this = args[0] if args and isinstance(args[0], QuantizedTensor) else None
+        if this is not None:
+            if func in (aten.detach.default, aten.alias.default):
+                return this._take_along(this._each(lambda part: part))
+            if func is aten.clone.default:
+                return this._take_along(this._each(torch.clone), torch.clone)
+            if func is aten.empty_like.default and not kwargs.keys() - {"pin_memory", "memory_format"}:
+                return this._each(torch.clone)  # what is kept in it comes back to the last bit
+            if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
+                device = kwargs.get("device", this.device)
+                return this._each(lambda part: part.to(device, copy=True))
+            if func is aten.as_strided.default and _is_whole(this, *args[1:], **kwargs):
+                return this._each(lambda part: part)
+            if func is aten.copy_.default:
+                source = args[1]
+                exact = source.dequantize(torch.float32) if isinstance(source, QuantizedTensor) else source
+                return this.write_(exact.expand(this.shape))
+
+        if func._schema.name.startswith("aten::_foreach_"):
+            return _one_by_one(func, args, kwargs)
+        return _on_values(func, args, kwargs)
+
+
+def _copied(master: Tensor) -> Tensor:
+    copy = master.detach().clone()
+    return torch.nn.Parameter(copy, master.requires_grad) if isinstance(master, torch.nn.Parameter) else copy
+
+
+def _is_whole(this: Tensor, size: Any, stride: Any, storage_offset: Any = None) -> bool:
+    """Whether this view of a tensor is the tensor."""
+    return tuple(size) == tuple(this.shape) and tuple(stride) == tuple(this.stride()) and not storage_offset
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on plain tensors of the values, and store what it wrote."""
+
+    def read(x: Any) -> Any:
+        return x.dequantize() if isinstance(x, QuantizedTensor) else x
+
+    if func._schema.is_mutable and any(
+        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in _written(func, args, kwargs)
+    ):
+        plain_args, plain_kwargs = _exact_arguments(func, args, kwargs)
+    else:
+        plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
+    result = func(*plain_args, **plain_kwargs)
+    if not func._schema.is_mutable:
+        # In a forward pass nobody writes into a view; and autograd would not let them.
+        protect = is_view(func) and not (torch.is_grad_enabled() and args[0].requires_grad)
+        return tree_map(as_readonly_view, result) if protect else result
+    stored = _write_back(func, args, kwargs, plain_args, plain_kwargs)
+    return tree_map(lambda x: stored.get(id(x), x), result)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same for an operation on lists, so that the values of one tensor at a time are there in full."""
+    count = next(len(a) for a in args if isinstance(a, (list, tuple)))
+    results = []
+    for i in range(count):
+
+        def one(x: Any, i: int = i) -> Any:
+            return [x[i]] if isinstance(x, (list, tuple)) and len(x) == count else x
+
+        results.append(_on_values(func, [one(a) for a in args], {k: one(v) for k, v in kwargs.items()}))
+    return None if results and results[0] is None else [r for result in results for r in result]
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """(position or name, value, whether the operation writes it) of each argument."""
+    for i, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if i < len(args):
+            yield i, args[i], writes
+        elif argument.name in kwargs:
+            yield argument.name, kwargs[argument.name], writes
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operation writes."""
+    found = (value for _, value, writes in _arguments(func, args, kwargs) if writes)
+    return [x for value in found for x in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments for an operation that writes masters: FP32 for all that read as the weight does, and are read only."""
+    dtype = next(x for x in _written(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
+
+    def exact(x: Any) -> Any:
+        if isinstance(x, QuantizedTensor):
+            return x.exact()
+        return x.float() if isinstance(x, Tensor) and x.dtype == dtype else x
+
+    def keep(x: Any) -> Any:
+        return x.exact() if isinstance(x, QuantizedTensor) else x
+
+    plain_args, plain_kwargs = list(args), dict(kwargs)
+    for place, value, writes in _arguments(func, args, kwargs):
+        chosen: Any = plain_args if isinstance(place, int) else plain_kwargs
+        chosen[place] = tree_map(keep if writes else exact, value)
+    return plain_args, plain_kwargs
+
+
+def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> dict[int, QuantizedTensor]:
+    """Store what an operation wrote into plain stand-ins; return the tensors they stood for, by the stand-in's id."""
+    stored = {}
+    stand_ins = _written(func, plain_args, plain_kwargs)
+    for tensor, values in zip(_written(func, args, kwargs), stand_ins, strict=True):
+        if isinstance(tensor, QuantizedTensor):
+            stored[id(values)] = tensor.write_(values)
+    return stored
+
+
+def _as(tensor: QuantizedTensor, requires_grad: bool, parameter: bool) -> Any:
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+def _send(tensor: QuantizedTensor) -> Any:
+    """Hand a tensor to another process as torch.multiprocessing does: with its storage, which becomes shared memory."""
+    return tensor._as_parts()
+
+
+def _rebuild(
+    kind: type[QuantizedTensor],
+    parts: list[tuple[Tensor, torch.dtype]],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    parameter: bool,
+) -> Any:
+    return _as(kind._wrap(tuple(data.view(d) for data, d in parts), settings, dtype), requires_grad, parameter)
+
+
+torch.serialization.add_safe_globals([_rebuild, FloatFormat])

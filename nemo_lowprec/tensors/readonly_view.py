@@ -1,0 +1,72 @@
+"""What a view of a stored tensor is: a copy of its values, which must not be mistaken for the tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+__all__ = ["ReadonlyView", "as_readonly_view", "is_view"]
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation returns views of its arguments."""
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+
+
+class ReadonlyView(Tensor):
+    """The values of a part of a stored tensor. Any operation reads them and gives plain tensors; none writes them."""
+
+    _plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor):
+        self = torch.Tensor._make_subclass(cls, plain)
+        self._plain = plain
+        return self
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self._plain)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The values as an array."""
+        return self._plain.numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self._plain.__array__(dtype)
+
+    def tolist(self) -> Any:
+        """The values as nested lists."""
+        return self._plain.tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[i] if i < len(args) else kwargs.get(argument.name)
+                if any(
+                    isinstance(t, ReadonlyView) for t in (written if isinstance(written, (list, tuple)) else [written])
+                ):
+                    raise RuntimeError(
+                        "A view of a tensor that is stored in low precision is a copy of its values: writing into it "
+                        "would be lost. Write to the tensor itself, as in grad[0] = 0 or grad[mask] *= 2."
+                    )
+
+        def read(x: Any) -> Any:
+            return x._plain if isinstance(x, ReadonlyView) else x
+
+        result = func(*tree_map(read, args), **tree_map(read, kwargs))
+        return tree_map(as_readonly_view, result) if is_view(func) else result
+
+
+def as_readonly_view(x: Any) -> Any:
+    """A plain tensor as a part; anything else as it is."""
+    return ReadonlyView(x) if type(x) is Tensor else x
