@@ -89,7 +89,7 @@ def train(level: str, seed: int, steps: int) -> dict[str, Any]:
     trainer.fit(module, DataLoader(train_set, BATCH, shuffle=True, drop_last=True, generator=order))
     seconds = time.perf_counter() - start
     (metrics,) = trainer.test(module, DataLoader(test_set, len(test_set)), verbose=False)
-    backend = plugin.engine.backend
+    backend = plugin.engine.columns.computation.backend
     return {
         "parameters": sum(p.numel() for p in module.parameters()),
         "backend": backend.name if backend is not None and plugin.level.has_fp8 else None,

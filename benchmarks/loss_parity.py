@@ -75,7 +75,7 @@ def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
     seconds = time.perf_counter() - start
     trainer.limit_val_batches = 1.0
     (metrics,) = trainer.validate(model, datamodule=data, verbose=False)
-    backend = plugin.engine.backend
+    backend = plugin.engine.columns.computation.backend
     result = {
         "benchmark": "loss_parity",
         "level": level,

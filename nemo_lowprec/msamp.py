@@ -115,22 +115,12 @@ def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: 
             raise ValueError("use_te and backend choose the same thing: pass one of them.")
         without = "torch" if device.type == "cuda" else "reference"
         options = {**options, "backend": "te" if use_te else without}
-    parsed = parse_options(get_level(OPT_LEVELS[opt_level]), options)
-    return Engine(
-        parsed.level,
-        parsed.recipe,
-        None,
-        parsed.layers,
-        parsed.backend,
-        parsed.low_bit,
-        torch.float32,
-        parsed.attention,
-    )
+    return Engine(parse_options(get_level(OPT_LEVELS[opt_level]), options), torch.float32)
 
 
 def _say_what_is_converted(engine: Engine) -> None:
     """Log the table of layers and matrices, and warn where hardly anything is converted; on the first process."""
-    found = engine.describe_layers()
+    found = engine.columns.computation.describe()
     if found is None or (dist.is_initialized() and dist.get_rank()):
         return
     table, problem = found

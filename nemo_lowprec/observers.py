@@ -11,9 +11,11 @@ Without a subscriber that tuple is empty: nothing is computed, and nothing is la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -96,6 +98,16 @@ class Observers:
         """Announce no more events to ``observer``; nothing where it does not subscribe."""
         self._subscribers = [one for one in self._subscribers if one is not observer]
         self._sort()
+
+    @contextmanager
+    def updating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within, ``optimizer`` updates its parameters; announces ``weight`` afterwards."""
+        params = [p for group in optimizer.param_groups for p in group["params"]] if self.weight else []
+        before = [param.detach().to(torch.float32, copy=True) for param in params]
+        yield
+        for param, values in zip(params, before, strict=True):
+            for see in self.weight:
+                see(param, values, param.detach().float())
 
     def _sort(self) -> None:
         for event in EVENTS:

@@ -214,7 +214,7 @@ class Overflowing(Net):
 
     def part(self) -> dict[str, Any]:
         engine = self.trainer.precision_plugin.engine
-        histories = engine.histories
+        histories = engine.amaxes.histories
         return {
             "weights": {k: v.clone() for k, v in self.state_dict().items()},
             "copies": [stored(p).clone() for p in self.parameters()],
@@ -231,7 +231,7 @@ class Overflowing(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.after.append(self.part())
-        loss_scale = self.trainer.precision_plugin.engine.loss_scale
+        loss_scale = self.trainer.precision_plugin.engine.step.loss_scale
         if loss_scale is not None:
             self.scales.append(loss_scale.scale)
 
@@ -276,7 +276,7 @@ class Hidden(Net):
         return (grad,)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        if self.trainer.optimizers[0] in self.trainer.precision_plugin.engine.skipped:
+        if self.trainer.optimizers[0] in self.trainer.precision_plugin.engine.step.skipped:
             self.skipped_at.append(index)
         assert all(p.isfinite().all() for p in self.parameters())
 

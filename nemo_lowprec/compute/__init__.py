@@ -1,9 +1,10 @@
 """Column Computation (GEMM): which layers are converted, the FP8 recipe, and the backends that run it."""
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.attention import check_attention, prefer_attention
+from nemo_lowprec.compute.amaxes import AmaxState, DelayedAmaxes, TEAmaxes
 from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.computation import Computation
 from nemo_lowprec.compute.convert import (
     Conversion,
     convert_layers,
@@ -20,13 +21,16 @@ from nemo_lowprec.compute.multihead import LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.operands import OPERANDS, Operand, new_histories, new_weight_scales, operand_of
 from nemo_lowprec.compute.weight_scales import WeightScales
-from nemo_lowprec.compute.wrappers import check_unwrapped, is_managed_by_fsdp
+from nemo_lowprec.compute.wrappers import is_managed_by_fsdp
 
 __all__ = [
     "BACKENDS",
     "OPERANDS",
+    "AmaxState",
     "Backend",
+    "Computation",
     "Conversion",
+    "DelayedAmaxes",
     "GemmPlan",
     "LowPrecisionConv1D",
     "LowPrecisionLayerNorm",
@@ -35,9 +39,8 @@ __all__ = [
     "LowPrecisionRMSNorm",
     "Operand",
     "ReferenceBackend",
+    "TEAmaxes",
     "WeightScales",
-    "check_attention",
-    "check_unwrapped",
     "choose_backend",
     "convert_layers",
     "describe_layers",
@@ -48,7 +51,6 @@ __all__ = [
     "new_histories",
     "new_weight_scales",
     "operand_of",
-    "prefer_attention",
     "revert_layers",
     "take_fp32_input",
     "take_fp32_input_outside_autocast",

@@ -1,5 +1,7 @@
 """The engine: the columns of one row at work on one model, for any training loop."""
 
-from nemo_lowprec.engine.engine import DTYPES, Engine, Sharding, needs_closure
+from nemo_lowprec.engine.build import DTYPES, Sharding, build, check_row
+from nemo_lowprec.engine.engine import Engine
+from nemo_lowprec.engine.step import Step
 
-__all__ = ["DTYPES", "Engine", "Sharding", "needs_closure"]
+__all__ = ["DTYPES", "Engine", "Sharding", "Step", "build", "check_row"]

@@ -107,6 +107,7 @@ class DelayedScaling:
         self.reduce_amax: Callable[[Tensor], None] | None = None
         self.updates = 0
         self.slots: dict[str, AmaxSlot] = {}
+        self._reduced: Tensor | None = None
         self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
         self._shared_index: tuple[Tensor, Tensor] | None = None
         self._allocate(torch.device("cpu"))
@@ -169,14 +170,15 @@ class DelayedScaling:
         """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales."""
         if not self.slots:
             return
-        self._fold_shared()
-        if self.reduce_amax is not None:
-            self.reduce_amax(self.amax)
-        amax = torch.where(torch.isfinite(self.amax), self.amax, torch.zeros_like(self.amax))
+        if self._reduced is None and not self.reduce(self.amax.new_empty(0)):
+            self._fold_shared()
+        found, self._reduced = self.amax if self._reduced is None else self._reduced, None
+        amax = torch.where(torch.isfinite(found), found, torch.zeros_like(found))
         self._empty_restarted()
         self.history[self.updates % self.history_len] = amax
         self.updates += 1
-        self.amax.zero_()
+        if found is self.amax:
+            self.amax.zero_()
         if self.updates % self.interval:
             return
         window = self.history.amax(0) if self.algo == "max" else amax
@@ -202,23 +204,43 @@ class DelayedScaling:
         self.history *= factors
         self.scale /= factors
 
-    def nonfinite(self, flags: Tensor | None = None) -> Tensor:
-        """Whether any amax since the last update is not finite, on any process, as a bool scalar on the device.
+    def nonfinite(self) -> Tensor:
+        """Whether any amax of this process since the last update is not finite: a bool scalar on the device."""
+        return (~torch.isfinite(self.amax)).any()
+
+    @torch.no_grad()
+    def reduce(self, flags: Tensor) -> bool:
+        """Make this step's amaxes those of all processes, for the next update; one all-reduce carries ``flags``, too.
+
+        Amaxes that are recorded afterwards belong to the next step, on every process alike.
 
         Args:
-            flags: FP32 [n], of 0 and 1: made those of any process, in place, by the same all-reduce.
+            flags: FP32 [n] of 0 and 1; made the maxima over the processes, in place.
+
+        Returns:
+            Whether there are several processes; ``flags`` and amaxes are unchanged otherwise.
         """
+        if self.reduce_amax is None:
+            return False
+        self._fold_shared()
+        together = torch.cat([flags, self.amax])
+        self.reduce_amax(together)
+        flags.copy_(together[: len(flags)])
+        amax = together[len(flags) :]
+        self._reduced = amax if self._reduced is None else torch.maximum(self._reduced, amax)
+        self.amax.zero_()
+        return True
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """Make the amaxes recorded so far in an unfinished step those of all processes, before they are saved."""
+        self._fold_shared()
         if self.reduce_amax is not None:
-            if flags is None:
-                flags = self.amax.new_empty(0)
-            together = torch.cat([self.amax, flags])
-            self.reduce_amax(together)
-            self.amax.copy_(together[: len(self.amax)])
-            flags.copy_(together[len(self.amax) :])
-        return (~torch.isfinite(self.amax)).any()
+            self.reduce_amax(self.amax)
 
     def discard(self) -> None:
         """Forget this step's amaxes: the step was skipped."""
+        self._reduced = None
         self.amax.zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,7 +248,8 @@ class DelayedScaling:
         self._empty_restarted()
         oldest = self.updates % self.history_len
         history = torch.roll(self.history, -oldest, 0).cpu()
-        scale, amax = self.scale.cpu(), self.amax.cpu()
+        recorded = self.amax if self._reduced is None else torch.maximum(self.amax, self._reduced)
+        scale, amax = self.scale.cpu(), recorded.cpu()
         return {
             "updates": self.updates,
             "operands": {
@@ -264,6 +287,7 @@ class DelayedScaling:
             scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
             amax[i], slot.cold = saved["amax"], bool(saved["cold"])
             slot.recorded = slot.cold  # perhaps: the next update looks
+        self._reduced = None
         self.history.copy_(columns)
         self.scale.copy_(scale)
         self.amax.copy_(amax)

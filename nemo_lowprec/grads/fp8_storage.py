@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from nemo_lowprec.column import Column
 from nemo_lowprec.tensors import GradientTensor
 
 __all__ = ["Fp8Gradients", "is_released"]
@@ -24,45 +25,56 @@ def is_released(param: Tensor) -> bool:
     return hasattr(param, _RELEASED)
 
 
-class Fp8Gradients:
+class Fp8Gradients(Column):
     """Hooks that store the gradients of some parameters.
 
     Args:
-        release: steps a parameter and drops its gradient, called as soon as that is stored.
-        apart: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
+        release: steps a parameter and drops its gradient, called as soon as the gradient is stored.
+        detached: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
+        params: the parameters that are covered by now; called before each backward pass.
 
     Attributes:
-        apart: gradients that are not left on their parameters, by the parameters' id; None where they are.
-        watch: called with each parameter whose gradient was put apart, before anyone takes it from there.
+        detached_grads: gradients that are not left on their parameters, by the parameters' ids; None where they are.
+        watch: called with each parameter whose gradient was detached, before anyone takes it from there.
         overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
-    def __init__(self, release: Callable[[Tensor], None] | None = None, apart: bool = False) -> None:
-        self.release = release
-        self.apart: dict[int, GradientTensor] | None = {} if apart else None
+    def __init__(
+        self,
+        release: Callable[[Tensor], None] | None = None,
+        detached: bool = False,
+        params: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> None:
+        self.release, self._params = release, params
+        self.detached_grads: dict[int, GradientTensor] | None = {} if detached else None
         self.watch: Callable[[Tensor], None] | None = None
         self.overflowed: Callable[[Tensor], Tensor | None] | None = None
-        self._handles: dict[int, Any] = {}
-        self._marked: list[ref[Tensor]] = []  # weak: their hooks hold this object (see ``formats/hooks.py``)
+        # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
+        self._handles: Any = WeakIdKeyDictionary()
+
+    def settle(self) -> None:
+        self.cover(self._params())
+
+    def before_backward(self) -> None:
+        self.cover(self._params())
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""
         for param in params:
-            if param.requires_grad and id(param) not in self._handles:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._store)
+            if param.requires_grad and param not in self._handles:
+                self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
-                    self._marked.append(ref(param))
 
     def _store(self, param: Tensor) -> None:
         grad = param.grad
-        if self.apart is not None:
+        if self.detached_grads is not None:
             assert grad is not None
             param.grad = None
-            if id(param) in self.apart:
-                self.apart[id(param)].accumulate_(grad)
+            if id(param) in self.detached_grads:
+                self.detached_grads[id(param)].accumulate_(grad)
             else:
-                self.apart[id(param)] = GradientTensor.from_float(grad)
+                self.detached_grads[id(param)] = GradientTensor.from_float(grad)
             if self.watch is not None:
                 self.watch(param)
             return
@@ -82,11 +94,7 @@ class Fp8Gradients:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles.values():
+        for param, handle in self._handles.items():
             handle.remove()
+            param.__dict__.pop(_RELEASED, None)
         self._handles.clear()
-        for marked in self._marked:
-            param = marked()
-            if param is not None:
-                delattr(param, _RELEASED)
-        self._marked.clear()

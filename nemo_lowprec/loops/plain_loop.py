@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.tensors.weak_hooks import weakly
 
 __all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
@@ -51,8 +52,8 @@ class PlainLoop:
         self._looked_at = False
         self._looked_into = False
         model.register_forward_pre_hook(self._before_forward)
-        assert engine.gradients is not None
-        engine.gradients.overflowed = weakly(self._overflowed)
+        if isinstance(engine.columns.gradients, Fp8Gradients):
+            engine.columns.gradients.overflowed = weakly(self._overflowed)
         engine.when_adopted = self.follow
         self._averages = AveragesGradients(engine)
         self.follow(optimizer)
@@ -60,7 +61,7 @@ class PlainLoop:
     def follow(self, optimizer: Optimizer) -> None:
         """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
         optimizer.all_reduce_grads = self._averages  # type: ignore[attr-defined]
-        histories = self._engine.histories
+        histories = self._engine.amaxes.histories
         if histories is not None:
             optimizer.register_step_post_hook(self._after_step)
             optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
@@ -72,11 +73,12 @@ class PlainLoop:
         if not self._looked_into:
             refuse_sharded(model)  # after initialize
         self._check_own_parameters(model)
-        self._engine.before_forward()
-        self._engine.cover_gradients()
-        if self._looked_at and self._engine.histories is not None:
+        for column in self._engine.columns:
+            column.before_forward()
+            column.before_backward()
+        if self._looked_at:
             self._looked_at = False
-            self._engine.histories.discard()
+            self._engine.amaxes.after_step(skipped=True)
 
     def _check_own_parameters(self, model: nn.Module) -> None:
         """Raise ValueError where the model was wrapped since: the optimizer would step what nobody computes with.
@@ -97,17 +99,16 @@ class PlainLoop:
 
     def _overflowed(self, found: Tensor) -> Tensor:
         self._looked_at = True
-        return self._engine.found_anywhere(found)
+        return self._engine.step.found_on_any_rank(found)
 
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False
-        self._engine.end_step()
+        for column in self._engine.columns:
+            column.after_step(skipped=False)
 
     def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if _HISTORIES in state:
-            assert self._engine.histories is not None
-            self._engine.histories.load_state_dict(state[_HISTORIES])
-            self._engine.forget_weight_scales()
+            self._engine.amaxes.load_state_dict({"fp8": state[_HISTORIES]})
 
 
 class AveragesGradients:
@@ -136,11 +137,11 @@ class AveragesGradients:
         params, known = list(module.parameters()), {id(p) for p in model.parameters()}
         if not {id(p) for p in params} <= known:
             raise ValueError("This module has parameters that are none of the model's that initialize has converted.")
-        engine.check_averaging()
+        engine.columns.comm.check_averaging()
         if not dist.is_initialized():
             return
-        before = engine.reducer
-        whole = engine.average_over(group)
+        before = engine.columns.comm.reducer
+        whole = engine.columns.comm.average_over(group)
         if whole is not before:
             self._of_parts.clear()
         if group not in self._met:
@@ -158,7 +159,7 @@ class AveragesGradients:
         if len(key) == count:
             return whole
         if key not in self._of_parts:
-            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.wire_dtype)
+            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.columns.comm.wire)
         return self._of_parts[key]
 
 
@@ -186,7 +187,7 @@ class UnderDDP:
         if ddp is None or ddp.module is not model:
             return
         if self._wrapper is None or self._wrapper() is not ddp:
-            self._engine.average_over(ddp.process_group, ddp.bucket_bytes_cap)
+            self._engine.columns.comm.average_over(ddp.process_group, ddp.bucket_bytes_cap)
             self._engine.broadcast()
             take_from_ddp(ddp)
             self._wrapper = ref(ddp)
@@ -206,11 +207,11 @@ class UnderDDP:
         # Here and not at a parameter's gradient: with reentrant checkpointing that belongs to a backward of its own.
         if self._wanted and not self._waiting:
             self._waiting = True
-            assert self._engine.reducer is not None
-            self._engine.reducer.begin()
+            assert self._engine.columns.comm.reducer is not None
+            self._engine.columns.comm.reducer.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
         self._waiting = self._wanted = False
-        assert self._engine.reducer is not None
-        self._engine.reducer.finish()
+        assert self._engine.columns.comm.reducer is not None
+        self._engine.columns.comm.reducer.finish()

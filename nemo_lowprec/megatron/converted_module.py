@@ -11,15 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_lowprec.comm import reduce_amax
-from nemo_lowprec.compute import (
-    check_attention,
-    choose_backend,
-    convert_layers,
-    new_histories,
-    new_weight_scales,
-    prefer_attention,
-    revert_layers,
-)
+from nemo_lowprec.compute import choose_backend, convert_layers, new_histories, new_weight_scales, revert_layers
+from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.megatron.chunks import cast_parameters
 from nemo_lowprec.megatron.settings import MegatronSettings

@@ -2,6 +2,19 @@
 
 from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.states import LowBitOptimizerStates, OptimizerStates, handles_found_inf, needs_closure
 from nemo_lowprec.optim.storage import StateFormats
 
-__all__ = ["Adam", "AdamW", "LowBitStates", "StateFormats", "adopt", "check_adoptable", "release"]
+__all__ = [
+    "Adam",
+    "AdamW",
+    "LowBitOptimizerStates",
+    "LowBitStates",
+    "OptimizerStates",
+    "StateFormats",
+    "adopt",
+    "check_adoptable",
+    "handles_found_inf",
+    "needs_closure",
+    "release",
+]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from nemo_lowprec.optim.adam import ORIGINAL, Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.reference import read
 from nemo_lowprec.optim.storage import StateFormats
+from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
 __all__ = ["adopt", "check_adoptable", "release"]
 
@@ -106,7 +107,7 @@ def release(optimizer: Optimizer) -> None:
         state.pop("master_weight", None)
         for name, value in state.items():
             if name != "step":
-                state[name] = read(value)
+                state[name] = as_dtensor_like(read(local_shard(value)), value)
             elif not fused:
                 state[name] = value.cpu()
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.tensors.weak_hooks import weakly
+from nemo_lowprec.weights import ShardedWeights
 
 __all__ = ["ManualPasses"]
 
@@ -38,11 +39,12 @@ class ManualPasses:
         self._new: set[int] = set()  # ids of parameters with a gradient since their optimizer's last step
         self._passes = 0
         self._stepped: WeakKeyDictionary[Optimizer, tuple[int, list[ReferenceType[Tensor]]]] = WeakKeyDictionary()
-        engine.when_gathered = weakly(self.cover)
+        if isinstance(engine.columns.weights, ShardedWeights):
+            engine.columns.weights.when_gathered.append(weakly(self.cover))
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse steps that go around the plugin, where gradients are scaled."""
-        if self._engine.loss_scale is not None:
+        if self._engine.step.loss_scale is not None:
             for optimizer in optimizers:
                 self._handles[id(optimizer)] = optimizer.register_step_pre_hook(weakly(self._before_step))
 
@@ -54,7 +56,7 @@ class ManualPasses:
 
     def before_training_step(self) -> None:
         """Watch parameters that were unfrozen; a backward pass writes gradients of gathered, not of sharded ones."""
-        if self._engine.shards is None:
+        if not self._engine.columns.weights.is_sharded:
             self.cover(self._module.parameters())
 
     @contextmanager
@@ -80,7 +82,7 @@ class ManualPasses:
         Raises:
             RuntimeError: they are not as the level declares them.
         """
-        scales = self._engine.loss_scale is not None
+        scales = self._engine.step.loss_scale is not None
         if not scales and not self._averages:
             return
         lacks = [f"is not scaled as {self._engine.level.name} asks"] * scales
@@ -122,7 +124,6 @@ class ManualPasses:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._engine.when_gathered = None
 
     def _arrived(self, param: Tensor) -> None:
         self._new.add(id(param))
@@ -138,10 +139,10 @@ class ManualPasses:
 
     def _gradients(self, optimizer: Optimizer | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(parameter of the backward pass, parameter of the module, gradient) of every parameter with a gradient."""
-        shards, waiting = self._engine.shards, self._engine.unreduced_gradients()
+        weights = self._engine.columns.weights
+        waiting = weights.unreduced()
         mine = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-        pairs = [(p, p) for p in self._module.parameters()] if shards is None else shards.gathered()
-        for param, owner in pairs:
+        for param, owner in weights.gathered():
             grad = waiting.get(id(owner), owner.grad)
             if grad is not None and (mine is None or id(owner) in mine):
                 yield param, owner, grad

@@ -64,22 +64,21 @@ class PartialGradients:
                 self._warned = True
                 _warn("saved")
             return {_KEY: {}} if unfinished else {}
-        params, waiting = _parameters(engine, module), engine.unreduced_gradients()
+        params, waiting = _parameters(engine, module), engine.columns.weights.unreduced()
         mine = {
             name: param for name, param in params.items()
             if pending and (new is None or id(param) in new) and (param.grad is not None or id(param) in waiting)
         }  # fmt: skip
         grads: dict[str, Any] = {}
-        if module.trainer.world_size == 1 and engine.shards is None:
+        if module.trainer.world_size == 1 and not engine.columns.weights.is_sharded:
             grads = {name: _plain(param.grad) for name, param in mine.items()}
         elif names := _of_all(mine):
-            if engine.histories is not None:
-                engine.histories.nonfinite()  # this step's amaxes become everybody's, as at its end
+            engine.amaxes.equalize()
             for name in names:
                 mean = _mean(params[name], name in mine, waiting)
                 if mean is not None:
                     grads[name] = mean
-        scale = engine.loss_scale.used if engine.loss_scale is not None else 1.0
+        scale = engine.step.loss_scale.used if engine.step.loss_scale is not None else 1.0
         return {_KEY: {"scale": scale, "grads": grads}} if grads else {}
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
@@ -96,7 +95,7 @@ class PartialGradients:
         if not saved or engine.model is None:
             _warn("resumed")
             return []
-        factor = (engine.loss_scale.used if engine.loss_scale is not None else 1.0) / saved["scale"]
+        factor = (engine.step.loss_scale.used if engine.step.loss_scale is not None else 1.0) / saved["scale"]
         params = _parameters(engine, module)
         found = {name: p for name, p in params.items() if name in saved["grads"] and p.requires_grad}
         for name, param in found.items():
@@ -116,7 +115,7 @@ def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(engine: Engine, module: pl.LightningModule) -> dict[str, Any]:
-    return dict(module.named_parameters()) if engine.shards is None else engine.shards.named()
+    return engine.columns.weights.named()
 
 
 def _plain(grad: Tensor) -> Any:
@@ -160,12 +159,12 @@ def _mean(param: Any, is_mine: bool, waiting: dict[int, Tensor]) -> Tensor | Non
 
 def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tensor:
     """A gradient in the format that this level stores it in: the very bits where they were saved in that one."""
-    weights = engine.stored if engine.shards is None else engine.shards
-    in_fp8 = weights is not None and weights.is_matrix(param)
+    weights = engine.columns.weights
+    in_fp8 = weights.is_matrix(param)
     if isinstance(saved, dict):
         grad = GradientTensor(*(part.to(param.device) for part in saved["parts"]))
         grad.multiplied, grad.additions = saved["multiplied"], saved["additions"]
-        if not in_fp8 or factor != 1 or engine.shards is not None:
+        if not in_fp8 or factor != 1 or weights.is_sharded:
             saved = grad.dequantize()
     if not isinstance(saved, dict):
         values = local_rows(saved, param).to(param.device)
@@ -173,8 +172,6 @@ def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tens
         if not in_fp8:
             return as_dtensor_like(values.to(param.grad_dtype or torch.float32), param)
         grad = GradientTensor.from_float(values)
-    if engine.gradients is not None:
-        grad.overflowed = engine.gradients.overflowed
     return as_dtensor_like(grad, param)
 
 

@@ -20,9 +20,10 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.comm import give_back_to_ddp
-from nemo_lowprec.engine import DTYPES, Engine, needs_closure
+from nemo_lowprec.engine import DTYPES, Engine
 from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
+from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
@@ -63,10 +64,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
-        self.engine = Engine(
-            row, parsed.recipe, parsed.loss_scale, parsed.layers, parsed.backend, parsed.low_bit,
-            attention=parsed.attention,
-        )  # fmt: skip
+        self.engine = Engine(parsed)
         self._resume = ResumeState()
         self._partial = PartialGradients()
         self.log = LevelLog()
@@ -154,7 +152,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
                 average_exactly(trainer, module)
-        if trainer is not None and self.engine.low_bit.gradient_release:
+        if trainer is not None and self.parsed.low_bit.gradient_release:
             _check_release(trainer)
         self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
         return module
@@ -249,7 +247,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         self._partial.running = True
-        return super().pre_backward(self.engine.scale(tensor), module)
+        return super().pre_backward(self.engine.step.scale(tensor), module)
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -263,7 +261,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         # Manual optimization comes here from inside training_step, whose autocast would round the GEMMs to half.
         wanted = model._trainer is None or processes.synchronizes(model.trainer.strategy)
         announced = nullcontext() if self._manual is None else self._manual.announced()
-        with torch.autocast(self.engine.device.type, enabled=False), self.engine.averaging(wanted), announced:
+        with self.engine.backward_context(wanted), announced:
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
@@ -288,21 +286,26 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
         self.engine.attach(optimizer)
         if needs_closure(optimizer):
-            wrapped = lambda: self._wrap_closure(model, optimizer, closure)  # noqa: E731
-            return self.engine.step_with_closure(optimizer, wrapped, **kwargs)
+
+            def wrapped() -> Any:
+                with self.engine.forward_context():
+                    return self._wrap_closure(model, optimizer, closure)
+
+            return self.engine.step.run_with_closure(optimizer, wrapped, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:
             return None  # training_step asked to skip the batch
         self._partial.running = True
-        self.engine.unscale(optimizer)
+        step = self.engine.step
+        step.unscale(optimizer)
         self._after_closure(model, optimizer)
         is_logged = self.log.is_due(model)
-        norm = self.engine.norm_of(optimizer, needed=is_logged)
-        scale = None if self.engine.loss_scale is None else self.engine.loss_scale.used
-        self.engine.step(optimizer, **kwargs)
-        skipped = optimizer in self.engine.skipped
+        norm = step.norm_of(optimizer, needed=is_logged)
+        scale = None if step.loss_scale is None else step.loss_scale.used
+        step.run(optimizer, **kwargs)
+        skipped = optimizer in step.skipped
         if skipped and not self.level.has_loss_scale:
-            rank_zero_warn(SKIPPED.format("precision_plugin.engine"))
+            rank_zero_warn(SKIPPED.format("precision_plugin.engine.step"))
         self.log.skipped_steps += skipped
         if is_logged:
             self.log.write(model, optimizer, norm, scale)
@@ -311,7 +314,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if clip_val and clip_val > 0:
-            if self.engine.low_bit.gradient_release:
+            if self.parsed.low_bit.gradient_release:
                 raise ValueError(
                     "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
                     "Leave one of them out."
@@ -320,11 +323,11 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.engine.clip(_unwrapped(optimizer), clip_val)
+        self.engine.step.clip(_unwrapped(optimizer), clip_val)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.engine.look(_unwrapped(optimizer))  # before infinities become finite
+        self.engine.step.check_finite(_unwrapped(optimizer))  # before infinities become finite
         super().clip_grad_by_value(optimizer, clip_val)
 
     # State

@@ -60,7 +60,7 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
             "the model's parameters": _parameters(module),
         }
     )
-    engine.check_averaging()
+    engine.columns.comm.check_averaging()
     if not isinstance(strategy, DDPStrategy) or not _replaces_ddp(strategy, engine):
         return
     for name in _HOOKS:
@@ -128,10 +128,10 @@ def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> N
     ddp = model if isinstance(model, DistributedDataParallel) else None
     group = None if ddp is None else ddp.process_group
     if not _replaces_ddp(strategy, engine):
-        engine.share_amaxes(group)
+        engine.columns.comm.share_amaxes(group)
         return
     megabytes = strategy._ddp_kwargs.get("bucket_cap_mb")
-    engine.average_over(group, None if megabytes is None else int(megabytes * 2**20))
+    engine.columns.comm.average_over(group, None if megabytes is None else int(megabytes * 2**20))
     engine.broadcast()
 
 

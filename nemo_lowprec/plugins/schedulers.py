@@ -17,7 +17,7 @@ def hold_back_skipped(module: pl.LightningModule, engine: Engine, configs: list[
     original = type(module).lr_scheduler_step
 
     def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-        if id(scheduler) in stepwise and scheduler.optimizer in engine.skipped:
+        if id(scheduler) in stepwise and scheduler.optimizer in engine.step.skipped:
             return
         original(module, scheduler, metric)
 

@@ -53,7 +53,7 @@ def print_summary(engine: Engine, title: object) -> None:
     assert engine.model is not None
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
     tables, problem = [level_table(engine.level, fp8_params, [engine.model])], None
-    found = engine.describe_layers()
+    found = engine.columns.computation.describe()
     if found is not None:
         table, problem = found
         tables.append(table)

@@ -79,7 +79,7 @@ class Audit(pl.Callback):
             self._gemms = watch_gemms(pl_module, self._seen)
             self._gemms.__enter__()
             engine = _plugin(trainer).engine
-            if engine.shards is not None:
+            if engine.columns.weights.is_sharded:
                 self._gathered = Gathered(pl_module, engine)
                 self._gathered.__enter__()
             if trainer.world_size > 1:
@@ -197,7 +197,7 @@ def _plugin(trainer: pl.Trainer) -> LowPrecision:
 def _parts(trainer: pl.Trainer, module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter]]]:
     plugin = _plugin(trainer)
     if plugin.level.has_fp8:
-        weights = [module.get_parameter(name) for name in plugin.engine.conversion.weights]
+        weights = [module.get_parameter(name) for name in plugin.engine.columns.computation.conversion.weights]
     else:
         weights = list(linear_weights(module).values())
     converted = {id(w): w for w in weights if w.requires_grad}

@@ -7,7 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.report.tensor_storage import Stored, as_stored
+from nemo_lowprec.weights import ShardedWeights
 
 __all__ = ["Gathered"]
 
@@ -27,20 +29,20 @@ class Gathered:
         self._sharded: dict[int, int] = {}
 
     def __enter__(self) -> Gathered:
-        if self._engine.gradients is not None:
-            self._engine.gradients.watch = self._note_gradient
+        if isinstance(self._engine.columns.gradients, Fp8Gradients):
+            self._engine.columns.gradients.watch = self._note_gradient
         self._handles = [m.register_forward_pre_hook(self._before_forward) for m in self._model.modules()]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._engine.gradients is not None:
-            self._engine.gradients.watch = None
+        if isinstance(self._engine.columns.gradients, Fp8Gradients):
+            self._engine.columns.gradients.watch = None
         for handle in self._handles:
             handle.remove()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        shards = self._engine.shards
-        assert shards is not None
+        shards = self._engine.columns.weights
+        assert isinstance(shards, ShardedWeights)
         for name, param in module._parameters.items():
             sharded = shards.sharded(module, name)
             if param is None or sharded is None or param is sharded:
@@ -51,8 +53,8 @@ class Gathered:
                 self._handles.append(param.register_post_accumulate_grad_hook(self._note_gradient))
 
     def _note_gradient(self, whole: Tensor) -> None:
-        gradients = self._engine.gradients
-        apart = gradients.apart if gradients is not None else None
+        gradients = self._engine.columns.gradients
+        apart = gradients.detached_grads if isinstance(gradients, Fp8Gradients) else None
         found = whole.grad if whole.grad is not None or apart is None else apart.get(id(whole))
         if found is not None:  # else it was put apart and sent, and noted then
             self.gradients[self._sharded[id(whole)]] = as_stored(found)

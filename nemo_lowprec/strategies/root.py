@@ -53,8 +53,8 @@ class _Outermost:
             return args, kwargs
         args, kwargs = self._state._pre_forward(module, args, kwargs)
         engine = Engine.of(self._model)
-        if engine is not None and engine.shards is not None:
-            engine.shards.meet_root()
+        if engine is not None:
+            engine.columns.weights.meet_root()
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:

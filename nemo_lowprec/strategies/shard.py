@@ -17,7 +17,8 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES, Sharding
 from nemo_lowprec.strategies.materialize import materialize
 from nemo_lowprec.tensors.dtensor import is_sharded
-from nemo_lowprec.weights.widened import HALVES, TrainedWeights
+from nemo_lowprec.weights import Fp32Weights
+from nemo_lowprec.weights.widened import HALVES
 
 __all__ = [
     "blocks_of",
@@ -157,7 +158,7 @@ def shard_model(
     for unit in [*blocks_of(model), model]:
         materialize(unit, device, initializes=dist.get_rank() == 0)
         unit.to(device)
-        TrainedWeights(unit)  # FP32: a shard is the master
+        Fp32Weights().install(unit, training=True)  # a shard is the master
         with torch.no_grad():
             for tensor in [*unit.parameters(), *unit.buffers()]:
                 if not isinstance(tensor, torch.distributed.tensor.DTensor):

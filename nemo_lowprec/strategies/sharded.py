@@ -281,7 +281,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
-        engine.weights_were_written()  # what a resumed run knows of them is loaded next
+        engine.columns.weights.were_written()  # what a resumed run knows of them is loaded next
         return checkpoint
 
     @classmethod

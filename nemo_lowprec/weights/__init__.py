@@ -1,18 +1,18 @@
-"""Columns Weight and Master weight."""
+"""Columns Weight and Master weight: one ``WeightStore`` for each way of holding the parameters of a model."""
 
+from nemo_lowprec.weights.fp32 import Fp32Weights
 from nemo_lowprec.weights.low_bit import LowBitWeights
 from nemo_lowprec.weights.masters import MasterWeights
-from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import master_of
 from nemo_lowprec.weights.sharded import ShardedWeights, kept_in_fp32
-from nemo_lowprec.weights.widened import TrainedWeights
+from nemo_lowprec.weights.store import WeightStore
 
 __all__ = [
+    "Fp32Weights",
     "LowBitWeights",
     "MasterWeights",
     "ShardedWeights",
-    "TrainedWeights",
-    "check_memory",
+    "WeightStore",
     "kept_in_fp32",
     "master_of",
 ]

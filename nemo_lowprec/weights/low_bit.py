@@ -13,7 +13,7 @@ Parameters keep their identity: optimizer groups, tying and hooks stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import getweakrefs
 
@@ -24,86 +24,48 @@ from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
+from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
+from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import Widened
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
-__all__ = ["LowBitWeights", "needs_plain_fp32"]
+__all__ = ["LowBitWeights", "check_low_bit", "is_stored", "needs_plain_fp32"]
 
+_ORIGINAL = "_lowprec_original"  # on a parameter that is not trained: its values before they were rounded
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class LowBitWeights:
+class LowBitWeights(WeightStore):
     """The parameters of one model at an MS-AMP level.
 
     Args:
         reads_as: dtype that FP16 matrices read as.
         fp8: names of the parameters that are stored in FP8 with FP16 masters (O3).
         margin: FP8 scales are divided by 2**margin.
-        keep: hold on to the values as they were, for a model that is evaluated and not trained: ``remove`` gives them
-            back where nobody has loaded others.
     """
 
-    def __init__(self, reads_as: torch.dtype, fp8: Iterable[str] = (), margin: int = 0, keep: bool = False) -> None:
+    def __init__(self, reads_as: torch.dtype, fp8: Callable[[], list[str]] = list, margin: int = 0) -> None:
+        super().__init__()
         self.reads_as = reads_as
-        self._fp8 = list(fp8)
-        self._margin = margin
-        self._keep = keep
-        self._originals: dict[int, Tensor] = {}
+        self._fp8, self._margin = fp8, margin
+        self._keep = False  # what an evaluation must give back where nothing else was loaded
         self._frozen: dict[int, nn.Parameter] = {}
         self._came_as: dict[int, torch.dtype] = {}
-        self._widened = Widened(training=not keep)
+        self._widened = Widened()
         self._handles: list[Any] = []
-        self._model: nn.Module | None = None
 
-    @torch.no_grad()
-    def check(self, model: nn.Module) -> None:
-        """Whether ``model`` can be stored; changes nothing.
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        """Raise ValueError where ``model`` cannot be stored; see ``check_low_bit``."""
+        check_low_bit(model)
+        if training:
+            check_memory(model)
 
-        Raises:
-            ValueError: a complex or trained FP64 parameter, one with values beyond FP16's range, one in a graph that
-                is alive or with a weak reference to it, or an embedding with sparse gradients.
-        """
-        plain: set[int] = set()
-        for name, module in model.named_modules():
-            if needs_plain_fp32(module):
-                plain.update(map(id, module.parameters(recurse=False)))
-            for own, param in module.named_parameters(recurse=False):
-                if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
-                    where = f"{name}.{own}" if name else own
-                    raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-                raise ValueError(
-                    f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False."
-                )
-        for name, param in model.named_parameters():
-            if _is_lazy(param):
-                continue
-            if param.is_complex():
-                raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
-            if param.dtype == torch.float64 and param.requires_grad:
-                raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
-            if (
-                _is_matrix(param)
-                and param.numel()
-                and not param.is_meta
-                and float(compute_amax(param.detach())) > FP16.max
-            ):
-                raise ValueError(
-                    f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
-                    "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
-                )
-            # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-            if _is_matrix(param) and id(param) not in plain and param._use_count() > 2:  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
-                    "Delete these first."
-                )
-
-    def install(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module, training: bool) -> None:
         """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""
-        self._model = model
+        super().install(model, training)
+        self._keep, self._widened = not training, Widened(training)
         average_masters()
         for module in model.modules():
             if any(p is not None for p in module._parameters.values()):
@@ -111,8 +73,8 @@ class LowBitWeights:
         self._handles += cover_new_modules(model)
 
     def _fp8_params(self) -> list[nn.Parameter]:
-        assert self._model is not None
-        params = map(self._model.get_parameter, self._fp8)
+        assert self.model is not None
+        params = map(self.model.get_parameter, self._fp8())
         return [param for param in params if param.requires_grad]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
@@ -137,10 +99,10 @@ class LowBitWeights:
     @torch.no_grad()
     def settle(self) -> None:
         """Once the model is on its device, before the first step: store parameters, free their gradients' dtype."""
-        assert self._model is not None
-        averages = averages_in(self._model)
+        assert self.model is not None
+        averages = averages_in(self.model)
         fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
-        for module in self._model.modules():
+        for module in self.model.modules():
             self._widened.add_statistics(module)
             for stored in module._parameters.values():
                 if stored is not None and id(stored) not in fp8 and id(stored) not in averages:
@@ -185,8 +147,8 @@ class LowBitWeights:
 
     def _before_storing(self, param: nn.Parameter) -> None:
         param.grad = None
-        if self._keep and id(param) not in self._originals:
-            self._originals[id(param)] = param.data
+        if self._keep:
+            param.__dict__.setdefault(_ORIGINAL, param.data)
 
     def _to_fp8(self, param: nn.Parameter) -> None:
         self._before_storing(param)
@@ -198,30 +160,26 @@ class LowBitWeights:
 
     def matrices(self) -> Iterator[nn.Parameter]:
         """The model's parameters in low-bit storage, each once."""
-        assert self._model is not None
-        return (p for p in self._model.parameters() if self.is_matrix(p))
+        assert self.model is not None
+        return (p for p in self.model.parameters() if self.is_matrix(p))
 
-    @staticmethod
-    def is_matrix(param: Tensor) -> bool:
+    def is_matrix(self, param: Tensor) -> bool:
         """Whether a parameter is in low-bit storage."""
-        return isinstance(param, QuantizedTensor) or _is_fp16_matrix(param)
+        return is_stored(param)
 
-    def remove(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the parameters their values back, as plain FP32 or what they came as where they were not trained.
-
-        Returns those that others had to take the places of.
-        """
+    def remove(self) -> None:
+        """Give the parameters their values back, in FP32 or in their original dtype where they were not trained."""
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        assert self._model is not None
-        remove_hooks(self._model)
+        assert self.model is not None
+        remove_hooks(self.model)
         with torch.no_grad():
             for param in list(self.matrices()):
                 master = master_of(param)
                 values = _values(param if master is None else master).to(param.device)
-                original = self._originals.pop(id(param), None)
+                original = param.__dict__.pop(_ORIGINAL, None)
                 if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
                     values = original.to(values.device)
                 if id(param) in self._frozen:
@@ -231,15 +189,58 @@ class LowBitWeights:
                     if master is not None:
                         delattr(param, MASTER)
                     plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    swap_or_replace(self._model, param, plain, replaced)
+                    swap_or_replace(self.model, param, plain, replaced)
                 else:
                     param.data = values
                     param.grad_dtype = param.dtype
             self._widened.remove()
         self._frozen.clear()
         self._came_as.clear()
-        self._model = None
-        return replaced
+        self.follow(replaced)
+        super().remove()
+
+
+@torch.no_grad()
+def check_low_bit(model: nn.Module) -> None:
+    """Whether ``model`` can be stored in low precision; changes nothing.
+
+    Raises:
+        ValueError: a complex or trained FP64 parameter, one with values beyond FP16's range, one in a graph that
+            is alive or with a weak reference to it, or an embedding with sparse gradients.
+    """
+    plain: set[int] = set()
+    for name, module in model.named_modules():
+        if needs_plain_fp32(module):
+            plain.update(map(id, module.parameters(recurse=False)))
+        for own, param in module.named_parameters(recurse=False):
+            if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
+                where = f"{name}.{own}" if name else own
+                raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ValueError(f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False.")
+    for name, param in model.named_parameters():
+        if _is_lazy(param):
+            continue
+        if param.is_complex():
+            raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
+        if param.dtype == torch.float64 and param.requires_grad:
+            raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
+        if _is_matrix(param) and param.numel() and not param.is_meta and float(compute_amax(param.detach())) > FP16.max:
+            raise ValueError(
+                f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
+                "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
+            )
+        # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
+        if _is_matrix(param) and id(param) not in plain and param._use_count() > 2:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
+                "Delete these first."
+            )
+
+
+def is_stored(param: Tensor) -> bool:
+    """Whether a parameter is in low-bit storage."""
+    return isinstance(param, QuantizedTensor) or _is_fp16_matrix(param)
 
 
 def _values(tensor: Tensor) -> Tensor:

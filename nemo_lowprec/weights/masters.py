@@ -12,7 +12,8 @@ CPU, to be saved and given back. It gets its master when it is unfrozen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,9 @@ from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.computed import computes_weight
+from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
+from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import Widened, note_original_dtype, to_original_dtype
 from nemo_lowprec.weights.written import (
@@ -46,39 +49,47 @@ __all__ = ["MasterWeights", "needs_fp32"]
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class MasterWeights:
+class MasterWeights(WeightStore):
     """The half copies of one model and their masters.
 
     Args:
         half: dtype of the copies.
         grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
-        training: whether the model is trained: else its parameters are given back in the dtypes in which they came.
-
-    Attributes:
-        measures: whether ``refresh`` leaves the amaxes of matrices on them, as ``amax_of_step``.
+        fp8: names of the parameters that are stored in E4M3, scaled by their masters' amax at every refresh.
+        margin: FP8 scales are divided by 2**margin.
+        measures: whether a refresh leaves the amaxes of matrices on them, as ``amax_of_step``.
     """
 
-    def __init__(self, half: torch.dtype, grad_fp32: bool, training: bool = True) -> None:
-        self.half = half
-        self.grad_fp32 = grad_fp32
-        self.training = training
-        self._widened = Widened(training)
+    def __init__(
+        self,
+        half: torch.dtype,
+        grad_fp32: bool,
+        fp8: Callable[[], list[str]] = list,
+        margin: int = 0,
+        measures: bool = False,
+    ) -> None:
+        super().__init__()
+        self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
+        self._fp8, self._margin = fp8, margin
+        self._training = True
+        self._widened = Widened()
         self._handles: list[Any] = []
-        self._model: nn.Module | None = None
         self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # None: to be collected anew
-        self._fp8: set[str] = set()
-        self._margin = 0
         self._frozen: dict[int, nn.Parameter] = {}
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared: Samples | FullComparison | None = None
-        self.measures = False
         self._copier: Any = None
 
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        if training:
+            check_memory(model)
+
     @torch.no_grad()
-    def install(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module, training: bool) -> None:
         """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
-        self._model = model
+        super().install(model, training)
+        self._training, self._widened = training, Widened(training)
         average_masters()
         averages = averages_in(model)
         for module in model.modules():
@@ -104,7 +115,7 @@ class MasterWeights:
                     self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
         if master_of(param) is None:
-            if not self.training:
+            if not self._training:
                 note_original_dtype(param, param.dtype)
             self._give_master(param, param.detach().to(torch.float32, copy=True))
         self._set_grad_dtype(param)
@@ -123,18 +134,13 @@ class MasterWeights:
         if param.is_leaf and param.grad_dtype != wanted and param.grad is None:
             param.grad_dtype = wanted
 
-    def store_in_fp8(self, names: list[str], margin: int) -> None:
-        """Store the parameters ``names`` in E4M3, scaled by their masters' amax at every refresh."""
-        self._fp8 |= set(names)
-        self._margin = margin
-
     @torch.no_grad()
     def settle(self) -> None:
         """Follow the model to its device: call once it is there, before the first step."""
-        assert self._model is not None
+        assert self.model is not None
         self._pairs = None
-        for name in self._fp8:
-            param = self._model.get_parameter(name)
+        for name in self._fp8():
+            param = self.model.get_parameter(name)
             if not isinstance(param, Fp8Weight) and master_of(param) is not None:
                 _to_fp8(param, self.half, self._margin)
         for param in self.copies():
@@ -194,8 +200,8 @@ class MasterWeights:
 
     def copies(self) -> Iterator[nn.Parameter]:
         """The model's parameters that have a master, each once."""
-        assert self._model is not None
-        return (p for p in self._model.parameters() if master_of(p) is not None)
+        assert self.model is not None
+        return (p for p in self.model.parameters() if master_of(p) is not None)
 
     @torch.no_grad()
     def refresh(self, params: list[Tensor]) -> None:
@@ -230,17 +236,14 @@ class MasterWeights:
                 param.amax_of_step = amax  # type: ignore[attr-defined]
         return [pair for pair, taking in zip(pairs, takes, strict=True) if not taking]
 
-    def remove(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Give the parameters their exact values back and forget the masters.
-
-        Returns the parameters that others had to take the places of.
-        """
+    def remove(self) -> None:
+        """Give the parameters their exact values back and forget the masters."""
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        assert self._model is not None
-        remove_hooks(self._model)
+        assert self.model is not None
+        remove_hooks(self.model)
         with torch.no_grad():
             for param in list(self.copies()):
                 master = master_of(param)
@@ -252,19 +255,21 @@ class MasterWeights:
                     values = to_original_dtype(param, master.data.to(param.device))
                     note_original_dtype(param, None)
                     plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    swap_or_replace(self._model, param, plain, replaced)
+                    swap_or_replace(self.model, param, plain, replaced)
                 else:
                     take_over_written(param, master)
                     _give_back(param, master)
             self._widened.remove()
         self._frozen.clear()
-        self._model = self._pairs = None
-        return replaced
+        self._pairs = None
+        self.follow(replaced)
+        super().remove()
 
     # The optimizer's side
 
-    def attach(self, optimizer: Optimizer) -> list[Any]:
-        """Let ``optimizer`` step on the masters. Returns the hooks' handles."""
+    def attach(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` step on the masters."""
+        super().attach(optimizer)
         for param, state in optimizer.state.items():
             if master_of(param) is not None:  # Adagrad makes its state when it is built, in the copies' dtype
                 state.update({k: v.float() for k, v in state.items() if getattr(v, "dtype", None) == self.half})
@@ -272,7 +277,7 @@ class MasterWeights:
         # First, so that the user's hooks find the model's own parameters in the groups.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)
-        return [
+        self._handles += [
             optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
             after,
             # Optimizer.load_state_dict casts state to the dtype of the parameters in the groups.
@@ -280,7 +285,7 @@ class MasterWeights:
             optimizer.register_load_state_dict_post_hook(lambda opt: self.swap_out(opt)),
         ]
 
-    def samples_differ(self, optimizer: Optimizer) -> Tensor | None:
+    def find_written(self, optimizer: Optimizer) -> Tensor | None:
         """Whether a copy was written through ``.data`` since the last step, as far as samples show: a bool scalar."""
         found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
         pairs = [
@@ -312,9 +317,9 @@ class MasterWeights:
         )
 
     def _name(self, written: list[Tensor]) -> str:
-        assert self._model is not None
+        assert self.model is not None
         wanted = {id(param) for param in written}
-        return next((name for name, param in self._model.named_parameters() if id(param) in wanted), "A weight")
+        return next((name for name, param in self.model.named_parameters() if id(param) in wanted), "A weight")
 
     def _after_step(self, optimizer: Optimizer) -> None:
         masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
@@ -328,6 +333,15 @@ class MasterWeights:
                 "or register the hook in configure_optimizers."
             )
         self.refresh(stepped)
+
+    @contextmanager
+    def evaluating(self, optimizer: Optimizer) -> Iterator[None]:
+        self.swap_out(optimizer)
+        self.refresh([param for group in optimizer.param_groups for param in group["params"]])
+        try:
+            yield
+        finally:
+            self.swap_in(optimizer)
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Put the masters and their gradients in the copies' places, in the existing lists."""

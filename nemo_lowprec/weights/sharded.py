@@ -7,7 +7,7 @@ gathered, which is FSDP2's own work. At the MS-AMP levels, and with ``fp8_params
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
-from nemo_lowprec.weights.low_bit import LowBitWeights, needs_plain_fp32
+from nemo_lowprec.weights.low_bit import is_stored, needs_plain_fp32
 from nemo_lowprec.weights.masters import needs_fp32
+from nemo_lowprec.weights.memory import check_memory
+from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES
 
 __all__ = ["ShardedWeights", "kept_in_fp32"]
 
 
-class ShardedWeights:
+class ShardedWeights(WeightStore):
     """The sharded parameters of one model.
 
     Args:
@@ -32,35 +34,51 @@ class ShardedWeights:
         margin: FP8 scales are divided by 2**margin.
         grad_dtype: of gradients of whole parameters, where FSDP2 gathers these in half; None where it does not.
         reduce_amax: makes amaxes the maxima over the processes that share a model, in place.
-        gathered: called with whole parameters when they are first seen.
+        when_written: called where something else than a step has written the shards.
+        check: of the store that would hold the whole parameters.
+
+    Attributes:
+        when_gathered: called with whole parameters when they are first seen.
+        detached_grads: gradients of whole matrices in FP8, by the matrices' ids, which wait to be reduced.
     """
+
+    is_sharded = True
 
     def __init__(
         self,
         low_bit: bool,
         reads_as: torch.dtype,
-        fp8: Iterable[str],
+        fp8: Callable[[], list[str]],
         margin: int,
         grad_dtype: torch.dtype | None,
         reduce_amax: Callable[[Tensor], None],
-        gathered: Callable[[list[Tensor]], None],
+        when_written: Callable[[], None],
+        check: Callable[[nn.Module, torch.device, bool], None],
     ) -> None:
+        super().__init__()
         self.low_bit, self.reads_as, self.margin = low_bit, reads_as, margin
         self.grad_dtype = grad_dtype
-        self._fp8 = list(fp8)
-        self._reduce_amax, self._gathered = reduce_amax, gathered
+        self.when_gathered: list[Callable[[list[Tensor]], None]] = []
+        self.detached_grads: dict[int, Any] = {}
+        self._fp8 = fp8
+        self._reduce_amax, self._when_written, self._check = reduce_amax, when_written, check
         self._sharded: dict[tuple[int, str], Any] = {}
-        self._model: nn.Module | None = None
         self._handles: list[Any] = []
         self._whole: dict[tuple[int, str], Tensor] = {}
         self._versions: list[int] = []
         self._unit_of: dict[int, list[nn.Module]] = {}
         self._complete: set[int] = set()
 
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        self._check(model, device, training)
+        if training:
+            check_memory(model)
+
     @torch.no_grad()
-    def settle(self, model: nn.Module) -> None:
-        """Once ``model`` is sharded and on its device: store the shards."""
-        self._model = model
+    def settle(self) -> None:
+        """Once the model is sharded and on its device: store the shards."""
+        model = self.model
+        assert model is not None
         # Noted now: while a module computes, the whole parameter is in the sharded one's place.
         self._sharded = {
             (id(module), name): param
@@ -68,7 +86,7 @@ class ShardedWeights:
             for name, param in module._parameters.items()
             if param is not None and is_sharded(param)
         }
-        paths = (name.rpartition(".") for name in self._fp8)
+        paths = (name.rpartition(".") for name in self._fp8())
         in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
         in_fp32 = kept_in_fp32(model, self.low_bit)
         for place, param in self._sharded.items():
@@ -88,11 +106,33 @@ class ShardedWeights:
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
             if has_own or module is self._unit_of[id(module)][0]:
-                self._handles.append(module.register_forward_pre_hook(self._before_forward))
+                self._handles.append(module.register_forward_pre_hook(self._before_module))
             if has_own:
                 self._handles.append(module.register_state_dict_post_hook(_emit_values))
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def before_forward(self) -> None:
+        """Raise ValueError where a half parameter was unfrozen; follow shards that were written by hand."""
+        for (_, name), param in self._sharded.items():
+            if param.requires_grad and param.dtype in HALVES:
+                raise ValueError(
+                    f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
+                    "after it was sharded: its shards would take their updates in 16 bits. Unfreeze it before the "
+                    "Trainer starts, or call model.float()."
+                )
+        # All processes write theirs together, as DTensors ask.
+        if self._versions != self._current_versions():
+            self.were_written()
+
+    def were_written(self) -> None:
+        """Scale FP8 weights by the values that something else than a step has written, on all processes."""
+        self.renew_scales()
+        self._when_written()
+
+    def after_step(self, skipped: bool) -> None:
+        if not skipped:
+            self.renew_scales()
+
+    def _before_module(self, module: nn.Module, args: Any) -> None:
         unit = self._unit_of[id(module)]
         if self._meet(module) or id(unit) not in self._complete:
             # All that is gathered with it: a module may read the parameters of one that it does not call.
@@ -103,8 +143,8 @@ class ShardedWeights:
 
     def meet_root(self) -> None:
         """Look at what is gathered around a whole step."""
-        assert self._model is not None
-        self._before_forward(self._model, None)
+        assert self.model is not None
+        self._before_module(self.model, None)
 
     def _meet(self, module: nn.Module) -> bool:
         """Prepare parameters of ``module`` that are gathered for the first time; whether there were any."""
@@ -119,13 +159,14 @@ class ShardedWeights:
             elif self.grad_dtype is not None and param.is_floating_point():
                 param.grad_dtype = self.grad_dtype
         if new:
-            self._gathered(new)
+            for meet in self.when_gathered:
+                meet(new)
         return bool(new)
 
     def meet_all(self) -> None:
         """Look at the parameters that are gathered by now, also those that their module's forward did not use."""
-        assert self._model is not None
-        for module in self._model.modules():
+        assert self.model is not None
+        for module in self.model.modules():
             self._meet(module)
 
     def sharded(self, module: nn.Module, name: str) -> Tensor | None:
@@ -134,9 +175,9 @@ class ShardedWeights:
 
     def named(self) -> dict[str, Any]:
         """The sharded parameters by their names, each once, also while whole ones are in their places."""
-        assert self._model is not None
+        assert self.model is not None
         found: dict[int, tuple[str, Any]] = {}
-        for path, module in self._model.named_modules():
+        for path, module in self.model.named_modules():
             for name in module._parameters:
                 param = self._sharded.get((id(module), name))
                 if param is not None:
@@ -144,8 +185,11 @@ class ShardedWeights:
         return dict(found.values())
 
     def unreduced(self) -> dict[int, Tensor]:
-        """Gradients of whole parameters that FSDP2 has not reduced yet, by the ids of the sharded parameters."""
-        found = {}
+        found = {
+            id(sharded): self.detached_grads[id(whole)]
+            for whole, sharded in self.gathered()
+            if id(whole) in self.detached_grads
+        }
         for unit in self._fsdp_params():
             whole = getattr(unit, "_unsharded_param", None)
             grad = unit.unsharded_accumulated_grad
@@ -158,27 +202,27 @@ class ShardedWeights:
         """FSDP2's record (``FSDPParam``) of each parameter."""
         from torch.distributed.fsdp import FSDPModule
 
-        assert self._model is not None
-        for module in self._model.modules():
+        assert self.model is not None
+        for module in self.model.modules():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             yield from group.fsdp_params if group is not None else ()
 
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
-        return self.low_bit and LowBitWeights.is_matrix(local_shard(param))
+        return self.low_bit and is_stored(local_shard(param))
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
-        assert self._model is not None
+        assert self.model is not None
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for module in self._model.modules():
+        for module in self.model.modules():
             for name in module._parameters:
                 whole = self._whole.get((id(module), name))
                 if whole is not None:
                     found.setdefault(id(whole), (whole, self._sharded[id(module), name]))
         return list(found.values())
 
-    def matrices(self) -> list[tuple[Tensor, Tensor]]:
+    def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far."""
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
@@ -192,20 +236,6 @@ class ShardedWeights:
             self._reduce_amax(amax)
             Fp8Gathered.set_scales(shards, amax)
         self._versions = self._current_versions()
-
-    def were_written(self) -> bool:
-        """Whether a shard was written since ``renew_scales``. All processes write theirs together, as DTensors ask."""
-        return self._versions != self._current_versions()
-
-    def check_unfrozen(self) -> None:
-        """Raise ValueError where a parameter is trained whose shards are half, and no masters."""
-        for (_, name), param in self._sharded.items():
-            if param.requires_grad and param.dtype in HALVES:
-                raise ValueError(
-                    f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
-                    "after it was sharded: its shards would take their updates in 16 bits. Unfreeze it before the "
-                    "Trainer starts, or call model.float()."
-                )
 
     def _current_versions(self) -> list[int]:
         return [param._version for param in self._sharded.values()]
@@ -229,6 +259,8 @@ class ShardedWeights:
         self._sharded.clear()
         self._unit_of.clear()
         self._complete.clear()
+        self.when_gathered.clear()
+        super().remove()
 
 
 def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:

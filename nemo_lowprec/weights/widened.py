@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HALVES", "TrainedWeights", "Widened", "note_original_dtype", "to_original_dtype"]
+__all__ = ["HALVES", "Widened", "note_original_dtype", "to_original_dtype"]
 
 HALVES = (torch.float16, torch.bfloat16)
 _CAME_AS = "_lowprec_came_as"  # on a tensor that is not trained: its dtype before
@@ -68,29 +68,3 @@ class Widened:
                 tensor.grad_dtype = tensor.dtype
             note_original_dtype(tensor, None)
         self._tensors.clear()
-
-
-class TrainedWeights:
-    """The weights of a model at a level that trains FP32 weights: half weights become FP32 where they are trained.
-
-    Frozen weights keep their dtype. Weights of another library's tensor class are left alone.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._widened = Widened()
-        plain = [(m, p) for m in model.modules() for p in m._parameters.values() if p is not None and _is_plain(p)]
-        self._frozen = [(module, param) for module, param in plain if param.dtype in HALVES]
-        self.before_forward()
-
-    def before_forward(self) -> None:
-        """Make weights FP32 that are trained by now."""
-        thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
-        if thawed:
-            self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]
-        for module, param in thawed:
-            self._widened.add(param)
-            self._widened.add_statistics(module)
-
-
-def _is_plain(param: nn.Parameter) -> bool:
-    return type(param.data) is Tensor

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support import CASES, Samples, assert_same, clone, is_low_bit, kept, level_of, plugin, stored, values_of
 from torch import nn
 
-from nemo_lowprec.engine import needs_closure
+from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.weights import master_of
 
 CPU = torch.device("cpu")
@@ -31,8 +31,8 @@ def start(case, model=None):
 def step(engine, model, optimizer, factor=1.0):
     with engine.forward_context():
         loss = F.cross_entropy(model(SAMPLES.x).float(), SAMPLES.y) * factor
-    engine.scale(loss).backward()
-    engine.step(optimizer)
+    engine.step.scale(loss).backward()
+    engine.step.run(optimizer)
     optimizer.zero_grad()
     return loss.item()
 
@@ -104,7 +104,7 @@ def test_scales_of_gradients_follow_the_loss_scale_of_another_level(before, afte
         step(first, model, optimizer)
     second, other, optimizer = start(after)
     second.load_state_dict(first.state_dict())
-    scales = [1.0 if engine.loss_scale is None else engine.loss_scale.used for engine in (first, second)]
+    scales = [1.0 if engine.step.loss_scale is None else engine.step.loss_scale.used for engine in (first, second)]
     assert scales[0] != scales[1]
     saved, found = (engine.state_dict()["fp8"]["operands"] for engine in (first, second))
     gradients = [name for name in found if name.endswith(".grad_output")]
@@ -135,10 +135,10 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing(case):
     step(engine, model, optimizer)
     before = clone([dict(model.state_dict()), optimizer.state_dict(), engine.state_dict()])
     step(engine, model, optimizer, factor=float("nan"))
-    assert optimizer in engine.skipped
+    assert optimizer in engine.step.skipped
     assert_same(clone([dict(model.state_dict()), optimizer.state_dict(), engine.state_dict()]), before)
     step(engine, model, optimizer)
-    assert optimizer not in engine.skipped
+    assert optimizer not in engine.step.skipped
     assert not torch.equal(model.state_dict()["0.weight"], before[0]["0.weight"])
 
 

@@ -195,7 +195,7 @@ def test_auto_takes_transformer_engine_where_it_is():
     pytest.importorskip("transformer_engine.pytorch")
     precision = plugin("bf16_with_fp8_mixed", backend="auto")
     fit(Net(), precision, max_steps=1)
-    assert precision.engine.backend.name == "te"
+    assert precision.engine.columns.computation.backend.name == "te"
 
 
 def allocated():

@@ -81,7 +81,7 @@ def test_gpt2_trains_at_fp8(data_dir: Path, tmp_path: Path) -> None:
     plugin = bf16_with_fp8_mixed(backend="reference")
     run = trainer(tmp_path, plugins=plugin)
     run.fit(model, prepared(data_dir))
-    assert "model.transformer.h.0.attn.c_attn" in plugin.engine.conversion.low
+    assert "model.transformer.h.0.attn.c_attn" in plugin.engine.columns.computation.conversion.low
     assert torch.isfinite(run.callback_metrics["train/loss"])
 
 

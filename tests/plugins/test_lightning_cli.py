@@ -72,7 +72,7 @@ def test_the_saved_config_runs_again(tmp_path):
         Model, Data, args=["fit", "--config", str(tmp_path / "config.yaml")], save_config_callback=None
     )
     assert again.trainer.precision_plugin.options == first.trainer.precision_plugin.options
-    assert again.trainer.precision_plugin.engine.conversion.low == ["mid"]
+    assert again.trainer.precision_plugin.engine.columns.computation.conversion.low == ["mid"]
 
 
 @pytest.mark.parametrize("arguments", [{"fp8_margn": 1}, {"fp8": "e5m2"}])

@@ -127,13 +127,13 @@ def test_a_resumed_run_keeps_its_histories(tmp_path, case):
 def test_another_fit_of_the_same_weights_keeps_the_histories(case):
     precision, model = plugin(case), Net()
     train(model, precision, max_steps=2)
-    slots = precision.engine.histories.slots.values()
+    slots = precision.engine.amaxes.histories.slots.values()
     assert not any(slot.cold for slot in slots)
     trainer(precision, max_steps=0).fit(model, loader())
-    assert not any(slot.cold for slot in precision.engine.histories.slots.values())
+    assert not any(slot.cold for slot in precision.engine.amaxes.histories.slots.values())
     with torch.no_grad():
         model.mid.weight.mul_(2)
     trainer(precision, max_steps=0).fit(model, loader())
-    assert {name for name, slot in precision.engine.histories.slots.items() if slot.cold} == {
+    assert {name for name, slot in precision.engine.amaxes.histories.slots.items() if slot.cold} == {
         "mid.input", "mid.grad_output",
     }  # fmt: skip

@@ -146,8 +146,8 @@ class Both(Net):
             optimizer.step()
             params = optimizer.param_groups[0]["params"]
             self.norms.append(torch.stack([stored_norm(p.grad) for p in params]).norm().item())
-            self.skipped.append(optimizer.optimizer in engine.skipped)
-        self.scales.append(engine.loss_scale.scale)
+            self.skipped.append(optimizer.optimizer in engine.step.skipped)
+        self.scales.append(engine.step.loss_scale.scale)
 
 
 def stored_norm(grad):

@@ -36,7 +36,7 @@ class Kind(Net):
     def on_after_backward(self):
         named = dict(self.named_parameters())
         if not self.grads:
-            scale = getattr(self.trainer.precision_plugin.engine.loss_scale, "scale", 1.0)
+            scale = getattr(self.trainer.precision_plugin.engine.step.loss_scale, "scale", 1.0)
             self.grads = {n: p.grad.float().clone() / scale for n, p in named.items() if p.grad is not None}
         self.low = {n for n, p in named.items() if isinstance(p, QuantizedTensor) or p.dtype == torch.float16}
         self.fp8 = {n for n, p in named.items() if isinstance(p, Fp8Weight)}

@@ -157,7 +157,7 @@ def test_an_overflow_shows_in_the_gradients_and_skips_the_step(case):
     assert model.nonfinite == [False, True, False]
     assert model.rates == pytest.approx([0.009, 0.009, 0.0081])  # the schedule waits for the step that was skipped
     assert {int(s["step"]) for s in run.state["optimizers"][0]["state"].values()} == {2}
-    assert run.trainer.precision_plugin.engine.loss_scale.scale == 256.0
+    assert run.trainer.precision_plugin.engine.step.loss_scale.scale == 256.0
 
 
 @pytest.mark.parametrize("case", FP16_HALF)

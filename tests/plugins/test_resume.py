@@ -34,7 +34,7 @@ def check(case, folder, make_data, step, **options):
     assert model.losses == whole_model.losses[-len(model.losses) :]
     assert_same(resumed.state, whole.state)
     if level_of(case).has_loss_scale:
-        assert precision.engine.loss_scale.scale == 2.0**14
+        assert precision.engine.step.loss_scale.scale == 2.0**14
     return model
 
 

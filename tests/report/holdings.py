@@ -137,13 +137,13 @@ class Most(TorchDispatchMode):
     def look_at_gradients(self) -> None:
         wholes = [p._unsharded_param.grad for p in self.params if hasattr(p, "_unsharded_param")]
         added_up = [getattr(p, "unsharded_accumulated_grad", None) for p in self.params]
-        apart = list((getattr(self.engine.gradients, "apart", None) or {}).values())
+        apart = list((getattr(self.engine.columns.gradients, "detached_grads", None) or {}).values())
         self._note("Whole gradients", size(wholes, added_up, apart))
 
     def look(self) -> None:
         self.look_at_gradients()
         self._note("Gathered weights", size([getattr(p, "all_gather_outputs", []) for p in self.params]))
-        self._note("Communication buffers", self.flat.bytes() + size(in_exchange(self.engine.reducer)))
+        self._note("Communication buffers", self.flat.bytes() + size(in_exchange(self.engine.columns.comm.reducer)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "fsdp") or func is torch.ops.aten.mm.default:
@@ -217,8 +217,8 @@ class Measure(Callback):
                 [s["exp_avg"], s["exp_avg_sq"]] for o in trainer.optimizers for s in o.state.values()
             ]),
         }  # fmt: skip
-        if engine.histories is not None:
-            table = engine.histories
+        if engine.amaxes.histories is not None:
+            table = engine.amaxes.histories
             self.found["Amax history"] = size(table.history, table.amax, table.scale)
         ddp = trainer.strategy.model
         if isinstance(ddp, DistributedDataParallel) and not engine.level.has_half_weights:
@@ -241,10 +241,10 @@ def is_master(param: Any, engine: Any) -> bool:
 
 def is_bookkeeping(tensor: Tensor, engine: Any) -> bool:
     """Amaxes, flags and logged numbers: what is sent beside weights and gradients."""
-    histories = engine.histories
+    histories = engine.amaxes.histories
     if histories is not None and tensor.untyped_storage()._cdata == histories.amax.untyped_storage()._cdata:
         return True
-    shards = engine.shards._sharded.values() if engine.shards is not None else []
+    shards = getattr(engine.columns.weights, "_sharded", {}).values()
     scaled = sum(isinstance(local_shard(p), Fp8Gathered) for p in shards)
     is_amax = scaled > 0 and tensor.dtype == torch.float32 and tensor.numel() == scaled
     return is_amax or tensor.dtype == torch.int8 or tensor.numel() == 1

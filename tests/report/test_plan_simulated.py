@@ -81,8 +81,12 @@ def held(model, engine, optimizer):
         found["Master weight" if is_master(param, engine) else "Weight"].append(data)
     found["Weight gradient"] = [p.grad for p in model.parameters()]
     found["Optimizer states"] = [[s["exp_avg"], s["exp_avg_sq"]] for s in optimizer.state.values()]
-    if engine.histories is not None:
-        found["Amax history"] = [engine.histories.history, engine.histories.amax, engine.histories.scale]
+    if engine.amaxes.histories is not None:
+        found["Amax history"] = [
+            engine.amaxes.histories.history,
+            engine.amaxes.histories.amax,
+            engine.amaxes.histories.scale,
+        ]
     return {name: size(tensors) for name, tensors in found.items()}
 
 
@@ -95,7 +99,7 @@ def all_layers(case):
     model._get_fsdp_state()._lazy_init()  # as its first forward does: until then FSDP2 holds the FP32 shards, too
     for param in model.parameters():
         local = local_shard(param)
-        grad = GradientTensor.empty(local) if engine.shards.is_matrix(param) else torch.empty_like(local)
+        grad = GradientTensor.empty(local) if engine.columns.weights.is_matrix(param) else torch.empty_like(local)
         param.grad = as_dtensor_like(grad, param)
     optimizer.step()
     return {"found": held(model, engine, optimizer), "parameters": sum(p.numel() for p in model.parameters())}
@@ -112,7 +116,7 @@ def two_steps(case, layers, options):
         with Flat() as flat, Most(model, engine, flat) as most, traffic:
             with engine.forward_context():
                 loss = model(torch.zeros(1, 8, dtype=torch.int64)).float().sum()
-            with engine.averaging():
+            with engine.backward_context():
                 loss.backward()
         optimizer.step()
     sent = {}

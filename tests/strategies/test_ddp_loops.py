@@ -131,7 +131,7 @@ def run_overflow(rank, case, strategy, backend=None, **options):
         "steps": steps,
         "rates": rates,
         "fp8": precision.engine.state_dict().get("fp8"),
-        "scale": precision.engine.loss_scale and precision.engine.loss_scale.scale,
+        "scale": precision.engine.step.loss_scale and precision.engine.step.loss_scale.scale,
     }
 
 

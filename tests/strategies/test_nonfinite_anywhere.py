@@ -96,7 +96,7 @@ def run(rank, case, strategy, model=None, spoiler=None, **options):
     return {
         "seen": model.seen,
         "steps": counts,
-        "scale": engine.loss_scale and engine.loss_scale.scale,
+        "scale": engine.step.loss_scale and engine.step.loss_scale.scale,
         "fp8": clone(engine.state_dict().get("fp8", {})),
     }
 

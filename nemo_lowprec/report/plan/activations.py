@@ -96,8 +96,8 @@ def _trace(
     model: nn.Module, engine: Engine, layout: Layout, run: Callable[[nn.Module], Tensor], recomputes: bool | None
 ) -> Traced:
     on_gpu = layout.accelerator == "gpu"
-    plain = engine.layers.convert in (None, ("*",), "*") and not engine.layers.skip
-    ends = engine.layers.num_layers_at_start_in_half or engine.layers.num_layers_at_end_in_half
+    plain = engine.options.layers.convert in (None, ("*",), "*") and not engine.options.layers.skip
+    ends = engine.options.layers.num_layers_at_start_in_half or engine.options.layers.num_layers_at_end_in_half
     twin = copy_on_meta(model)
     if recomputes is not None:
         _set_recomputes(twin, recomputes)
@@ -110,7 +110,7 @@ def _trace(
         for module in twin.modules():
             for plan in gemm_plans(module).values():
                 plan.keeps_weight = False
-    comes = layout.micro_batches == 1 and not engine.low_bit.gradient_release
+    comes = layout.micro_batches == 1 and not engine.options.low_bit.gradient_release
 
     def gradient(param: nn.Parameter) -> int:
         if layout.is_sharded and not settled.level.is_low_bit:

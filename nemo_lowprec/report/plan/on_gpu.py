@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from nemo_lowprec.compute.backends.base import Backend, Orientation, QuantizedOperand
+from nemo_lowprec.compute import AmaxState
+from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -107,8 +109,10 @@ class _RMSNorm(torch.autograd.Function):
 class PlannedEngine(Engine):
     """An engine that converts as on a GPU."""
 
-    def _backend_on(self, device: torch.device) -> Backend:
-        return PlannedBackend()
+    def _build(self, amaxes: AmaxState) -> Columns:
+        columns = super()._build(amaxes)
+        columns.computation.choose_backend = lambda device: PlannedBackend()  # type: ignore[method-assign]
+        return columns
 
 
 F = torch.nn.functional

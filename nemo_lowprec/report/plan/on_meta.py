@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +47,10 @@ def settled_on_meta(
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
     twin = copy_on_meta(model)
     kind = PlannedEngine if on_gpu else Engine
-    meta = kind(
-        engine.level, engine.recipe, None, engine.layers, "reference", engine.low_bit, engine.reads_as
-    )  # fmt: skip
+    meta = kind(replace(engine.options, loss_scale=None, backend="reference"), engine.reads_as)
     meta.sharding = Sharding(None, None) if sharded else None
     meta.convert(twin, torch.device("cuda" if on_gpu else "cpu"))
-    meta.device = torch.device("cpu")  # of its tables
+    meta.columns.computation.device = torch.device("cpu")  # of its tables
     if not sharded:
         meta.settle()
     return twin, meta
@@ -70,7 +68,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def parts_of(model: nn.Module, engine: Engine) -> Iterator[ModelPart]:
     """The parameters of a converted model, by what becomes of them."""
-    low = [model.get_parameter(name) for name in engine.conversion.weights]
+    low = [model.get_parameter(name) for name in engine.columns.computation.conversion.weights]
     converted = {id(w): w for w in (low if engine.level.has_fp8 else linear_weights(model).values())}
     rest = [p for p in model.parameters() if id(p) not in converted]
     yield ModelPart("converted", tuple(converted.values()))

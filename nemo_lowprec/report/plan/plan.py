@@ -200,7 +200,7 @@ def plan_training(
     twin, engine = settled_on_meta(model, precision.engine, layout.is_sharded)
     padding = 0.0
     if layout.is_sharded:
-        engine.check_averaging()
+        engine.columns.comm.check_averaging()
         columns, messages, beside, padding = plan_sharded(twin, engine, layout)
     else:
         columns, messages, beside = plan_whole(twin, engine, layout)
@@ -272,8 +272,9 @@ def name_of(model: nn.Module) -> str:
 def _histories(engine: Engine) -> PlannedColumn:
     """Amaxes and scales of GEMM operands, for delayed scaling."""
     held = Holdings()
-    if engine.histories is not None:
-        for table in (engine.histories.history, engine.histories.amax, engine.histories.scale):
+    histories = engine.amaxes.histories
+    if histories is not None:
+        for table in (histories.history, histories.amax, histories.scale):
             held.add("converted", table)
     return held.column("Amax history", KEPT)
 

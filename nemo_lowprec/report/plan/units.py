@@ -94,7 +94,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     """
     part_of = {id(p): part.name for part in parts_of(model, engine) for p in part.params}
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
-    low = engine.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
+    low = engine.columns.computation.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
     in_fp8 = {id(model.get_parameter(name)) for name in low}
     for name, param in model.named_parameters():
         if not param.dim():

@@ -34,7 +34,7 @@ def plan_whole(
                 continue
             gradient = _gradient(param, engine)
             add_states(states, part.name, param, param, engine)
-            if not engine.low_bit.gradient_release:
+            if not engine.options.low_bit.gradient_release:
                 gradients.add(part.name, gradient)
             elif largest is None or gradient.numel() > largest.numel():
                 largest = gradient
@@ -71,7 +71,7 @@ def gradient_of(param: nn.Parameter, engine: Engine) -> int:
 
 
 def _gradient(param: nn.Parameter, engine: Engine) -> Tensor:
-    if engine.stored is not None and engine.stored.is_matrix(param):
+    if engine.columns.weights.is_matrix(param):
         return GradientTensor.empty(param)
     return torch.empty(param.shape, dtype=param.grad_dtype or param.dtype, device="meta")
 
@@ -99,9 +99,9 @@ def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[M
             held.add_bytes("all", dtype, size)
             messages.append(Message("all_reduce", dtype, size, layout.world))
     elif layout.world > 1:
-        engine.check_averaging()
+        engine.columns.comm.check_averaging()
         buckets = plan_buckets(
-            trained, engine.wire_dtype, layout.world, layout.bucket_bytes, peers=layout.peers(layout.world)
+            trained, engine.columns.comm.wire, layout.world, layout.bucket_bytes, peers=layout.peers(layout.world)
         )
         messages = [m for bucket in buckets for m in bucket.messages]
         held.add_bytes("all", _widest(messages), buffer_bytes(buckets, layout.world))

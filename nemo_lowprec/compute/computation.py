@@ -1,0 +1,168 @@
+"""Column Computation (GEMM) of one model: converted layers, their amaxes, and the context of a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_lowprec.column import Column
+from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
+from nemo_lowprec.compute.attention import check_attention, prefer_attention
+from nemo_lowprec.compute.backends import Backend, choose_backend
+from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.convert import (
+    Conversion,
+    convert_layers,
+    gemm_plans,
+    revert_layers,
+    take_fp32_input,
+    take_fp32_input_outside_autocast,
+)
+from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.wrappers import check_unwrapped
+from nemo_lowprec.observers import NOBODY, Observers
+from nemo_lowprec.options import Options
+
+__all__ = ["Computation"]
+
+
+class Computation(Column):
+    """The layers of one model.
+
+    Args:
+        options: arguments of the level.
+        half: dtype of activations, and of GEMMs that are not in FP8.
+        amaxes: of the layers that this package converts; they outlive a conversion.
+        half_weights: whether parameters are half: then layers that nothing converts take FP32 input, too.
+        fp32_wgrad: whether the weight gradients of half weights are FP32.
+        opens_autocast: whether modules run under autocast where a loop has none.
+        gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
+        frees_weights: whether gathered weights are freed between forward and backward.
+
+    Attributes:
+        amaxes: of all layers with FP8 operands, Transformer Engine's own included.
+        conversion: what became of each layer.
+        backend: runs the GEMMs; None before ``install``.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        half: torch.dtype,
+        amaxes: AmaxState,
+        half_weights: bool = False,
+        fp32_wgrad: bool = False,
+        opens_autocast: bool = True,
+        gathered_as: torch.dtype | None = None,
+        frees_weights: bool = False,
+        observers: Observers = NOBODY,
+    ) -> None:
+        self.options, self.half, self.own_amaxes, self.observers = options, half, amaxes, observers
+        self.amaxes = [amaxes]
+        self.conversion = Conversion()
+        self.backend: Backend | None = None
+        self._half_weights, self._fp32_wgrad, self._opens_autocast = half_weights, fp32_wgrad, opens_autocast
+        self._gathered_as, self._frees_weights = gathered_as, frees_weights
+        self._model: nn.Module | None = None
+        self.device = torch.device("cpu")
+        self._has_te_layers = False
+        self._handles: list[Any] = []
+
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
+        check_unwrapped(model)
+        self.device, self.backend = device, self.choose_backend(device)
+        if self.options.recipe is not None and te_layers.has_te_layers(model):
+            te_layers.te_recipe(self.options.recipe)  # refuses what Transformer Engine's layers cannot do
+
+    def choose_backend(self, device: torch.device) -> Backend:
+        """What runs the GEMMs on ``device``; ValueError where nothing can."""
+        name = self.options.level.name
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
+        if device.type == "cuda" and self.half == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+            raise ValueError(f"{name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
+        check_attention(self.options.attention, device)
+        return choose_backend(self.options.backend, self.options.recipe, device)
+
+    def install(self, model: nn.Module, training: bool) -> None:
+        """Convert the layers of ``model``."""
+        assert self.backend is not None
+        self._model = model
+        on_cpu = self.device.type == "cpu"
+        self.conversion = convert_layers(
+            model,
+            self.half,
+            self.options.recipe,
+            self.backend,
+            # torch's half GEMMs on CPUs are up to 100 times slower than these, and round oftener.
+            ReferenceBackend() if on_cpu else None,
+            self.options.layers,
+            self.own_amaxes.histories,
+            fp32_wgrad=self._fp32_wgrad,
+            weight_scales=self.own_amaxes.weight_scales,
+        )
+        if self._half_weights:
+            take_fp32_input(model, on_cpu)
+            if self._opens_autocast:
+                self._handles += take_fp32_input_outside_autocast(model)
+        self._has_te_layers = te_layers.has_te_layers(model)
+        if self._has_te_layers:
+            te_layers.empty_extra_state(model)
+            self.amaxes.append(TEAmaxes([model]))
+
+    def settle(self) -> None:
+        self.own_amaxes.settle(self.device, self._gathered_as)
+        for module in self._model.modules() if self._frees_weights and self._model is not None else ():
+            for plan in gemm_plans(module).values():
+                plan.keeps_weight = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A forward pass: autocast to the half dtype, and FP8 for Transformer Engine layers of the user's own."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
+            stack.enter_context(prefer_attention(self.options.attention))
+            if self._has_te_layers:
+                stack.enter_context(te_layers.te_context(self.options.recipe, self.half))
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward pass, in which activation checkpointing runs forward passes again, with the same kernels."""
+        with torch.autocast(self.device.type, enabled=False), prefer_attention(self.options.attention):
+            yield
+
+    def describe(self) -> tuple[str, str | None] | None:
+        """The table of layers and matrices, and what to warn of; None for a level that converts no layer to FP8."""
+        recipe = self.options.recipe
+        if recipe is None or self._model is None or self.backend is None:
+            return None
+        how = f"{recipe.scaling}, {self.backend.name}"
+        return describe_layers(self._model, self.conversion, self.options.level, how)
+
+    def after_step(self, skipped: bool) -> None:
+        for amaxes in self.amaxes:
+            amaxes.after_step(skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for amaxes in self.amaxes for name, value in amaxes.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for amaxes in self.amaxes:
+            amaxes.load_state_dict(state)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._model is not None:
+            revert_layers(self._model)
+        self._model = None
+        self.amaxes = [self.own_amaxes]
+        self.own_amaxes.leave()

@@ -1,0 +1,226 @@
+"""From a row of the chart to the columns that train as it declares: the only place that reads a row's columns.
+
+Each function chooses one column. A combination that has no implementation is a ValueError that names its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.column import Column
+from nemo_lowprec.comm import Averaging, ShardAveraging, reduce_amax
+from nemo_lowprec.compute import AmaxState, Computation, DelayedAmaxes
+from nemo_lowprec.engine.columns import Columns
+from nemo_lowprec.grads import Fp8Gradients
+from nemo_lowprec.observers import Observers
+from nemo_lowprec.optim import LowBitOptimizerStates, OptimizerStates, StateFormats
+from nemo_lowprec.options import Options, Recipe
+from nemo_lowprec.tensors.weak_hooks import weakly
+from nemo_lowprec.weights import Fp32Weights, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
+
+__all__ = ["DTYPES", "Sharding", "build", "check_row", "new_amaxes"]
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_HALVES = ("fp16", "bf16")
+_SCALINGS = {"fp8": ("delayed", "current", "blockwise"), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The processes among which a model is sharded.
+
+    Attributes:
+        world: all that train together.
+        shards: those that hold one copy of the model among them.
+        replicas: those that hold the same shards; None where there is one copy of the model.
+        frees_weights: whether gathered weights are freed between forward and backward.
+    """
+
+    world: dist.ProcessGroup | None
+    shards: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None = None
+    frees_weights: bool = True
+
+
+def new_amaxes(recipe: Recipe | None, renews: bool = True) -> AmaxState:
+    """The state of this package's FP8 operands between steps: histories and weight scales, with delayed scaling."""
+    return DelayedAmaxes(recipe, renews) if recipe is not None and recipe.scaling == "delayed" else AmaxState()
+
+
+def check_row(row: PrecisionLevel) -> None:
+    """Raise ValueError, naming the columns, where a row has no implementation."""
+    _check_computation(row)
+    kind = _kind_of_weights(row)
+    _check_gradient(row, kind)
+    _check_comm(row)
+    for state in row.optimizer_states:
+        if state not in ("fp32", "bf16", "fp16", "fp8"):
+            raise ValueError(
+                f"{row.name}: Optimizer states in {state.upper()} have no implementation. Use FP8 to FP32."
+            )
+
+
+def build(
+    options: Options, sharding: Sharding | None, amaxes: AmaxState, reads_as: torch.dtype, observers: Observers
+) -> Columns:
+    """The columns of a row.
+
+    Args:
+        options: the row, and its arguments.
+        sharding: how the model is sharded; None where each process holds the whole model.
+        amaxes: of the layers' operands, from ``new_amaxes``: those of an earlier conversion of the same model.
+        reads_as: dtype that matrices stored in FP16 read as.
+        observers: of the engine.
+
+    Raises:
+        ValueError: see ``check_row``.
+    """
+    row, low = options.level, options.low_bit
+    check_row(row)
+    kind, half = _kind_of_weights(row), DTYPES[row.autocast]
+    fp32_wgrad = row.weight_grad == "fp32"
+    gathered_as = None
+    if sharding is not None:
+        gathered_as = {"fp32": torch.float32, "masters": half, "low_bit": torch.float16}[kind]
+    computation = Computation(
+        options, half, amaxes,
+        half_weights=kind != "fp32",
+        fp32_wgrad=kind != "fp32" and fp32_wgrad,
+        opens_autocast=reads_as != torch.float32,
+        gathered_as=gathered_as,
+        frees_weights=sharding is not None and sharding.frees_weights,
+        observers=observers,
+    )  # fmt: skip
+    weights = _weights(options, kind, sharding, computation, amaxes, reads_as)
+    first, second = row.optimizer_states
+    formats = StateFormats(
+        first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed  # type: ignore[arg-type]
+    )  # fmt: skip
+    states = OptimizerStates()
+    if kind == "low_bit" or row.optimizer_states != ("fp32", "fp32"):
+        states = LowBitOptimizerStates(formats, low.gradient_release)
+    gradients = _gradients(row, weights, states)
+    wire = partial(_wire, row, weights)
+    share = amaxes.share
+    comm: Averaging
+    if sharding is None or not isinstance(gradients, Fp8Gradients):
+        comm = Averaging(wire, share, low.gradient_release, observers)
+    else:
+        assert isinstance(weights, ShardedWeights)
+        comm = ShardAveraging(
+            wire, share, sharding.world, sharding.shards, sharding.replicas, weights.gathered_matrices,
+            weights.detached_grads, observers,
+        )  # fmt: skip
+    return Columns(computation, weights, gradients, states, comm)
+
+
+def _check_computation(row: PrecisionLevel) -> None:
+    if row.scaling is None and row.compute == row.autocast:
+        return
+    if row.scaling is None or row.scaling not in _SCALINGS.get(row.compute, ()):
+        raise ValueError(
+            f"{row.name}: Computation (GEMM) in {row.compute.upper()} with autocast to {row.autocast.upper()} and "
+            f"scaling {row.scaling!r} has no implementation. GEMMs run in the autocast's format, or in FP8, MXFP8 or "
+            "NVFP4 with a scaling of that format."
+        )
+
+
+def _kind_of_weights(row: PrecisionLevel) -> str:
+    """``fp32``, ``masters`` (half weights, or FP8 ones, of FP32 masters) or ``low_bit`` (FP16, or FP8 of FP16)."""
+    storage = row.weight, row.master_weight, row.rest, row.vectors
+    if storage == ("fp32", None, "fp32", None):
+        return "fp32"
+    like_autocast = row.vectors is None and row.rest == row.autocast and row.weight in (row.rest, "fp8")
+    if row.master_weight == "fp32" and like_autocast:
+        return "masters"
+    if storage in (("fp16", None, "fp16", "fp32"), ("fp8", "fp16", "fp16", "fp32")):
+        return "low_bit"
+    master = row.master_weight.upper() if row.master_weight is not None else "no"
+    raise ValueError(
+        f"{row.name}: Weight {row.weight.upper()} with {master} Master weight (other parameters {row.rest.upper()}, "
+        f"vectors {(row.vectors or row.rest).upper()}, autocast {row.autocast.upper()}) has no implementation. There "
+        "are FP32 weights; weights in the autocast's format or FP8 with FP32 masters; and FP16 weights, or FP8 ones "
+        "with FP16 masters, with FP32 vectors."
+    )
+
+
+def _check_gradient(row: PrecisionLevel, kind: str) -> None:
+    possible = {"fp32": ("fp32",), "masters": ("fp32", row.rest), "low_bit": ("fp8",)}[kind]
+    if row.weight_grad not in possible:
+        raise ValueError(
+            f"{row.name}: Weight gradient {row.weight_grad.upper()} with Weight {row.weight.upper()} and Master weight "
+            f"{(row.master_weight or 'none').upper()} has no implementation. Use {' or '.join(possible).upper()}."
+        )
+
+
+def _check_comm(row: PrecisionLevel) -> None:
+    possible = ("fp8",) if row.weight_grad == "fp8" else ("fp32", *_HALVES)
+    if row.comm not in possible:
+        raise ValueError(
+            f"{row.name}: Comm {row.comm.upper()} with Weight gradient {row.weight_grad.upper()} has no "
+            f"implementation. Use {', '.join(possible).upper()}."
+        )
+
+
+def _weights(
+    options: Options,
+    kind: str,
+    sharding: Sharding | None,
+    computation: Computation,
+    amaxes: AmaxState,
+    reads_as: torch.dtype,
+) -> WeightStore:
+    row, recipe = options.level, options.recipe
+    in_fp8 = row.weight == "fp8" or (recipe is not None and recipe.fp8_params)
+    names: Callable[[], list[str]] = (lambda: computation.conversion.weights) if in_fp8 else list
+    margin = recipe.fp8_margin if recipe is not None else 0
+    half = DTYPES[row.autocast]
+    whole: WeightStore
+    if kind == "low_bit":
+        whole = LowBitWeights(reads_as, names, margin)
+    elif kind == "masters":
+        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, amaxes.weight_scales is not None)
+    else:
+        whole = Fp32Weights(row.name if row.has_loss_scale else None)
+    if sharding is None:
+        return whole
+    return ShardedWeights(
+        kind == "low_bit",
+        reads_as if kind == "low_bit" else half,
+        names,
+        margin,
+        DTYPES[row.weight_grad] if kind == "masters" else None,
+        partial(reduce_amax, group=sharding.world),
+        amaxes.restart,
+        whole.check,
+    )
+
+
+def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerStates) -> Column:
+    if row.weight_grad != "fp8":
+        return Column()
+    if isinstance(weights, ShardedWeights):
+        gradients = Fp8Gradients(detached=True)
+        assert gradients.detached_grads is not None
+        weights.detached_grads = gradients.detached_grads
+        weights.when_gathered.append(lambda params: gradients.cover(p for p in params if weights.is_matrix(p)))
+        return gradients
+    if not isinstance(states, LowBitOptimizerStates) or not states.releases:
+        return Fp8Gradients(params=weights.matrices)
+    return Fp8Gradients(weakly(states.step_at_once), params=lambda: weights.named().values())
+
+
+def _wire(row: PrecisionLevel, weights: WeightStore, param: Tensor) -> torch.dtype:
+    """Dtype of a parameter's gradient on the wire."""
+    if weights.is_matrix(param):
+        return torch.float8_e4m3fn
+    if row.comm in _HALVES and (param.dtype in (torch.float16, torch.bfloat16) or row.rest == "fp32"):
+        return DTYPES[row.comm]
+    return torch.float64 if param.dtype == torch.float64 else torch.float32

@@ -1,0 +1,96 @@
+"""Column Optimizer states: FP32 states, which any optimizer has, or the low-bit states of Adam and AdamW."""
+
+from __future__ import annotations
+
+from inspect import Parameter, signature
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from nemo_lowprec.column import Column
+from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.storage import StateFormats
+
+__all__ = ["LowBitOptimizerStates", "OptimizerStates", "handles_found_inf", "needs_closure"]
+
+
+class OptimizerStates(Column):
+    """FP32 states: the optimizers stay as they are."""
+
+    releases = False
+
+
+class LowBitOptimizerStates(OptimizerStates):
+    """States of the formats asked for: attached optimizers become this package's Adam or AdamW, in place.
+
+    Args:
+        formats: of the states.
+        releases: whether a parameter steps as soon as its gradient is there (``step_at_once``).
+    """
+
+    def __init__(self, formats: StateFormats, releases: bool = False) -> None:
+        self.formats, self.releases = formats, releases
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._stepped: Any = WeakIdKeyDictionary()  # parameters, until their optimizer's step
+        self._handles: list[Any] = []
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._optimizers:
+            check_adoptable(optimizer)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        adopt(optimizer, self.formats, self.releases)
+        self._optimizers.add(optimizer)
+        if self.releases:
+            self._handles.append(optimizer.register_step_post_hook(self._after_step_of))
+
+    def step_at_once(self, param: Tensor) -> None:
+        """Gradient release: step one parameter and drop its gradient.
+
+        Raises:
+            RuntimeError: a second gradient before ``step``.
+        """
+        if param in self._stepped:
+            raise RuntimeError(
+                "gradient_release=True has stepped this parameter already, and a second gradient came before the "
+                "optimizer's step: leave it out with several backward passes a step, or with reentrant checkpointing "
+                "of a layer that is used twice."
+            )
+        for optimizer in self._optimizers:
+            if optimizer.step_param(param):  # type: ignore[attr-defined]
+                self._stepped[param] = True
+                param.grad = None
+
+    def _after_step_of(self, optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                self._stepped.pop(param, None)
+
+    def remove(self) -> None:
+        """Give attached optimizers their class back, and FP32 states."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stepped.clear()
+        for optimizer in self._optimizers:
+            release(optimizer)
+        self._optimizers.clear()
+
+
+def handles_found_inf(optimizer: Optimizer, sharded: bool) -> bool:
+    """Whether the kernels of ``optimizer`` read ``found_inf``, so that the host need not wait before the step."""
+    # Of torch's own, fused SGD skips and leaves its momentum uninitialized; all expect a found_inf that is sharded as
+    # the parameters are.
+    own = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not sharded
+    return (own or isinstance(optimizer, LowBitStates)) and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is Parameter.empty

@@ -1,0 +1,55 @@
+"""FP32 weights, which take their updates themselves: fp16_amp and te_fp8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.weights.store import WeightStore
+from nemo_lowprec.weights.widened import HALVES, Widened
+
+__all__ = ["Fp32Weights"]
+
+
+class Fp32Weights(WeightStore):
+    """The parameters of one model in FP32; those that came in half precision become FP32 once they are trained.
+
+    Frozen weights keep their dtype. Weights of another library's tensor class are left alone.
+
+    Args:
+        scaled_by: name of the level where the level scales the loss, so that FP16 parameters cannot be trained.
+    """
+
+    def __init__(self, scaled_by: str | None = None) -> None:
+        super().__init__()
+        self._scaled_by = scaled_by
+        self._widened = Widened()
+        self._frozen: list[tuple[nn.Module, nn.Parameter]] = []
+
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        for name, param in model.named_parameters() if self._scaled_by is not None else ():
+            if param.dtype == torch.float16 and param.requires_grad:
+                raise ValueError(
+                    f"{self._scaled_by} trains FP32 weights, and {name} is FP16: its step would lose small updates. "
+                    "Use fp16_mixed, which has FP32 masters, or model.float()."
+                )
+
+    def install(self, model: nn.Module, training: bool) -> None:
+        super().install(model, training)
+        if training:
+            held = ((m, p) for m in model.modules() for p in m._parameters.values() if p is not None)
+            self._frozen = [(m, p) for m, p in held if type(p.data) is Tensor and p.dtype in HALVES]
+            self.before_forward()
+
+    def before_forward(self) -> None:
+        """Make weights FP32 that are trained by now."""
+        thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
+        if thawed:
+            self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]
+        for module, param in thawed:
+            self._widened.add(param)
+            self._widened.add_statistics(module)
+
+    def remove(self) -> None:
+        self._frozen.clear()
+        super().remove()

@@ -1,0 +1,85 @@
+"""What the implementations of columns Weight and Master weight share, and what other parts of an engine ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nemo_lowprec.column import Column
+
+__all__ = ["WeightStore"]
+
+
+class WeightStore(Column):
+    """The parameters of one model, which each process holds whole and in FP32 unless a subclass says otherwise."""
+
+    is_sharded = False
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+
+    def install(self, model: nn.Module, training: bool) -> None:
+        self.model = model
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self._optimizers.add(optimizer)
+
+    def remove(self) -> None:
+        self._optimizers.clear()
+        self.model = None
+
+    def follow(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Replace old parameters by new ones in the groups and the state of every attached optimizer."""
+        for optimizer in self._optimizers if replaced else ():
+            for group in optimizer.param_groups:
+                group["params"][:] = [replaced.get(p, p) for p in group["params"]]
+            for old, new in replaced.items():
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+
+    def is_matrix(self, param: Tensor) -> bool:
+        """Whether the gradient of ``param``, whole or sharded, is stored in FP8."""
+        return False
+
+    def matrices(self) -> Iterable[Tensor]:
+        """The parameters whose gradients are stored in FP8, each once and in the model's order."""
+        return ()
+
+    def named(self) -> dict[str, Any]:
+        """The model's parameters by name, as an optimizer holds them."""
+        return dict(self.model.named_parameters()) if self.model is not None else {}
+
+    def gathered(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter that backward gives a gradient, parameter that an optimizer holds), in the model's order."""
+        return [(param, param) for param in self.named().values()]
+
+    def unreduced(self) -> dict[int, Tensor]:
+        """Gradients that wait to be reduced onto shards, by the ids of the sharded parameters."""
+        return {}
+
+    def meet_root(self) -> None:
+        """The parameters that are gathered around a whole step were gathered."""
+
+    def were_written(self) -> None:
+        """Something else than a step has written the weights, on all processes."""
+
+    def note_frozen(self) -> None:
+        """Frozen parameters were written together with what is kept of their original values."""
+
+    def find_written(self, optimizer: Optimizer) -> Tensor | None:
+        """Whether a weight was written through ``.data`` since the last step: a bool scalar; None where none can be."""
+        return None
+
+    def refuse_written(self) -> None:
+        """Raise RuntimeError that names the weight which ``find_written`` has found."""
+
+    @contextmanager
+    def evaluating(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within, the loss is evaluated in the middle of the step of ``optimizer``, with the weights of that moment."""
+        yield
