@@ -69,7 +69,7 @@ class Curve(pl.Callback):
             self.losses.append(self._micro[-1] * len(self._micro) if whole else torch.stack(self._micro).sum())
             self._micro = []
             on_megatron = isinstance(trainer.strategy, MegatronStrategy)
-            engine = trainer.strategy.engine.optimizer if on_megatron else trainer.precision_plugin.engine.step
+            engine = trainer.strategy.engine.guard if on_megatron else trainer.precision_plugin.engine.step
             if engine.skipped:
                 self.skipped.append(len(self.losses) - 1)
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.compute import is_converted
+from nemo_lowprec.compute.attention import prefer_attention_in
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import clip_grad_norm_
 from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
@@ -98,6 +99,7 @@ def initialize(
     engine.settle()
     engine.attach(optimizer)
     model.zero_grad()  # gradients that were there belong to the weights before they were rounded
+    prefer_attention_in(model, engine.options.attention)
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
     _say_what_is_converted(engine)

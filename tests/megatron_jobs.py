@@ -138,7 +138,7 @@ class Losses(Callback):
             self._micro = []
             if isinstance(trainer.strategy, MegatronStrategy):
                 self.norms.append(float(trainer.strategy.engine.optimizer.grad_norm))
-                self.skipped.append(bool(trainer.strategy.engine.optimizer.skipped))
+                self.skipped.append(bool(trainer.strategy.engine.guard.skipped))
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         self.val.append(float(trainer.callback_metrics["val/loss"]))

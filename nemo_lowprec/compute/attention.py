@@ -7,12 +7,15 @@ builds a plan for every new shape, which a run with sequences of many lengths wo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["check_attention", "prefer_attention"]
+__all__ = ["check_attention", "prefer_attention", "prefer_attention_in"]
 
 
 def check_attention(attention: str, device: torch.device) -> None:
@@ -30,3 +33,39 @@ def prefer_attention(attention: str) -> Iterator[None]:
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
+
+
+def prefer_attention_in(model: nn.Module, attention: str) -> None:
+    """``prefer_attention`` in each forward pass of ``model`` and in its backward pass, for a loop of the user's own."""
+    if attention != "auto":
+        passes = _Passes(attention)
+        model.register_forward_pre_hook(passes.before_forward, prepend=True)
+        model.register_forward_hook(passes.after_forward, always_call=True)
+
+
+class _Passes:
+    """Enters the preference in a pass, and leaves it behind.
+
+    Activation checkpointing runs forward passes again in backward, and must find the kernels of the first time.
+    """
+
+    def __init__(self, attention: str) -> None:
+        self._attention = attention
+        self._stack = ExitStack()
+
+    def _enter(self) -> None:
+        self._stack.close()  # of a pass that an exception has ended
+        self._stack.enter_context(prefer_attention(self._attention))
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        self._enter()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.close()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._before_backward)
+
+    def _before_backward(self, _: Tensor) -> None:
+        self._enter()
+        torch.autograd.Variable._execution_engine.queue_callback(self._stack.close)  # type: ignore[attr-defined]

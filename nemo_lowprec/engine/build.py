@@ -108,7 +108,7 @@ def build(
         states = LowBitOptimizerStates(formats, low.gradient_release)
     gradients = _gradients(row, weights, states)
     wire = partial(_wire, row, weights)
-    share = amaxes.share
+    share = partial(amaxes.share, of_weights=sharding is not None)
     comm: Averaging
     if sharding is None or not isinstance(gradients, Fp8Gradients):
         comm = Averaging(wire, share, low.gradient_release, observers)
@@ -213,8 +213,8 @@ def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerState
         weights.when_gathered.append(lambda params: gradients.cover(p for p in params if weights.is_matrix(p)))
         return gradients
     if not isinstance(states, LowBitOptimizerStates) or not states.releases:
-        return Fp8Gradients(params=weights.matrices)
-    return Fp8Gradients(weakly(states.step_at_once), params=lambda: weights.named().values())
+        return Fp8Gradients(params=weakly(weights.matrices))
+    return Fp8Gradients(weakly(states.step_at_once), params=weakly(weights.params))
 
 
 def _wire(row: PrecisionLevel, weights: WeightStore, param: Tensor) -> torch.dtype:

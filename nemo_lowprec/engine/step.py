@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.engine.columns import Columns
-from nemo_lowprec.grads import FoundInf, LossScale, TrueGradients, clip_grad_norm_, params_of
+from nemo_lowprec.grads import FoundInf, LossScale, TrueGradients
 from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import handles_found_inf
 
@@ -34,7 +34,7 @@ class Step:
     def __init__(self, columns: Columns, loss_scale: LossScale | None, observers: Observers) -> None:
         self.columns, self.loss_scale, self.observers = columns, loss_scale, observers
         self.device = torch.device("cpu")
-        self.unit: float | None = loss_scale.used if loss_scale is not None else 1.0
+        self.unit: float | None = 1.0 if loss_scale is None else loss_scale.used
         self.skipped: WeakSet[Optimizer] = WeakSet()
         self._gradients = TrueGradients(loss_scale)
         self._found: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
@@ -42,14 +42,17 @@ class Step:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
+        return loss * scale if (scale := self.begin()) != 1 else loss
+
+    def begin(self, micro_batches: int = 1) -> float:
+        """A backward pass begins, of losses that are divided by ``micro_batches``. Returns the loss scale."""
         for column in self.columns:
             column.before_backward()
         self._found.clear()
         self._gradients.begin()
-        if self.loss_scale is None:
-            return loss
-        self.expect(self.loss_scale.begin())
-        return loss * self.loss_scale.used
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.begin()
+        self.expect(scale / micro_batches)
+        return scale
 
     def expect(self, unit: float) -> None:
         """Gradients come multiplied by ``unit``: the scales of FP8 operands must leave room for them."""
@@ -73,13 +76,10 @@ class Step:
     def norm_of(self, optimizer: Optimizer, needed: bool = True) -> Tensor | None:
         """The L2 norm of the optimizer's true gradients before clipping, FP32 scalar; None where it is unknown.
 
-        Where ``clip`` was not called, it is computed if ``needed``, with a collective where gradients are sharded.
+        Where ``clip`` was not called, the norm is computed if ``needed``; a collective with sharded gradients.
         """
-        norm = self._gradients.norm(optimizer)
-        if norm is None and needed and not self.columns.releases:
-            self.unscale(optimizer)
-            norm = clip_grad_norm_(params_of(optimizer), 0.0)
-        return norm
+        self.unscale(optimizer)
+        return self._gradients.norm(optimizer, needed and not self.columns.releases)
 
     def check_finite(self, optimizer: Optimizer) -> None:
         """Find out whether the optimizer's gradients are finite, where ``clip`` has not."""
@@ -93,18 +93,22 @@ class Step:
         self._found[optimizer] = FoundInf(self.found_on_any_rank(found, looked))
 
     def found_on_any_rank(self, found: Tensor, looked: bool = False) -> Tensor:
-        """Whether a gradient, or an operand of an FP8 GEMM, is not finite on any process: 1 or 0, FP32 on the device.
+        """Whether a gradient (``found`` on this process) or an FP8 operand is not finite on any process: 1 or 0, FP32.
 
-        One all-reduce carries ``found``, which is that of this process's gradients, and the amaxes, unless another
-        optimizer of this backward pass has ``looked`` at these.
+        One all-reduce carries the amaxes, too, unless another optimizer of this backward pass has ``looked`` at them.
         """
-        local = [] if looked else [flag for one in self.columns.amaxes if (flag := one.nonfinite()) is not None]
-        flags = torch.stack([flag.to(found).reshape(()) for flag in (found.float(), *local)])
+        saturated = None if looked else self.saturated()
+        flags = torch.stack([flag.float().reshape(()) for flag in (found, saturated) if flag is not None])
         if looked or not any([one.reduce(flags) for one in self.columns.amaxes]):
             self.columns.comm.any_rank(flags)
         if not looked:
-            self._saturated = flags[1:].max() if local else None
+            self._saturated = None if saturated is None else flags[1]
         return flags[0] if self._saturated is None else torch.maximum(flags[0], self._saturated)
+
+    def saturated(self) -> Tensor | None:
+        """Whether an operand of an FP8 GEMM was not finite on this process, a bool scalar; None without FP8 GEMMs."""
+        flags = [flag for one in self.columns.amaxes if (flag := one.nonfinite()) is not None]
+        return torch.stack(flags).any() if flags else None
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """``optimizer.step(**kwargs)``, but for a gradient that is not finite on some process: see ``skipped``."""
@@ -113,8 +117,8 @@ class Step:
         handles = found is not None and handles_found_inf(optimizer, self.columns.weights.is_sharded)
         with found.handed_to(optimizer) if found is not None and handles else nullcontext():
             result = self.take(optimizer, found, partial(optimizer.step, **kwargs), waits=not handles)
-        if self.loss_scale is None:  # the next gradients may come from a backward pass that is not announced
-            self._found.pop(optimizer, None)
+        if self.loss_scale is None:
+            self._found.pop(optimizer, None)  # the next backward pass is perhaps not announced
         return result
 
     def run_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -129,13 +133,11 @@ class Step:
         return self.take(optimizer, None, partial(optimizer.step, closure=evaluate, **kwargs))
 
     def take(self, optimizer: Optimizer, found: FoundInf | None, step: Callable[[], Any], waits: bool = True) -> Any:
-        """Call ``step`` unless a gradient is not finite, which the kernels of a step that need not wait read in
-        ``found`` on the device; then tell the columns.
-        """
-        result, differ = None, self.columns.weights.find_written(optimizer)
-        written = None if differ is None else FoundInf(differ.float())
-        off = torch.autocast(self.device.type, enabled=False)  # manual optimization steps inside training_step
-        with off, self.observers.updating(optimizer):
+        """Call ``step`` unless ``found``, and tell the columns; kernels that read ``found`` need no host that waits."""
+        differ = self.columns.weights.find_written(optimizer)
+        written, result = None if differ is None else FoundInf(differ.float()), None
+        # Manual optimization steps inside training_step, under autocast.
+        with torch.autocast(self.device.type, enabled=False), self.observers.updating(optimizer):
             if not (waits and found):
                 result = step()
             skipped = bool(found)

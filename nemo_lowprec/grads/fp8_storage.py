@@ -31,7 +31,7 @@ class Fp8Gradients(Column):
     Args:
         release: steps a parameter and drops its gradient, called as soon as the gradient is stored.
         detached: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
-        params: the parameters that are covered by now; called before each backward pass.
+        params: the parameters that are covered by now; called before each backward pass. Hooks of parameters hold it.
 
     Attributes:
         detached_grads: gradients that are not left on their parameters, by the parameters' ids; None where they are.
@@ -43,7 +43,7 @@ class Fp8Gradients(Column):
         self,
         release: Callable[[Tensor], None] | None = None,
         detached: bool = False,
-        params: Callable[[], Iterable[Tensor]] = tuple,
+        params: Callable[[], Iterable[Tensor] | None] = tuple,
     ) -> None:
         self.release, self._params = release, params
         self.detached_grads: dict[int, GradientTensor] | None = {} if detached else None
@@ -53,10 +53,10 @@ class Fp8Gradients(Column):
         self._handles: Any = WeakIdKeyDictionary()
 
     def settle(self) -> None:
-        self.cover(self._params())
+        self.cover(self._params() or ())
 
     def before_backward(self) -> None:
-        self.cover(self._params())
+        self.cover(self._params() or ())
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""

@@ -78,9 +78,13 @@ class LossScale:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters, within this configuration's bounds; a static scale stays what it is."""
+        """Go on from saved counters, within this configuration's bounds; a static scale stays what it is.
+
+        Checkpoints of earlier versions on Megatron-core hold the counters under the names of its ``DynamicGradScaler``.
+        """
         if self.dynamic:
             self.scale = max(float(state["scale"]), float(self.config.min_loss_scale))
-            self.good_steps = int(state["good_steps"])
-            self.hysteresis = min(int(state["hysteresis"]), self.config.hysteresis)
+            self.good_steps = int(state.get("good_steps", state.get("growth_tracker", 0)))
+            hysteresis = int(state.get("hysteresis", state.get("hysteresis_tracker", self.config.hysteresis)))
+            self.hysteresis = min(hysteresis, self.config.hysteresis)
             self.used, self._learned = float(state.get("used", self.scale)), False

@@ -54,9 +54,10 @@ class TrueGradients:
         infinite = (~norm.isfinite()).float().to(device)
         return infinite if found is None else torch.maximum(infinite, found)
 
-    def norm(self, optimizer: Optimizer) -> Tensor | None:
-        """The L2 norm that ``clip`` found before this step, FP32 scalar; None where ``clip`` was not called."""
-        return self._norms.pop(optimizer, None)
+    def norm(self, optimizer: Optimizer, needed: bool) -> Tensor | None:
+        """The L2 norm of the gradients, FP32 scalar: that of ``clip`` before this step; computed anew if ``needed``."""
+        norm = self._norms.pop(optimizer, None)
+        return clip_grad_norm_(params_of(optimizer), 0.0) if norm is None and needed else norm
 
     def find(self, optimizer: Optimizer, device: torch.device) -> Tensor:
         """1 where a gradient is not finite on this process, else 0: an FP32 scalar on ``device``."""

@@ -23,16 +23,17 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.engine import Step
+from nemo_lowprec.grads import LossScale
+from nemo_lowprec.megatron import columns
 from nemo_lowprec.megatron.chunks import cast_parameters, unwrapped, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
-from nemo_lowprec.megatron.converted_module import ConvertedModule
 from nemo_lowprec.megatron.delayed import mend_delayed_scaling
 from nemo_lowprec.megatron.optimizer_step import Stepper
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.options import Options
+from nemo_lowprec.observers import Observers
 
 __all__ = ["MegatronEngine", "PipelinedModule"]
 
@@ -73,28 +74,29 @@ class MegatronEngine:
 
     Attributes:
         chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
-        converted: of a model that Megatron-core has not built; else None.
+        is_pipelined: whether Megatron-core has built the model, and runs its schedules.
+        columns: of the level, as far as they are not Megatron's.
+        guard: what surrounds a step.
+        observers: are told what converted layers do, and of steps.
         optimizer: steps the user's; None where nothing is trained.
         config: TransformerConfig of the first part, which the schedules read.
-        gradient_unit: what the gradients in the amax histories of delayed scaling are multiplied by; None: unknown.
     """
 
     def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
         self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
         self.chunks: list[Any] = []
-        self.converted: ConvertedModule | None = None
+        self.is_pipelined = True
+        self.observers = Observers()
+        self.columns = columns.of_built_chunks(settings, self.chunks)
+        scaling = settings.options.loss_scale
+        self.guard = Step(self.columns, LossScale(scaling) if scaling is not None else None, self.observers)
+        self.guard.device, self.guard.unit = torch.device("cuda"), None
         self.optimizer: Stepper | None = None
         self.config: Any = None
-        self.gradient_unit: float | None = None
         self._module: Any = None
-        self._may_be_empty = True
+        self._may_be_empty = self._begins = True
 
     # The model
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether Megatron-core has built the model, and runs its schedules."""
-        return self.converted is None
 
     def build(self, module: Any, seed: int) -> None:
         """Have a ``PipelinedModule`` build its parts, once: fit, validate and another fit may follow each other.
@@ -112,7 +114,8 @@ class MegatronEngine:
                 "into a new one."
             )
         self._module, self.chunks = module, built[1]
-        self.gradient_unit = module.__dict__.get(_UNIT)
+        self.columns = self.guard.columns = columns.of_built_chunks(self.settings, self.chunks)
+        self.guard.unit = module.__dict__.get(_UNIT)
         self.config = get_model_config(self.chunks[0])
 
     def _transformer_fields(self) -> dict[str, Any]:
@@ -138,9 +141,10 @@ class MegatronEngine:
         module.take_chunks(parts)
         return parts
 
-    def convert(self, module: nn.Module, options: Options, device: torch.device) -> None:
+    def convert(self, module: nn.Module, device: torch.device) -> None:
         """Convert the layers of any other module, which is on ``device``."""
-        self.converted = ConvertedModule(module, options, self.settings, device)
+        self.columns = self.guard.columns = columns.convert(module, self.settings, device, self.observers)
+        self.is_pipelined = False
         # Sizes that Megatron's DDP does not look at.
         self.config = TransformerConfig(
             num_layers=1, hidden_size=1, num_attention_heads=1, **self._transformer_fields()
@@ -189,10 +193,10 @@ class MegatronEngine:
             clip_grad=clip_grad,
             overlap_param_gather=self.overlaps["overlap_param_gather"],
         )
-        self.optimizer = Stepper(inner, config, self.settings, self.chunks)
+        self.optimizer = Stepper(inner, config, self.settings, self.chunks, self.guard)
         self.optimizer.take_masters(self._module.__dict__.pop(_MASTERS, {}))
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.grad_scale_func = self._scaled
         if self.overlaps["overlap_grad_reduce"]:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -206,12 +210,12 @@ class MegatronEngine:
         if self.optimizer is not None:
             self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
             if self.is_pipelined:  # whose layers keep their histories
-                self._module.__dict__[_UNIT] = self.gradient_unit
+                self._module.__dict__[_UNIT] = self.guard.unit
             # They hold the buffers, and the config stays with the model.
             self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
-        if self.converted is not None:
-            self.converted.remove()
-        self.optimizer, self.converted, self.chunks = None, None, []
+        if not self.is_pipelined:
+            self.columns.computation.remove()
+        self.optimizer, self.chunks = None, []
 
     # A step
 
@@ -276,7 +280,7 @@ class MegatronEngine:
         """
         assert self.optimizer is not None
         self.zero_grad()
-        self._expect_gradients(self.optimizer.loss_scale / len(batches))
+        self.guard.begin(len(batches))
         empty, self._may_be_empty = self._may_be_empty, False
         if not (empty and self._nobody_has_scales()):
             return
@@ -290,16 +294,9 @@ class MegatronEngine:
             te_layers.forget_nonfinite_amaxes(chunk)
         self.zero_grad()
 
-    def _expect_gradients(self, unit: float) -> None:
-        """Gradients come multiplied by ``unit``: scales from before would saturate those that have grown."""
-        before, self.gradient_unit = self.gradient_unit, unit
-        if before is None or before == unit:
-            return
-        if self.converted is not None:
-            self.converted.expect_gradients(unit / before)
-            return
-        for chunk in self.chunks:
-            te_layers.rescale_gradients(chunk, unit / before)
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """A micro-batch's loss, to run backward from; ``begin`` has announced the pass."""
+        return loss if self.guard.loss_scale is None else loss * self.guard.loss_scale.used
 
     def _has_no_scales(self) -> bool:
         model = self.settings.model
@@ -309,16 +306,15 @@ class MegatronEngine:
     def _nobody_has_scales(self) -> bool:
         """The same on all processes: some may have no layer with scales."""
         flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device())
-        with bookkeeping():
-            dist.all_reduce(flag, dist.ReduceOp.MIN)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Forward passes that training does not notice, in half precision where training has found no scales yet."""
         with ExitStack() as stack:
-            if self.converted is not None:
-                stack.enter_context(self.converted.forward())
+            if not self.is_pipelined:
+                stack.enter_context(self.columns.computation.forward())
                 yield
                 return
             configs, fp8 = [get_model_config(chunk) for chunk in self.chunks], self.config.fp8
@@ -337,18 +333,18 @@ class MegatronEngine:
     def accumulation(self) -> Iterator[None]:
         """A backward pass of a model of own layers whose gradients are not reduced yet."""
         with ExitStack() as stack:
-            for chunk in self.chunks if self.converted is not None else ():
+            for chunk in self.chunks if not self.is_pipelined else ():
                 stack.enter_context(chunk.no_sync())
             yield
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a model of own layers."""
-        assert self.optimizer is not None and self.converted is not None
-        if self.converted.is_first():
+        if self._begins:
+            self._begins = False
             self.zero_grad()
-            self._expect_gradients(self.optimizer.loss_scale)
-        with torch.autocast("cuda", enabled=False):
-            self.optimizer.scale_loss(loss).sum().backward(*args, **kwargs)
+            self.guard.begin()
+        with self.columns.computation.backward():
+            self._scaled(loss).sum().backward(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
         """Have the gradients of own layers reduced; a schedule does it for the others.
@@ -356,7 +352,7 @@ class MegatronEngine:
         Raises:
             RuntimeError: a parameter without a gradient, with ``overlap_grad_reduce``.
         """
-        if self.converted is None:
+        if self.is_pipelined:
             return
         try:
             for chunk in self.chunks:
@@ -370,21 +366,8 @@ class MegatronEngine:
     def step(self) -> bool:
         """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
         assert self.optimizer is not None
-        stepped = self.optimizer.step(self._find_saturated())
-        if self.converted is not None:
-            self.converted.after_step(stepped)
-        elif not stepped:
-            for chunk in self.chunks:
-                te_layers.forget_nonfinite_amaxes(chunk)
-        return stepped
-
-    def _find_saturated(self) -> Tensor | None:
-        """Whether an operand of an FP8 GEMM was not finite, which the gradients need not show."""
-        if self.converted is not None:
-            return self.converted.nonfinite()
-        found = [te_layers.nonfinite_amaxes(chunk) for chunk in self.chunks]
-        flags = [flag for flag in found if flag is not None]
-        return torch.stack(flags).any() if flags else None
+        self._begins = True
+        return self.optimizer.step()
 
     def sync_weights(self) -> None:
         """Wait for weights that are being gathered, and gather those that are not."""
@@ -405,6 +388,5 @@ class MegatronEngine:
         mean = torch.zeros((), device=torch.cuda.current_device())
         if losses:
             mean += torch.stack(list(losses)).float().mean()
-        with bookkeeping():
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return mean * (self.layout.pipeline * self.layout.context / dist.get_world_size())

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
@@ -78,7 +78,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     Args:
         inner: torch's Adam or AdamW of the model's parameters; holds this process's parts of them from now on.
         config: of Megatron-core, with the level's fields.
-        scaler: of the loss; None without.
         settings: of the level.
         model_chunks: wrapped in Megatron's DistributedDataParallel.
         buffers: of the chunks, by their index.
@@ -94,7 +93,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         self,
         inner: Optimizer,
         config: OptimizerConfig,
-        scaler: MegatronGradScaler | None,
         settings: MegatronSettings,
         model_chunks: list[Any],
         buffers: dict[int, list[Any]],
@@ -109,8 +107,8 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             StateFormats(
                 first,  # type: ignore[arg-type]
                 second,  # type: ignore[arg-type]
-                stochastic_rounding=settings.stochastic_rounding,
-                seed=settings.rounding_seed,
+                stochastic_rounding=settings.options.low_bit.stochastic_rounding,
+                seed=settings.options.low_bit.rounding_seed,
             ),
         )
         # Its own precision-aware paths, which are Transformer Engine's FusedAdam's, stay off.
@@ -122,6 +120,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_sq_dtype=torch.float32,
         )
         _forget_spent_values(model_chunks)
+        scaler = ConstantGradScaler(1.0) if config.fp16 else None  # Megatron-core asks for one; ``Step`` scales
         super().__init__(
             inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
         )  # fmt: skip

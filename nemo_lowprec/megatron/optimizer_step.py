@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm.agree import bookkeeping
+from nemo_lowprec.engine import Step
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.chunks import unhook
 from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
@@ -39,26 +39,23 @@ class Stepper:
         config: of Megatron-core, with the level's fields.
         settings: of the level.
         chunks: the wrapped parts of the model.
+        guard: scales the loss and decides to skip.
 
     Attributes:
         parts: the distributed optimizers: of the parameters, and of the experts' where there are any.
         grad_norm: of the last step's gradients before clipping, FP32 scalar on the device; None before the first step.
-        skipped: holds ``inner`` where its last step was skipped for gradients that are not finite.
     """
 
     def __init__(
-        self, inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any]
+        self, inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any], guard: Step
     ) -> None:
-        self.inner, self.chunks, self._clip = inner, chunks, config.clip_grad
-        self.scaler = _scaler(config)
-        self._seen: tuple[Tensor | None, float] = None, 1.0  # the scale, on the device and here
+        self.inner, self.chunks, self.guard, self._clip = inner, chunks, guard, config.clip_grad
         self.grad_norm: Tensor | None = None
-        self.skipped: set[Optimizer] = set()
         twin = _twin_of_experts(inner)
         with_context = {"with_context_parallel": True}
         self.parts = [
             LowPrecisionDistributedOptimizer(
-                inner, config, self.scaler, settings, chunks, {i: c.buffers for i, c in enumerate(chunks)},
+                inner, config, settings, chunks, {i: c.buffers for i, c in enumerate(chunks)},
                 parallel_state.get_data_parallel_group(**with_context),
                 parallel_state.get_data_parallel_group_gloo(**with_context),
                 dist.get_rank(parallel_state.get_model_parallel_group()),
@@ -67,7 +64,7 @@ class Stepper:
         if twin is not None:
             self.parts.append(
                 LowPrecisionDistributedOptimizer(
-                    twin, config, self.scaler, settings, chunks,
+                    twin, config, settings, chunks,
                     {i: c.expert_parallel_buffers for i, c in enumerate(chunks)},
                     parallel_state.get_expert_data_parallel_group(),
                     parallel_state.get_expert_data_parallel_group_gloo(),
@@ -75,51 +72,35 @@ class Stepper:
                 )
             )  # fmt: skip
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by; waits for the device where it has changed."""
-        if self.scaler is not None and self.scaler.scale is not self._seen[0]:
-            self._seen = self.scaler.scale, float(self.scaler.scale)
-        return self._seen[1]
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from."""
-        return loss if self.scaler is None else loss * self.scaler.scale
-
     @torch.no_grad()
-    def step(self, saturated: Tensor | None = None) -> bool:
+    def step(self) -> bool:
         """Unscale, clip, step and refresh the weights; on this device, without waiting for it before the end.
 
-        Skipped on all processes where a gradient is not finite on any.
-
-        Args:
-            saturated: whether something that is not finite has left no trace in this process's gradients, a bool
-                scalar on the device.
+        Skipped on all processes where a gradient, or an operand of an FP8 GEMM, is not finite on any.
 
         Returns:
             whether it stepped.
         """
         squares = torch.stack([part.squares() for part in self.parts]).sum()
+        saturated = self.guard.saturated()
         if saturated is not None:
             squares = torch.where(saturated, torch.inf, squares)
-        with bookkeeping():
-            dist.all_reduce(squares)
-        scale = torch.ones_like(squares) if self.scaler is None else self.scaler.scale.float().reshape(())
+        dist.all_reduce(squares)
+        scale = self.guard.loss_scale.used if self.guard.loss_scale is not None else 1.0
         self.grad_norm = norm = squares.sqrt() / scale
         found = FoundInf((~norm.isfinite()).float())
-        divisor = scale
+        divisor = torch.full_like(norm, scale)
         if self._clip > 0:
-            divisor = scale * ((norm + 1e-6) / self._clip).clamp(min=1.0)
+            divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        self.guard.take(self.inner, found, partial(self._apply, divisor, found), waits=False)
+        return self.inner not in self.guard.skipped
+
+    def _apply(self, divisor: Tensor, found: FoundInf) -> None:
         for part in self.parts:
             self._follow(part.optimizer)
             part.take_written()
             part.apply(divisor, found)
         self.refresh()
-        skipped = bool(found)
-        if self.scaler is not None:
-            self.scaler.update(skipped)
-        (self.skipped.add if skipped else self.skipped.discard)(self.inner)
-        return not skipped
 
     def _follow(self, twin: Optimizer) -> None:
         """Give the experts' groups the settings that schedulers have given the others."""
@@ -210,8 +191,8 @@ class Stepper:
         }
         if metadata["distrib_optim_sharding_type"] == "dp_reshardable" and len(self.parts) > 1:
             add_prefix_for_sharding(state["experts"], "experts.")  # both count their buckets from 0
-        if self.scaler is not None:
-            state["loss_scale"] = {k: _on_cpu(v) for k, v in self.scaler.state_dict().items()}
+        if self.guard.loss_scale is not None:
+            state["loss_scale"] = self.guard.loss_scale.state_dict()
         return state
 
     def load(self, state: dict[str, Any]) -> None:
@@ -219,10 +200,9 @@ class Stepper:
         for name, part in zip(_NAMES, self.parts, strict=False):
             # Saved where experts were on all processes, their settings are those of the other parameters.
             part.load_state_dict({**_without_states(state["parameters"]), **state[name]})
-        if self.scaler is not None and "loss_scale" in state:
-            saved = state["loss_scale"].items()
-            self.scaler.load_state_dict({k: v.cuda() if isinstance(v, Tensor) else v for k, v in saved})
-            fit_to_configuration(self.scaler)
+        saved = state.get("loss_scale")
+        if self.guard.loss_scale is not None and saved:
+            self.guard.loss_scale.load_state_dict(saved)
 
 
 _NAMES = ("parameters", "experts")  # of the parts in a checkpoint
@@ -244,33 +224,3 @@ def _twin_of_experts(inner: Optimizer) -> Optimizer | None:
     twin = copy.copy(inner)
     twin.state, twin.param_groups = defaultdict(dict), groups
     return twin
-
-
-def _scaler(config: OptimizerConfig) -> MegatronGradScaler | None:
-    if not config.fp16:
-        return None
-    if config.loss_scale:
-        return ConstantGradScaler(config.loss_scale)
-    return DynamicGradScaler(
-        initial_scale=config.initial_loss_scale,
-        min_scale=config.min_loss_scale,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=int(config.loss_scale_window),
-        hysteresis=config.hysteresis,
-    )
-
-
-def fit_to_configuration(scaler: MegatronGradScaler) -> None:
-    """Bring loaded counters within the bounds of this run.
-
-    Megatron-core compares them for equality: beyond a smaller ``loss_scale_window`` the scale would never grow again.
-    """
-    if isinstance(scaler, DynamicGradScaler):
-        scaler._growth_tracker = min(scaler._growth_tracker, scaler.growth_interval - 1)
-        scaler._hysteresis_tracker = min(scaler._hysteresis_tracker, scaler.hysteresis)
-        scaler._scale = torch.max(scaler._scale, scaler.min_scale)
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value

@@ -29,24 +29,20 @@ class MegatronSettings:
     """One level for one kind of model.
 
     Attributes:
-        level: the row.
+        options: the row and its arguments.
         model: fields of TransformerConfig.
         optimizer: fields of OptimizerConfig; ``exp_avg_dtype`` and the like say what this package's AdamW holds.
         ddp: fields of DistributedDataParallelConfig, without the overlaps, which are the strategy's arguments.
         matrices: dtype of parameters of two dimensions and more, but for those that are stored in FP8.
         vectors: dtype of the others.
-        stochastic_rounding: whether updated 16-bit weights and masters are rounded so.
-        rounding_seed: of that rounding.
     """
 
-    level: PrecisionLevel
+    options: Options
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     ddp: Mapping[str, Any]
     matrices: torch.dtype
     vectors: torch.dtype
-    stochastic_rounding: bool = False
-    rounding_seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("model", "optimizer", "ddp"):
@@ -54,8 +50,12 @@ class MegatronSettings:
 
     def __reduce__(self) -> Any:  # views of dicts are not pickled
         plain = (dict(self.model), dict(self.optimizer), dict(self.ddp))
-        rest = (self.matrices, self.vectors, self.stochastic_rounding, self.rounding_seed)
-        return MegatronSettings, (self.level, *plain, *rest)
+        return MegatronSettings, (self.options, *plain, self.matrices, self.vectors)
+
+    @property
+    def level(self) -> PrecisionLevel:
+        """The row."""
+        return self.options.level
 
     @property
     def fp8_weights(self) -> bool:
@@ -139,10 +139,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
         "pad_buckets_for_high_nccl_busbw": level.weight_grad == "fp8",
     }
     vectors = DTYPES[level.vectors] if level.vectors is not None else params
-    low = options.low_bit
-    return MegatronSettings(
-        level, model, optimizer, ddp, params, vectors, low.stochastic_rounding, low.rounding_seed
-    )  # fmt: skip
+    return MegatronSettings(options, model, optimizer, ddp, params, vectors)
 
 
 def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:

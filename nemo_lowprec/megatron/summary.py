@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from nemo_lowprec.compute import Conversion, describe_layers
+from nemo_lowprec.compute import Computation, Conversion, describe_layers
 from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.options import Recipe
-
-if TYPE_CHECKING:
-    from nemo_lowprec.megatron.converted_module import ConvertedModule
 
 __all__ = ["layers_table", "settings_table"]
 
@@ -36,26 +32,23 @@ def settings_table(settings: MegatronSettings, layout: ParallelLayout, overlaps:
 
 
 def layers_table(
-    chunks: Sequence[nn.Module],
-    settings: MegatronSettings,
-    recipe: Recipe | None,
-    converted: ConvertedModule | None,
+    chunks: Sequence[nn.Module], settings: MegatronSettings, converted: Computation | None
 ) -> tuple[str | None, str | None]:
     """The layers and matrices of this process's parts, and what to warn of; None at a level without FP8.
 
     Args:
         converted: of a module whose layers this package has converted; None for Transformer Engine's.
     """
+    recipe = settings.options.recipe
     if recipe is None:
         return None, None
     if converted is not None:
-        conversion, how = converted.conversion, f"{recipe.scaling}, {converted.backend.name}"
-    else:
-        conversion, how = Conversion(), recipe.scaling
-        start, end = (settings.model.get(f"num_layers_at_{side}_in_bf16", 0) for side in ("start", "end"))
-        how += f"; the first {start} and the last {end} layers in half precision" if start or end else ""
+        return converted.describe() or (None, None)
+    start, end = (settings.model.get(f"num_layers_at_{side}_in_bf16", 0) for side in ("start", "end"))
+    how = recipe.scaling
+    how += f"; the first {start} and the last {end} layers in half precision" if start or end else ""
     parts = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
-    return describe_layers(parts, conversion, settings.level, how)
+    return describe_layers(parts, Conversion(), settings.level, how)
 
 
 def _shown(value: Any) -> str:

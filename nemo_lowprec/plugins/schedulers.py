@@ -6,18 +6,18 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from nemo_lowprec.engine import Engine
+from nemo_lowprec.engine import Step
 
 __all__ = ["hold_back_skipped", "release_schedulers"]
 
 
-def hold_back_skipped(module: pl.LightningModule, engine: Engine, configs: list[Any]) -> None:
+def hold_back_skipped(module: pl.LightningModule, step: Step, configs: list[Any]) -> None:
     """Wrap ``module.lr_scheduler_step``: patching ``scheduler.step`` would end up in the scheduler's state_dict."""
     stepwise = {id(config.scheduler) for config in configs if config.interval == "step"}
     original = type(module).lr_scheduler_step
 
     def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-        if id(scheduler) in stepwise and scheduler.optimizer in engine.step.skipped:
+        if id(scheduler) in stepwise and scheduler.optimizer in step.skipped:
             return
         original(module, scheduler, metric)
 

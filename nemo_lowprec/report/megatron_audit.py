@@ -56,7 +56,7 @@ class MegatronLook:
         if self._engine.is_pipelined:
             found = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         elif level.has_fp8:
-            found = [self._module.get_parameter(n) for n in self._engine.converted.conversion.weights]  # type: ignore[union-attr]
+            found = [self._module.get_parameter(n) for n in self._engine.columns.computation.conversion.weights]
         else:
             found = [w for chunk in self._engine.chunks for w in linear_weights(chunk).values()]
         weights = {id(w): w for w in found if w.requires_grad}

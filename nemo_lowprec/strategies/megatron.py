@@ -175,7 +175,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             engine.build(module, int(module.hparams.get("init_seed") or 1234))
         else:
             self.model_to_device()
-            engine.convert(module, plugin.parsed, self.root_device)
+            engine.convert(module, self.root_device)
         if not fits:
             return
         engine.wrap()
@@ -183,12 +183,14 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         plugin.follow(module)
-        hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
+        hold_back_skipped(module, engine.guard, self.lr_scheduler_configs)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
             summarize_true_size(trainer)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
-            layers, problem = layers_table(chunks, settings, plugin.parsed.recipe, engine.converted)
+            layers, problem = layers_table(
+                chunks, settings, None if engine.is_pipelined else engine.columns.computation
+            )
             row = level_table(settings.level, settings.fp8_weights, chunks)
             fields = settings_table(settings, self.layout, overlaps)
             print_tables(plugin, [row, fields, *([layers] if layers else [])], problem)
@@ -253,8 +255,8 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         assert self.lightning_module is not None and isinstance(self.precision_plugin, LowPrecision)
         self.precision_plugin.before_step()
         engine = self.engine
-        if engine.converted is not None:
-            with engine.converted.forward():
+        if not engine.is_pipelined:
+            with engine.columns.computation.forward():
                 return self.lightning_module.training_step(*args, **kwargs)
         batch, *rest = args
         self._pending.append(batch)
@@ -311,10 +313,10 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         # A scale that is static, or that the level does not have, cannot fall until gradients are finite.
         stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
         assert engine.optimizer is not None
-        scale = engine.optimizer.loss_scale if engine.optimizer.scaler is not None else None
+        scale = engine.guard.loss_scale.used if engine.guard.loss_scale is not None else None
         stepped = engine.step()
         if not stepped and stays:
-            rank_zero_warn(SKIPPED.format("strategy.engine.optimizer"))
+            rank_zero_warn(SKIPPED.format("strategy.engine.guard"))
         log = self.precision_plugin.log  # type: ignore[attr-defined]
         log.skipped_steps += not stepped
         if log.is_due(self.lightning_module):

@@ -49,7 +49,7 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest = {k: v for k, v in checkpoint.items() if k != "state_dict"}
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
-    rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.gradient_unit
+    rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.guard.unit
     rest[_RNG] = _rng_of_all()
     part = part_of(path)
     with writing_folder(path):
@@ -103,7 +103,7 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
     optimizer = engine.optimizer
     _load_histories(engine, rest.pop(_HISTORIES, {}))
-    engine.gradient_unit = rest.pop(_UNIT, None)
+    engine.guard.unit = rest.pop(_UNIT, None)
     _set_rng(rest.pop(_RNG, []))
     if optimizer is not None:
         if wants_optimizer:
@@ -165,9 +165,9 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
 
 
 def _histories(engine: MegatronEngine) -> dict[str, Any]:
-    if engine.converted is not None:
-        histories = engine.converted.histories
-        return {} if histories is None else {"own": histories.state_dict()}
+    if not engine.is_pipelined:
+        own = engine.columns.computation.state_dict()
+        return {"own": own["fp8"]} if "fp8" in own else {}
     mine: dict[str, Any] = {}
     for _, part in _parts(engine):
         for name, state in te_layers.te_state_dict(part).items():
@@ -178,10 +178,8 @@ def _histories(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
-    own = engine.converted
-    if own is not None:
-        if own.histories is not None and "own" in saved:
-            own.histories.load_state_dict(saved["own"])
+    if not engine.is_pipelined:
+        engine.columns.computation.load_state_dict({"fp8": saved["own"]} if "own" in saved else {})
         return
     for _, part in _parts(engine):
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}

@@ -51,6 +51,10 @@ class WeightStore(Column):
         """The parameters whose gradients are stored in FP8, each once and in the model's order."""
         return ()
 
+    def params(self) -> list[Tensor]:
+        """The model's parameters, each once."""
+        return list(self.named().values())
+
     def named(self) -> dict[str, Any]:
         """The model's parameters by name, as an optimizer holds them."""
         return dict(self.model.named_parameters()) if self.model is not None else {}

@@ -192,3 +192,14 @@ def test_which_optimizers_evaluate_the_loss_themselves(optimizer, wanted):
 def test_a_gpu_level_on_another_device_is_refused():
     with pytest.raises(ValueError, match="bf16_mixed runs on NVIDIA GPUs and on CPUs, not on mps"):
         plugin("bf16_mixed").engine.convert(net(), torch.device("mps"))
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_with_fp8_mixed", "msamp_o2+fp16"])
+def test_a_step_of_several_processes_reduces_amaxes_once(case):
+    engine, model, optimizer = start(case)
+    sizes = []
+    engine.amaxes.share(lambda amax: sizes.append(amax.numel()))
+    for _ in range(2):
+        step(engine, model, optimizer)
+    operands = len(engine.amaxes.histories.slots)
+    assert [size >= operands for size in sizes] == [True, True]

@@ -274,3 +274,34 @@ def test_rescaled_operands_are_expected_to_be_as_much_larger():
     assert table.history.amax(0).tolist() == [6.0, 3.0]
     table.update()  # and go on from there
     assert table.slots["a.grad_output"].scale.item() == after["a.grad_output"]
+
+
+def test_amaxes_of_several_processes_are_reduced_once_a_step():
+    table, calls = DelayedScaling(history_len=4), []
+    x = table.add("x", E4M3)
+
+    def reduce_amax(amax):
+        calls.append(amax.clone())
+        amax.mul_(2)  # the largest is on another process
+
+    table.reduce_amax = reduce_amax
+    x.record(torch.tensor(3.0))
+    flags = torch.zeros(2)
+    assert table.reduce(flags) and len(calls) == 1
+    x.record(torch.tensor(100.0))  # by one process alone: of the next step, on all processes alike
+    table.update()
+    assert len(calls) == 1 and table.history[0, 0] == 6.0
+    table.update()
+    assert len(calls) == 2 and table.history[1, 0] == 200.0
+
+
+def test_amaxes_that_were_reduced_are_saved_and_discarded_with_the_others():
+    table = DelayedScaling(history_len=4)
+    table.add("x", E4M3).record(torch.tensor(3.0))
+    table.reduce_amax = lambda amax: None
+    table.reduce(torch.zeros(1))
+    assert table.state_dict()["operands"]["x"]["amax"] == 3.0
+    table.discard()
+    assert table.state_dict()["operands"]["x"]["amax"] == 0.0
+    table.update()
+    assert table.history[0, 0] == 0.0

@@ -185,3 +185,18 @@ def test_sparse_gradients_are_left_as_they_are():
     Fp8Gradients().cover(table.parameters())
     table(torch.tensor([1, 2])).sum().backward()
     assert table.weight.grad.is_sparse
+
+
+def test_a_parameter_that_takes_the_place_of_another_in_memory_is_covered_too():
+    gradients, layers = Fp8Gradients(), [nn.Linear(8, 8, bias=False) for _ in range(50)]
+    gradients.cover(layer.weight for layer in layers)
+    old = {id(layer.weight) for layer in layers}
+    del layers
+    gc.collect()
+    new = [nn.Linear(8, 8, bias=False) for _ in range(50)]
+    assert old & {id(layer.weight) for layer in new}
+    for layer in new:
+        layer.weight.grad_dtype = None
+        gradients.cover([layer.weight])
+        layer(torch.ones(1, 8)).sum().backward()
+        assert isinstance(layer.weight.grad, GradientTensor)

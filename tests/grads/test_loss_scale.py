@@ -150,16 +150,10 @@ def test_overflows_from_which_the_scale_recovers_are_not_worth_a_word(recwarn):
 
 
 @pytest.mark.parametrize("saved,window", [(8, 3), (8, 8), (2, 3)])
-def test_megatrons_own_scaler_goes_on_growing_with_a_smaller_window(saved, window):
-    grad_scaler = pytest.importorskip("megatron.core.optimizer.grad_scaler")
-    from nemo_lowprec.megatron.optimizer_step import fit_to_configuration
-
-    scaler = grad_scaler.DynamicGradScaler.__new__(grad_scaler.DynamicGradScaler)  # its constructor needs a GPU
-    scaler.growth_interval, scaler.hysteresis = window, 2
-    scaler._scale, scaler._growth_tracker, scaler._hysteresis_tracker = torch.tensor([4.0]), saved, 5
-    scaler.min_scale, scaler.growth_factor = torch.tensor([1.0]), torch.tensor([2.0])
-    fit_to_configuration(scaler)
-    assert scaler._hysteresis_tracker == 2
+def test_counters_that_megatrons_own_scaler_has_saved_go_on_growing_with_a_smaller_window(saved, window):
+    scale = LossScale(config(loss_scale_window=window, hysteresis=2))
+    scale.load_state_dict({"scale": torch.tensor([4.0]), "growth_tracker": saved, "hysteresis_tracker": 5})
+    assert scale.hysteresis == 2
     for _ in range(window):
-        scaler.update(False)
-    assert float(scaler.scale) == 8.0
+        scale.update(False)
+    assert scale.scale == 8.0

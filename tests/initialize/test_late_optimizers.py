@@ -55,7 +55,7 @@ def test_an_optimizer_that_is_made_later_trains_as_the_one_that_was_given(level,
     again.load_state_dict(saved)
     assert float((again(X) - Y).square().mean()) == pytest.approx(want, rel=0.2)
     assert "fp8_histories" in late.state_dict()
-    assert not any(slot.cold for slot in Engine.of(model).histories.slots.values())
+    assert not any(slot.cold for slot in Engine.of(model).amaxes.histories.slots.values())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -52,9 +52,9 @@ HARMS = {
 
 def at_work(chunk, stepper):
     """What ``megatron_checkpoint`` asks of a ``MegatronEngine``, which needs a GPU."""
-    own = SimpleNamespace(histories=None)
+    guard = stepper.guard
     return SimpleNamespace(
-        is_pipelined=False, chunks=[chunk], optimizer=stepper, converted=own, gradient_unit=None, layout=None
+        is_pipelined=False, chunks=[chunk], optimizer=stepper, columns=guard.columns, guard=guard, layout=None
     )  # fmt: skip
 
 

@@ -10,6 +10,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.cpu_for_cuda import CpuForCuda
+from nemo_lowprec.compute import AmaxState
+from nemo_lowprec.engine import Step
+from nemo_lowprec.grads import LossScale
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.tensors import QuantizedTensor
 from tests.megatron_jobs import level
 from tests.processes import on_processes
@@ -43,6 +47,16 @@ class Net(nn.Module):
             return self.norm(self.second(torch.relu(self.first(x))).to(self.norm.weight.dtype)).float()
 
 
+class Saturated(AmaxState):
+    """An operand of an FP8 GEMM that was not finite on this process, or was."""
+
+    def __init__(self, infinite):
+        self.infinite = infinite
+
+    def nonfinite(self):
+        return torch.tensor(self.infinite)
+
+
 def loss(model, rank, step):
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(100 * rank + step))
     if step == OVERFLOWS and rank == 1:
@@ -58,6 +72,7 @@ def build(case):
     from megatron.core.transformer import TransformerConfig
 
     from nemo_lowprec.megatron.chunks import cast_parameters, wrap
+    from nemo_lowprec.megatron.columns import of_built_chunks
     from nemo_lowprec.megatron.optimizer_step import Stepper
 
     settings, net = settings_of(case), Net(case)
@@ -69,21 +84,23 @@ def build(case):
     config = OptimizerConfig(
         **fields, params_dtype=settings.optimizer["params_dtype"], lr=ADAM["lr"], clip_grad=CLIP
     )  # fmt: skip
-    return chunk, Stepper(torch.optim.AdamW(net.parameters(), **ADAM), config, settings, [chunk])
+    scaling = settings.options.loss_scale
+    guard = Step(of_built_chunks(settings, [chunk]), LossScale(scaling) if scaling is not None else None, Observers())
+    return chunk, Stepper(torch.optim.AdamW(net.parameters(), **ADAM), config, settings, [chunk], guard)
 
 
 def accumulate(chunk, stepper, rank, step):
     chunk.zero_grad_buffer()
     stepper.zero_grad()
-    stepper.scale_loss(loss(chunk, rank, step)).backward()
+    stepper.guard.scale(loss(chunk, rank, step)).backward()
     chunk.finish_grad_sync()
 
 
 def train(chunk, stepper, rank, steps):
     found = {"stepped": [], "norms": [], "scales": []}
     for step in steps:
-        found["scales"].append(stepper.loss_scale)
         accumulate(chunk, stepper, rank, step)
+        found["scales"].append(stepper.guard.loss_scale and stepper.guard.loss_scale.used)
         found["stepped"].append(stepper.step())
         found["norms"].append(float(stepper.grad_norm))
     params = list(chunk.module.parameters())
@@ -167,9 +184,11 @@ def job(rank, folder):
                 found[f"{case} {form}"] = train(*loaded(case, folder / case / form, form), rank, more)
             before = [param.detach().clone() for param in chunk.module.parameters()]
             accumulate(chunk, stepper, rank, 0)
-            saturated = stepper.step(torch.tensor(rank == 1)), all(map(torch.equal, chunk.module.parameters(), before))
+            stepper.guard.columns.computation.amaxes = [Saturated(rank == 1)]
+            saturated = stepper.step(), all(map(torch.equal, chunk.module.parameters(), before))
             accumulate(chunk, stepper, rank, 0)
-            found[f"{case} saturated"] = (*saturated, stepper.step(torch.tensor(False)))
+            stepper.guard.columns.computation.amaxes = [Saturated(False)]
+            found[f"{case} saturated"] = (*saturated, stepper.step())
             found[f"{case} spoiled"] = spoiled(chunk, stepper, rank)
             with torch.no_grad():
                 for param in chunk.module.parameters():

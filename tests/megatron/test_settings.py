@@ -13,8 +13,9 @@ from torch import nn
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.megatron import ParallelLayout, resolve
-from nemo_lowprec.megatron.converted_module import ConvertedModule
+from nemo_lowprec.megatron.columns import convert
 from nemo_lowprec.megatron.summary import layers_table, settings_table
+from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.options import parse_options
 from tests.support import level_of
 
@@ -159,8 +160,8 @@ def test_loss_scaling_becomes_fields(case):
 
 def test_stochastic_rounding_is_kept_for_the_optimizer():
     settings = settings_of("msamp_o2+fp16", stochastic_rounding=True, rounding_seed=7)
-    assert (settings.stochastic_rounding, settings.rounding_seed) == (True, 7)
-    assert not settings_of("msamp_o2+fp16").stochastic_rounding
+    assert (settings.options.low_bit.stochastic_rounding, settings.options.low_bit.rounding_seed) == (True, 7)
+    assert not settings_of("msamp_o2+fp16").options.low_bit.stochastic_rounding
 
 
 @pytest.mark.parametrize("case", EXPECTED)
@@ -251,8 +252,8 @@ def test_layers_and_matrices_are_shown_and_too_little_is_warned_of(case):
     options = parse_options(get_level(case), {"backend": "reference"} if case != "bf16_mixed" else {})
     settings = resolve(options, own_layers=True)
     module = nn.ModuleDict({"up": nn.Linear(32, 32), "lstm": nn.LSTM(32, 64)})
-    own = ConvertedModule(module, options, settings, torch.device("cpu"))
-    table, problem = layers_table([module], settings, options.recipe, own)
+    own = convert(module, settings, torch.device("cpu"), NOBODY).computation
+    table, problem = layers_table([module], settings, own)
     if case == "bf16_mixed":
         assert (table, problem) == (None, None)
         return
@@ -266,7 +267,7 @@ def test_parts_that_megatron_core_has_built_are_looked_at_together():
     options = parse_options(get_level("bf16_with_fp8_current_scaling_mixed"), {"num_layers_at_start_in_half": 1})
     settings = resolve(options)
     parts = [nn.ModuleDict({"layer": nn.Bilinear(4, 4, 4)}) for _ in range(2)]
-    table, problem = layers_table(parts, settings, options.recipe, None)
+    table, problem = layers_table(parts, settings, None)
     text = " ".join(table.split())
     assert "*.layer.weight" in text and "100.0 %" in text and "first 1 and" in text
     assert "no matrix" in problem

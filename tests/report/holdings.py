@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_lowprec.comm import Fp8ShardBucket
+from nemo_lowprec.comm.buckets import Fp8ShardBucket
 from nemo_lowprec.report.traffic import Traffic
 from nemo_lowprec.tensors import Fp8Gathered, QuantizedTensor
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard

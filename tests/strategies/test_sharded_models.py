@@ -172,7 +172,7 @@ def waiting(case, rank):
 
     def counted(stored, param):
         store(stored, param)
-        seen.append(len(stored.apart))
+        seen.append(len(stored.detached_grads))
 
     reducer.BUCKET_BYTES, Fp8Gradients._store = 1, counted
     try:

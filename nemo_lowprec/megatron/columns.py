@@ -1,0 +1,59 @@
+"""The columns of a level on Megatron-core: the GEMMs; all other columns are in Megatron's buffers and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_lowprec.column import Column
+from nemo_lowprec.comm import Averaging, reduce_amax
+from nemo_lowprec.compute import AmaxState, Computation, TEAmaxes, revert_layers
+from nemo_lowprec.engine import DTYPES, Columns, new_amaxes
+from nemo_lowprec.megatron.chunks import cast_parameters
+from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import Observers
+from nemo_lowprec.optim import OptimizerStates
+from nemo_lowprec.weights import WeightStore
+
+__all__ = ["around", "convert", "of_built_chunks"]
+
+
+def around(computation: Computation) -> Columns:
+    """The columns of a model whose weights, gradients, states and messages are Megatron-core's."""
+    return Columns(computation, WeightStore(), Column(), OptimizerStates(), Averaging(lambda param: param.dtype))
+
+
+def of_built_chunks(settings: MegatronSettings, chunks: Sequence[nn.Module]) -> Columns:
+    """The columns of chunks that Megatron-core has built of Transformer Engine's layers."""
+    computation = Computation(settings.options, DTYPES[settings.level.autocast], AmaxState())
+    computation.amaxes = [TEAmaxes(chunks)]
+    return around(computation)
+
+
+def convert(module: nn.Module, settings: MegatronSettings, device: torch.device, observers: Observers) -> Columns:
+    """Convert the layers of any other module, which is on ``device``, and cast its parameters to the level.
+
+    Raises:
+        ValueError: the backend, or the attention kernels, cannot run on ``device``.
+    """
+    level, options = settings.level, settings.options
+    fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
+    # Weights are measured when their layers run: those of other processes' parts may be on their way after a step.
+    amaxes = new_amaxes(options.recipe, renews=False)
+    computation = Computation(
+        options, DTYPES[level.autocast], amaxes, fp32_wgrad=fp32_wgrad, observers=observers
+    )  # fmt: skip
+    computation.check(module, device, training=True)
+    revert_layers(module)  # those of an earlier stage of the same Trainer
+    computation.install(module, training=True)
+    cast_parameters(module, settings)
+    for param in module.parameters() if fp32_wgrad else ():
+        if param.is_leaf and param.requires_grad:
+            param.grad_dtype = torch.float32
+    computation.settle()
+    amaxes.share(partial(reduce_amax, group=dist.group.WORLD))
+    return around(computation)
