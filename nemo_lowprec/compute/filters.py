@@ -9,7 +9,7 @@ from torch import nn
 
 from nemo_lowprec.options import LayerFilter
 
-__all__ = ["HEAD", "reasons_to_keep"]
+__all__ = ["HEAD", "full_name", "reasons_to_keep"]
 
 HEAD = "the head (name it in convert to convert it)"
 
@@ -17,6 +17,11 @@ HEAD = "the head (name it in convert to convert it)"
 _HEAD_NAMES = frozenset(
     {"lm_head", "head", "classifier", "score", "output_layer", "embed_out", "output_projection", "qa_outputs"}
 )
+
+
+def full_name(module: str, own: str) -> str:
+    """Name in the model of what is ``own`` in the module of this name; either may be empty."""
+    return f"{module}.{own}" if module and own else module or own
 
 
 def reasons_to_keep(

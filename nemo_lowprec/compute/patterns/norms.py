@@ -6,15 +6,17 @@ their input; a converted norm reads and writes half precision once.
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 
-__all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "rms_norm_kind"]
+__all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "Norms"]
 
 
 def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -59,35 +61,60 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
             return F.rms_norm(x.to(dtype), self.normalized_shape, weight, eps).to(out)
 
 
-def rms_norm_kind(module: nn.Module) -> tuple[float, bool] | None:
-    """Recognise an RMSNorm of another library by what it computes.
+class Norms(Pattern):
+    """``nn.LayerNorm``, ``nn.RMSNorm``, and transformers' modules that compute a plain RMSNorm."""
 
-    Returns (eps, zero_centered), or None where the module does something else. The check runs the class's forward on
-    a small random input with random weights (with the initial ones, twice the weight would be one plus the weight), so
-    that a class of the same name with another formula is left alone.
+    name = "norm"
+    is_parent = False
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        cls = type(module)
+        by_name = cls.__name__.endswith("RMSNorm") and cls.__module__.startswith("transformers.")
+        return cls in (nn.LayerNorm, nn.RMSNorm) or by_name
+
+    def recognise(self, module: nn.Module) -> Match | str:
+        if obstacle := own_forward(module):
+            return obstacle
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and (obstacle := dtype_obstacle(weight)):
+            return obstacle
+        if type(module) in (nn.LayerNorm, nn.RMSNorm):
+            return Match(norms=("",), settings={"zero_centered": False})
+        settings = _rms_norm_settings(module)
+        return f"{type(module).__name__} does not compute a plain RMSNorm" if settings is None else Match(
+            norms=("",), settings=settings
+        )  # fmt: skip
+
+    def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
+        if type(module) is nn.LayerNorm:
+            swap(module, LowPrecisionLayerNorm)
+        else:
+            swap(module, LowPrecisionRMSNorm, norm_backend=backend, **match.settings)
+
+
+def _rms_norm_settings(module: nn.Module) -> dict[str, Any] | None:
+    """The attributes with which ``LowPrecisionRMSNorm`` computes what ``module`` does; None where it cannot.
+
+    The check runs the class's forward on a small random input with random weights (with the initial ones, twice the
+    weight would be one plus the weight), so that a class of the same name with another formula is left alone.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return None
-    if any(True for _ in module.children()) or len(list(module.parameters(recurse=False))) != 1:
+    if any(True for _ in module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
     place = torch.empty(0, dtype=weight.dtype, device="cpu" if weight.is_meta else weight.device)
-    x = torch.randn(4, weight.numel(), generator=generator).to(place)
-    weight = (0.25 + 0.5 * torch.rand(weight.numel(), generator=generator)).to(place)
-    probe = copy.copy(module)  # shares all but its parameters
-    probe.__dict__["_parameters"] = {"weight": nn.Parameter(weight)}
-    try:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            got = type(module).forward(probe, x)
-    except Exception:  # any failure means: not a plain norm
-        return None
-    if not isinstance(got, Tensor) or got.shape != x.shape:
+    shape = tuple(weight.shape)
+    x = torch.randn(4, *shape, generator=generator).to(place)
+    weight = (0.25 + 0.5 * torch.rand(shape, generator=generator)).to(place)
+    got = run_with(module, {"weight": weight}, x)
+    if got is None or got.shape != x.shape:
         return None
     for zero_centered in (False, True):
         factor = weight.float() + (1.0 if zero_centered else 0.0)
-        want = F.rms_norm(x.float(), (weight.numel(),), factor, eps)
+        want = F.rms_norm(x.float(), shape, factor, eps)
         if torch.allclose(got.float(), want, rtol=1e-2, atol=1e-3):
-            return eps, zero_centered
+            return {"zero_centered": zero_centered, "eps": eps, "normalized_shape": shape, "elementwise_affine": True}
     return None
