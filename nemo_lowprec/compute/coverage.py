@@ -76,6 +76,10 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
         names[Fate("low")][name] = None
     for name in conversion.norms:
         names[Fate("norm")][name] = None
+    for name, pattern in conversion.fused.items():
+        names[Fate("fused", pattern)][name] = None
+    for name, reason in conversion.unfused.items():
+        names[Fate("unfused", reason)][name] = None
     for name in conversion.kept:
         names[_kept(name, conversion)][name] = None
     low = dict(zip(conversion.weights, conversion.low, strict=True))
@@ -87,7 +91,7 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     return sorted(groups, key=lambda group: (_ORDER.index(group.fate.kind), -group.elements))
 
 
-_ORDER = ("low", "te", "norm", "half", "asked", "embedding")
+_ORDER = ("low", "te", "norm", "fused", "unfused", "half", "asked", "embedding")
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module, str]]]]:

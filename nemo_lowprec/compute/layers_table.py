@@ -16,6 +16,8 @@ _INDENT = 18
 _ARE = {
     "te": "{low}, by Transformer Engine",
     "norm": "norm with half output",
+    "fused": "fused",
+    "unfused": "computed layer by layer",
     "half": "half precision",
     "asked": "half precision",
     "embedding": "no GEMM",
