@@ -199,4 +199,4 @@ def _may_change_unseen(source: Tensor) -> bool:
     Inference tensors count no versions, and a leaf that is trained may be written through ``.data``. A parameter also
     must not be referenced weakly: ``torch.utils.swap_tensors`` refuses such a tensor.
     """
-    return source.is_inference() or isinstance(source, nn.Parameter) or (source.is_leaf and source.requires_grad)
+    return source.is_inference() or (source.is_leaf and (source.requires_grad or isinstance(source, nn.Parameter)))

@@ -206,13 +206,13 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
 @contextmanager
 def histories_kept(model: nn.Module) -> Iterator[None]:
     """Evaluation that leaves no amaxes in the histories of delayed scaling: training would scale by them."""
-    before = {id(h): h.clone() for h in _histories(model)}
+    before = {id(h): (h, h.clone()) for h in _histories(model)}  # each history is held, so that no other takes its id
     try:
         yield
     finally:
         for history in _histories(model):
             if id(history) in before:
-                history.copy_(before[id(history)])
+                history.copy_(before[id(history)][1])
             else:  # of a module that had not run before
                 history.zero_()
 

@@ -5,12 +5,13 @@ Sources: FP8-LM, arXiv:2310.18313, section 2.2 (formats); torch.optim.Adam (the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.optim.fused import FusedStep
@@ -66,8 +67,10 @@ class LowBitStates(Optimizer):
         self.formats = formats
         self._gradient_release = gradient_release
         self._fused = FusedStep()
-        self._places: dict[int, tuple[Tensor, dict[str, Any], int]] = {}
-        self._written: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        # Neither table keeps a parameter alive. (group, position) by a parameter's id, checked before use:
+        self._places: dict[int, tuple[int, int]] = {}
+        # By a master in ``state``: the version of its weight after the last step.
+        self._written: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -98,16 +101,26 @@ class LowBitStates(Optimizer):
     @torch.no_grad()
     def step_param(self, param: Tensor) -> bool:
         """The step of one parameter, for gradient release. Returns whether it is among this optimizer's."""
-        if id(param) not in self._places or self._places[id(param)][0] is not param:
-            places = ((p, g, i) for i, (g, p) in enumerate(self._params()))
-            self._places = {id(p): (p, g, i) for p, g, i in places}
-        if id(param) not in self._places:
+        place = self._place(param)
+        if place is None:
             return False
-        _, group, index = self._places[id(param)]
-        update = self._update(param, index)
+        group, before = self.param_groups[place[0]], self.param_groups[: place[0]]
+        update = self._update(param, sum(len(g["params"]) for g in before) + place[1])
         if update is not None:
             self._step([update], self._inputs(group))
         return True
+
+    def _place(self, param: Tensor) -> tuple[int, int] | None:
+        """(group, position in the group) of a parameter; None for one of another optimizer."""
+        found = self._places.get(id(param))
+        if found is None or self._param_at(*found) is not param:
+            groups = enumerate(self.param_groups)
+            self._places = {id(p): (g, i) for g, group in groups for i, p in enumerate(group["params"])}
+        return self._places.get(id(param))
+
+    def _param_at(self, group: int, position: int) -> Tensor | None:
+        members = self.param_groups[group]["params"] if group < len(self.param_groups) else []
+        return members[position] if position < len(members) else None
 
     def _inputs(
         self, group: dict[str, Any], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
@@ -121,10 +134,8 @@ class LowBitStates(Optimizer):
             step_by_reference(updates, inputs)
         for update in updates:
             if self._keeps_master(update.param):
-                self._written[id(update.param)] = update.param, _version(update.param)
-
-    def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        return ((group, param) for group in self.param_groups for param in group["params"])
+                assert update.master is not None
+                self._written[update.master] = _version(update.param)
 
     def _updates(self) -> Iterator[tuple[dict[str, Any], list[Update]]]:
         """By group: the parameters that step."""
@@ -162,8 +173,8 @@ class LowBitStates(Optimizer):
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
-        known, version = self._written.get(id(param), (None, None))
-        if _MASTER not in state or (known is param and version != _version(param)):
+        version = _version(local_shard(param))
+        if _MASTER not in state or self._written.get(state[_MASTER], version) != version:
             state[_MASTER] = store(read(param.detach()), self._master_format(param))
 
     def _keeps_master(self, param: Tensor) -> bool:
@@ -195,7 +206,6 @@ class LowBitStates(Optimizer):
         if amsgrad:
             raise ValueError("These states were saved by an optimizer with amsgrad=True, which has no low-bit form.")
         super().load_state_dict({**state_dict, "state": state})
-        self._written = {}  # masters that come with the weights are the weights'
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for param, values in state.get("state", {}).items():
@@ -207,6 +217,7 @@ class LowBitStates(Optimizer):
                 if isinstance(kept, _Kept):
                     values[name] = self._take(name, kept.value, param)
         super().__setstate__(state)
+        self._written = WeakIdKeyDictionary()  # the masters are new
 
     def _take(self, name: str, value: Tensor, param: Tensor) -> Tensor:
         if name == "step":
@@ -225,7 +236,6 @@ class LowBitStates(Optimizer):
             "formats": self.formats,
             "_fused": FusedStep(),
             "_places": {},
-            "_written": {},
             **adopted,
         }
 
