@@ -1,4 +1,4 @@
-"""What a view of a stored tensor is: a copy of its values, which must not be mistaken for the tensor."""
+"""The result of a view operation on a quantized tensor: a plain copy of the values that refuses to be written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_view(func: Any) -> bool:
 
 
 class ReadonlyView(Tensor):
-    """The values of a part of a stored tensor. Any operation reads them and gives plain tensors; none writes them."""
+    """A copy of values of a quantized tensor. Operations read the copy and return plain tensors; none writes."""
 
     _plain: Tensor
 
@@ -68,5 +68,5 @@ class ReadonlyView(Tensor):
 
 
 def as_readonly_view(x: Any) -> Any:
-    """A plain tensor as a part; anything else as it is."""
+    """A plain tensor as a ``ReadonlyView``; anything else as it is."""
     return ReadonlyView(x) if type(x) is Tensor else x
