@@ -19,9 +19,9 @@ from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
-from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
+from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.options import Recipe
-from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 
 __all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
@@ -350,7 +350,7 @@ def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
     if isinstance(weight, Fp8Weight):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
-    operand, values = plan.operand("weight"), weight_data(weight)
+    operand, values = plan.operand("weight"), stored_data(weight)
     return plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=False)
 
 

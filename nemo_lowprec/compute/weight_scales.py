@@ -17,15 +17,10 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import AmaxSlot, compute_amax, compute_scale
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, QuantizedTensor
+from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["WeightScale", "WeightScales", "weight_data"]
-
-
-def weight_data(weight: Tensor) -> Tensor:
-    """The plain tensor that holds a weight's elements: what it is quantized from, or its FP8 data."""
-    return weight.parts()[0] if isinstance(weight, QuantizedTensor) else weight
+__all__ = ["WeightScale", "WeightScales"]
 
 
 class WeightScale:
@@ -86,7 +81,7 @@ class WeightScale:
         self._measured = state
         _take_amax_of_step(weight)
         if not isinstance(weight, Fp8Weight):
-            amax = compute_amax(weight_data(weight)).reshape(1)
+            amax = compute_amax(stored_data(weight)).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             self.amax.copy_(amax)
 
@@ -125,7 +120,7 @@ class WeightScale:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Changes when somebody writes ``weight``, or the tensor that holds its elements, or gives it other data."""
-    data = weight_data(local_shard(weight))
+    data = stored_data(local_shard(weight))
     version = -1 if weight.is_inference() else weight._version
     if data is weight:
         return version, data.data_ptr()
@@ -211,7 +206,7 @@ class WeightScales:
                 continue
             scale.note()
             local = local_shard(weight)
-            data = weight_data(local)
+            data = stored_data(local)
             norms[i] = _take_amax_of_step(local)
             has_own = isinstance(local, Fp8Weight | Fp8Gathered)
             if norms[i] is None and data.numel() and not has_own:

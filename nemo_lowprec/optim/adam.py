@@ -1,4 +1,4 @@
-"""Adam and AdamW with low-bit states: torch's own classes, with another step and another way to hold their states.
+"""Adam and AdamW with low-bit states: subclasses of torch's with another step and other storage of states.
 
 Sources: FP8-LM, arXiv:2310.18313, section 2.2 (formats); torch.optim.Adam (the update and the arguments).
 """
@@ -27,10 +27,10 @@ _MASTER = "master_weight"
 
 
 class LowBitStates(Optimizer):
-    """The part that Adam and AdamW share: before torch's class among the bases.
+    """Base of Adam and AdamW, which comes before torch's class among the bases.
 
     State of a parameter: ``step`` (FP32 scalar), ``exp_avg``, ``exp_avg_sq`` and, where asked for,
-    ``master_weight``, all of the parameter's shape; those in blocks are ``BlockScaledTensor``s, which read as FP32.
+    ``master_weight``, all of the parameter's shape; states in blocks are ``BlockScaledTensor``s, which read as FP32.
     """
 
     formats: StateFormats
@@ -45,7 +45,7 @@ class LowBitStates(Optimizer):
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, supported: bool) -> None:
-        """torch's constructor says so with ``fused=True``; it holds here anyway."""
+        """torch's constructor assigns this with ``fused=True``; the value is always True here."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class LowBitStates(Optimizer):
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Where torch's own constructor adds the first groups, their settings are not all there yet.
+        # torch's constructor adds the first groups before their settings are complete: ``_setup`` checks them again.
         _check_group(param_group)
         super().add_param_group(param_group)
         _check_params(self.param_groups[-1])
@@ -94,13 +94,13 @@ class LowBitStates(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group, updates in list(self._updates()):  # all are looked at before any steps
+        for group, updates in list(self._updates()):  # all parameters are checked before the first one steps
             self._step(updates, self._inputs(group, grad_scale, found_inf))
         return loss
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> bool:
-        """The step of one parameter, for gradient release. Returns whether it is among this optimizer's."""
+        """The step of one parameter, for gradient release. Returns whether this optimizer has the parameter."""
         place = self._place(param)
         if place is None:
             return False
@@ -138,7 +138,7 @@ class LowBitStates(Optimizer):
                 self._written[update.master] = _version(update.param)
 
     def _updates(self) -> Iterator[tuple[dict[str, Any], list[Update]]]:
-        """By group: the parameters that step."""
+        """The parameters that step, by group."""
         index = 0
         for group in self.param_groups:
             updates = [self._update(param, index + i) for i, param in enumerate(group["params"])]
@@ -148,7 +148,7 @@ class LowBitStates(Optimizer):
                 yield group, stepping
 
     def _update(self, param: Tensor, index: int) -> Update | None:
-        """What the step of a parameter needs, its states made where they are missing; None without a gradient."""
+        """The inputs of a parameter's step; None without a gradient. Missing states are made."""
         if param.grad is None:
             return None
         if param.grad.is_sparse:
@@ -172,7 +172,7 @@ class LowBitStates(Optimizer):
             state[name] = as_dtensor_like(zeros(local_shard(param), self.formats.of(name, param)), param)
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
+        """Make the master from the weight where there is none, or where others than this optimizer wrote the weight."""
         version = _version(local_shard(param))
         if _MASTER not in state or self._written.get(state[_MASTER], version) != version:
             state[_MASTER] = store(read(param.detach()), self._master_format(param))
@@ -187,7 +187,7 @@ class LowBitStates(Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form, with plain tensors of exactly the states' values: any optimizer of the kind reads it."""
+        """torch's state dict with plain tensors of exactly the states' values; any Adam loads it."""
         saved = super().state_dict()
         state = {
             key: {k: portable(v) if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -196,8 +196,8 @@ class LowBitStates(Optimizer):
         return {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of any optimizer of the kind, of whatever formats, into this one's formats."""
-        # torch casts states to the parameter's dtype; what is wrapped it leaves alone, and __setstate__ unwraps.
+        """Load states of any Adam, in any formats, into the formats of this optimizer."""
+        # torch casts tensors to the parameter's dtype; it leaves wrapped tensors alone, and __setstate__ unwraps them.
         state = {
             key: {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items()}
             for key, values in state_dict["state"].items()
@@ -212,7 +212,7 @@ class LowBitStates(Optimizer):
             if not any(isinstance(v, _Kept) for v in values.values()):
                 continue
             if not self._keeps_master(param):
-                values.pop(_MASTER, None)  # the parameter is its own, or has one that the checkpoint of weights holds
+                values.pop(_MASTER, None)  # an FP32 parameter needs none; a level's master is in the model's checkpoint
             for name, kept in list(values.items()):
                 if isinstance(kept, _Kept):
                     values[name] = self._take(name, kept.value, param)
@@ -241,31 +241,31 @@ class LowBitStates(Optimizer):
 
 
 class _Kept:
-    """A tensor that torch's load_state_dict does not see."""
+    """Wraps a tensor so that torch's load_state_dict does not cast it."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 def _stream_of_rank(param: Tensor) -> int:
-    """Keeps the random streams of different processes' shards apart."""
+    """An offset to the index of a shard's random stream, so that shards of different processes differ."""
     return 2**20 * param.device_mesh.get_local_rank(param.device_mesh.ndim - 1) if is_sharded(param) else 0  # type: ignore[attr-defined]
 
 
 def _scalar(value: float, param: Tensor) -> Tensor:
-    # As torch's: on the device only where a kernel counts.
+    # As in torch's Adam: on the device only where a kernel counts the steps.
     fused = param.is_cuda and block_kernels() is not None
     return torch.full((), value, dtype=torch.float32, device=param.device if fused else "cpu")
 
 
 def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    # A level of the chart that keeps masters has them on the parameters, for checkpoints of the model.
+    # Levels with masters keep them as attributes of the parameters; checkpoints of the model hold those.
     master: Tensor | None = getattr(param, _MASTER, None)
     return state.get(_MASTER) if master is None else master
 
 
 def _version(param: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes ``param`` or gives it other data."""
+    """A value that changes when somebody writes ``param`` or gives it other data."""
     return param._version, param.data_ptr()
 
 
@@ -294,8 +294,8 @@ class Adam(LowBitStates, torch.optim.Adam):  # type: ignore[override]
             128 elements of a row with power-of-two scales. Parameters of fewer than two dimensions keep FP32 states.
         master_weight_dtype: master weights of parameters below FP32: ``fp32``, ``fp16`` (in blocks) or None.
         stochastic_rounding: round the updated weight (or FP16 master) stochastically.
-        seed: of stochastic rounding; also of moments whose 1 - beta is less than half a step of their format, which
-            would never fade if they were rounded to nearest (BF16 at 0.999, FP8 at 0.95).
+        seed: of stochastic rounding. A moment whose 1 - beta is less than half a step of its format is always rounded
+            stochastically, since it would never decay otherwise (BF16 at 0.999, FP8 at 0.95).
         options: torch's arguments. ``amsgrad`` and ``differentiable`` are refused; ``foreach``, ``fused`` and
             ``capturable`` choose among torch's implementations and change nothing here: on CUDA the step is one
             fused pass that a CUDA graph can capture.

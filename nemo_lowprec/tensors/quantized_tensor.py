@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors.readonly_view import as_readonly_view, is_view
 
-__all__ = ["MASTER", "QuantizedTensor"]
+__all__ = ["MASTER", "QuantizedTensor", "stored_data"]
 
 MASTER = "master_weight"
 
@@ -237,6 +237,11 @@ class QuantizedTensor(Tensor):
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         return _on_values(func, args, kwargs)
+
+
+def stored_data(tensor: Tensor) -> Tensor:
+    """The plain tensor that holds the elements of ``tensor``: its first part, or the tensor itself if it is plain."""
+    return tensor.parts()[0] if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _copied(master: Tensor) -> Tensor:
