@@ -1,8 +1,8 @@
 """Convert the layers of a model in place.
 
-A layer is converted by changing its class and adding a few attributes, so that parents, parameters, hooks and
-attributes stay what they were, a module with two parents is converted once, and one layer that cannot be converted
-never stops the rest.
+Conversion changes the class of a layer and adds a few attributes (``class_swap``). Parents, parameters, hooks and other
+attributes stay; a module with two parents is converted once; a layer that cannot be converted is left as it is, with
+the reason in ``Conversion.kept``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "take_fp32_input_outside_autocast",
 ]
 
-_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
+_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes as the first
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
@@ -46,15 +46,15 @@ _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
 
 @dataclass
 class Conversion:
-    """What became of each linear layer and norm.
+    """How each linear layer and norm of a model is computed.
 
-    The input projections of ``nn.MultiheadAttention`` go by the names of their weights (``attn.in_proj_weight``), for
-    want of a layer.
+    The input projections of ``nn.MultiheadAttention`` are no layers, and are listed by the names of their weights
+    (``attn.in_proj_weight``).
 
     Attributes:
         low: names of layers whose GEMMs run below 16 bits.
         weights: names of their weights, as in ``named_parameters()``.
-        half: names of linear layers whose GEMMs run in half precision, and not by torch alone.
+        half: names of linear layers whose GEMMs run in half precision on a backend or with FP32 weight gradients.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
         asked: names in ``kept`` of layers that the arguments for choosing layers leave out.
@@ -89,11 +89,11 @@ def convert_layers(
         half: dtype of activations.
         recipe: the FP8 recipe; None converts no layer to FP8 and leaves norms alone.
         backend: runs the FP8 GEMMs.
-        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves that to torch.
-        layers: which layers.
-        histories: gets a column for every operand but the weight, for delayed scaling.
-        fp32_wgrad: whether those layers' weight gradients are FP32; torch rounds them to half before.
-        weight_scales: gets an entry for every weight, for delayed scaling; None scales a weight at each use.
+        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves these GEMMs to torch.
+        layers: chooses the layers.
+        histories: for delayed scaling; gets a column for every input and output gradient.
+        fp32_wgrad: whether layers in half precision get FP32 weight gradients, without torch's rounding to half.
+        weight_scales: for delayed scaling; gets an entry for every weight. None scales a weight at each use.
     """
     result = Conversion()
     for module in list(model.modules()):
@@ -115,7 +115,7 @@ def convert_layers(
 
 
 def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
-    """Let the layers of ``model`` that nothing converts take FP32 input where their weights are half."""
+    """Let unconverted layers of ``model`` with half weights take FP32 input."""
     for module in model.modules():
         cls = fp32_input_class(module, on_cpu)
         if cls is not None:
@@ -123,7 +123,7 @@ def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
 
 
 def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
-    """Let ``model`` and its modules take FP32 input while autocast is off, too. Returns the hooks' handles."""
+    """Let ``model`` and its modules take FP32 input while autocast is off. Returns the handles of the hooks."""
 
     def needs_it(module: nn.Module) -> bool:
         own = any(p is not None for p in module._parameters.values())
@@ -150,7 +150,7 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _call_layers(module: nn.Module) -> None:
-    """Have torch's transformer modules call their layers, which in evaluation they go around."""
+    """Make torch's transformer modules call their layers in evaluation, too."""
     for kind, (name, value) in FUSED.items():
         if isinstance(module, kind) and getattr(module, name, value) != value:
             swap(module, type(module), **{name: value})
@@ -159,10 +159,7 @@ def _call_layers(module: nn.Module) -> None:
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
-    """Weights that a linear layer, or an attention with such layers inside, multiplies with.
-
-    By the name under which ``Conversion`` knows the layer: the name in the module.
-    """
+    """The weights of a linear layer, or of an attention's input projections: name in ``Conversion`` to own name."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):
@@ -244,7 +241,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _unread(model: nn.Module) -> dict[int, str]:
-    """By the id of the module: why ``out_proj`` of an attention with a forward of its own is left alone."""
+    """The reason to leave ``out_proj`` of an attention with a forward of its own alone, by the id of ``out_proj``."""
     return {
         id(module.out_proj): f"{type(module).__name__} may read its weight without calling it"
         for module in model.modules()
@@ -253,7 +250,7 @@ def _unread(model: nn.Module) -> dict[int, str]:
 
 
 def _linear_obstacle(module: nn.Module, own: str) -> str | None:
-    """Why this layer cannot compute with its weight ``own`` in another way."""
+    """Why the GEMMs of this layer's weight ``own`` cannot be replaced; None where they can."""
     if not (type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)):
         return f"{type(module).__name__} has a forward of its own"
     if obstacle := own_forward(module):

@@ -1,4 +1,4 @@
-"""Which layers are converted: names, globs or a callable, the ends of the stack, and the head left alone."""
+"""Chooses the layers to convert: by names, globs or a callable, without the ends of the stack and without the head."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def full_name(module: str, own: str) -> str:
 def reasons_to_keep(
     layers: LayerFilter, model: nn.Module, candidates: dict[str, nn.Module], linears: list[str]
 ) -> dict[str, str]:
-    """Return, for each candidate that is not to be converted, why.
+    """Return the reason for each candidate that is not to be converted, by name.
 
     Args:
         model: the whole model.
         candidates: convertible layers by name.
-        linears: names of the linear ones among them, in the model's order.
+        linears: names of the candidates that are linear layers, in the model's order.
 
     Raises:
         ValueError: a pattern that matches no layer.

@@ -35,8 +35,8 @@ class QuantizedTensor(Tensor):
         PARTS: names of the inner tensors; the first has the tensor's shape.
         SETTINGS: names of the plain attributes.
         copied_in_fp32: whether ``copy.deepcopy`` and pickle make a plain FP32 tensor of the exact values, the
-            master's where there is one. A quantized copy is refused because no optimizer would update it from its
-            master, and because averages of weights need FP32.
+            master's where there is one: no optimizer would update a quantized copy with its master, and averages of
+            weights need FP32.
     """
 
     PARTS: ClassVar[tuple[str, ...]]

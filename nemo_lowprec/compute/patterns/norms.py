@@ -1,4 +1,4 @@
-"""Converted norms: statistics in FP32, output in the level's half dtype.
+"""Norms: statistics in FP32, output in the level's half dtype.
 
 Under autocast torch's layer_norm returns FP32, and the RMSNorm classes of transformers make several FP32 copies of
 their input; a converted norm reads and writes half precision once.
@@ -23,7 +23,7 @@ def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute from, dtype of the output)."""
     weight = module.weight
     out = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    # Half input is read as it is, once, with weights rounded to its dtype: torch's kernels take one dtype.
+    # Half input is not cast; FP32 weights are rounded to its dtype, since torch's kernels take one dtype.
     same = weight is None or weight.dtype == x.dtype or x.dtype in (torch.float16, torch.bfloat16)
     return (x.dtype if same else torch.float32), out
 
@@ -33,7 +33,7 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` with FP32 statistics and half output; made by ``convert``."""
+    """``nn.LayerNorm`` with FP32 statistics and half output. Conversion makes it of an ``nn.LayerNorm``."""
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, out = _dtypes(self, input)
@@ -43,9 +43,11 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 class LowPrecisionRMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` with FP32 statistics and half output; made by ``convert`` from torch's or transformers' classes.
+    """``nn.RMSNorm`` with FP32 statistics and half output. Conversion makes it of torch's and transformers' classes.
 
-    With ``zero_centered`` the factor is 1 + weight (Gemma).
+    Attributes:
+        norm_backend: has the kernel.
+        zero_centered: whether the factor is 1 + weight (Gemma).
     """
 
     norm_backend: Backend
@@ -95,8 +97,8 @@ class Norms(Pattern):
 def _rms_norm_settings(module: nn.Module) -> dict[str, Any] | None:
     """The attributes with which ``LowPrecisionRMSNorm`` computes what ``module`` does; None where it cannot.
 
-    The check runs the class's forward on a small random input with random weights (with the initial ones, twice the
-    weight would be one plus the weight), so that a class of the same name with another formula is left alone.
+    The forward of ``module`` runs on a small random input: a class of the same name with another formula is left alone.
+    The weights are random, too: with the initial weights of 1, ``2 * weight`` and ``1 + weight`` would be equal.
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
