@@ -102,7 +102,7 @@ def convert_layers(
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
-            if _plan_of(module, weight) is not None or _linear_obstacle(module, weight) is not None:
+            if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
             if half_backend is not None:
                 _plan(module, weight, GemmPlan(half_backend, half))
@@ -165,10 +165,6 @@ def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {full_name(name, weight): weight for weight in projection_weights(module)}
     return {}
-
-
-def _plan_of(module: nn.Module, weight: str) -> GemmPlan | None:
-    return gemm_plans(module).get(weight)
 
 
 def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:

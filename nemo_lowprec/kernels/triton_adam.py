@@ -23,10 +23,10 @@ from nemo_lowprec.kernels.triton_blocks import (
     power_of_two,
     to_stored,
 )
-from nemo_lowprec.kernels.triton_cast import raise_amax, saturate
+from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
-__all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
+__all__ = ["COLUMNS", "TYPES", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
 
 COLUMNS = (
     "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "exp_avg", "exp_avg_exponent",

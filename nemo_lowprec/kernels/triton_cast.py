@@ -17,9 +17,15 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 
-__all__ = ["amax", "is_supported", "quantize", "quantize_current", "raise_amax", "saturate"]
+__all__ = ["TYPES", "amax", "is_supported", "quantize", "quantize_current", "raise_amax", "saturate"]
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
+TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 
 
 def is_supported() -> bool:

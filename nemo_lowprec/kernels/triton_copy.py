@@ -15,12 +15,11 @@ from torch import Tensor
 
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.kernels.triton_blocks import GROUP
-from nemo_lowprec.kernels.triton_cast import raise_amax
+from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax
 
 __all__ = ["FusedCopy"]
 
 _BLOCKS, _WARPS = 16, 4
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -75,7 +74,7 @@ class FusedCopy:
         amax = torch.zeros(len(targets), dtype=torch.int32, device=device)
         with torch.cuda.device(device):
             _copy_kernel[(self._tiles.tiles,)](
-                self._tiles.tensor_of, self._tiles.grid, addresses, amax, HALF=_TYPES[half],
+                self._tiles.tensor_of, self._tiles.grid, addresses, amax, HALF=TYPES[half],
                 ALIGNED=self._tiles.aligned and self._pointers.aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
             )  # fmt: skip
         torch.autograd.graph.increment_version(list(targets))

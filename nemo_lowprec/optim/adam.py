@@ -175,14 +175,11 @@ class LowBitStates(Optimizer):
         """Make the master from the weight where there is none, or where others than this optimizer wrote the weight."""
         version = _version(local_shard(param))
         if _MASTER not in state or self._written.get(state[_MASTER], version) != version:
-            state[_MASTER] = store(read(param.detach()), self._master_format(param))
+            state[_MASTER] = store(read(param.detach()), self.formats.of(_MASTER, param))
 
     def _keeps_master(self, param: Tensor) -> bool:
         below_fp32 = param.dtype in (torch.float16, torch.bfloat16)
         return self.formats.master_weight is not None and below_fp32 and not hasattr(param, _MASTER)
-
-    def _master_format(self, param: Tensor) -> StateFormat:
-        return self.formats.of(_MASTER, param)
 
     # State
 
@@ -226,7 +223,7 @@ class LowBitStates(Optimizer):
             mine = local_shard(value).to(param.device)
             return as_dtensor_like(store(mine, self.formats.of(name, param), positive=name == "exp_avg_sq"), param)
         if name == _MASTER:
-            return store(value.to(param.device), self._master_format(param))
+            return store(value.to(param.device), self.formats.of(_MASTER, param))
         return value.to(param.device)
 
     def __getstate__(self) -> dict[str, Any]:

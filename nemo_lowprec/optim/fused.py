@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,23 +27,24 @@ __all__ = ["FusedStep"]
 _BLOCKS, _WARPS = 8, 2
 
 
-@dataclass
 class _Tables:
     """Tensors on the device that the launches for one kind of parameters keep from step to step."""
 
-    made_for: Any = None
-    pointers: PointerTable = field(default_factory=PointerTable)
-    tiles: TileTable | None = None
-    coefficients: Tensor | None = None
-    salts: Tensor | None = None
-    amax: Tensor | None = None
-    changed: Tensor | None = None
-    index: Tensor | None = None
+    tiles: TileTable
+    coefficients: Tensor
+    salts: Tensor
+    amax: Tensor
+    changed: Tensor
+    index: Tensor
+
+    def __init__(self) -> None:
+        self.made_for: Any = None
+        self.pointers = PointerTable()
 
     def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
         """The tile table of these parameters; all tables are made anew where the last step had other parameters."""
         wanted = device, [(u.param.shape, u.index) for u in updates]
-        if self.tiles is None or wanted != self.made_for:
+        if wanted != self.made_for:
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
             self.made_for, self.tiles = wanted, TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
@@ -84,7 +84,7 @@ class FusedStep:
         addresses = tables.pointers.get(rows, device)
         aligned = tiles.aligned and tables.pointers.aligned
         storage = {name: rows[0][kernels.COLUMNS.index(name)].dtype for name in ("weight", "grad", *_STATES, "master")}
-        types = {name.upper(): _triton_type(dtype) for name, dtype in storage.items()}
+        types = {name.upper(): kernels.TYPES[dtype] for name, dtype in storage.items()}
         lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
         value = storage["master"] if one.master is not None else storage["weight"]
         how = {
@@ -120,7 +120,6 @@ class FusedStep:
                 enable_fp_fusion=False,
             )  # fmt: skip
             if measures:
-                assert tables.amax is not None
                 for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
             if isinstance(one.param, Fp8Weight):
@@ -132,7 +131,7 @@ class FusedStep:
         """Give FP8 weights the scales of their new amaxes; only weights whose scale has changed are written again."""
         kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
         tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
-        assert tiles is not None and tables.amax is not None and isinstance(one.param, Fp8Weight)
+        assert isinstance(one.param, Fp8Weight)
         kernels.scale_kernel[(len(tables.amax),)](
             addresses, tables.amax, tables.changed, tables.coefficients if found_inf is None else found_inf,
             one.param.margin, HAS_FOUND=found_inf is not None, TOP=top, MANTISSA=mantissa, num_warps=1,
@@ -209,14 +208,3 @@ def _two_floats(value: float) -> tuple[float, float]:
     """An FP64 number as the sum of two FP32 ones."""
     high = float(torch.tensor(value, dtype=torch.float32))
     return high, value - high
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-        torch.float8_e4m3fn: tl.float8e4nv,
-    }[dtype]

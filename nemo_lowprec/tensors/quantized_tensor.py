@@ -10,7 +10,7 @@ from the master's values, changes the master, and rounds the weight from the mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.tensors.readonly_view import as_readonly_view, is_view
+from nemo_lowprec.tensors.readonly_view import arguments_of, as_readonly_view, is_view, written_by
 
 __all__ = ["MASTER", "QuantizedTensor", "stored_data"]
 
@@ -261,7 +261,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
     if func._schema.is_mutable and any(
-        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in _written(func, args, kwargs)
+        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in written_by(func, args, kwargs)
     ):
         plain_args, plain_kwargs = _exact_arguments(func, args, kwargs)
     else:
@@ -288,25 +288,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return None if results and results[0] is None else [r for result in results for r in result]
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """(position or name, value, whether the operation writes it) of each argument."""
-    for i, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if i < len(args):
-            yield i, args[i], writes
-        elif argument.name in kwargs:
-            yield argument.name, kwargs[argument.name], writes
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an operation writes."""
-    found = (value for _, value, writes in _arguments(func, args, kwargs) if writes)
-    return [x for value in found for x in (value if isinstance(value, (list, tuple)) else [value])]
-
-
 def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of an operation that writes masters: tensors of the weight's dtype that are only read become FP32."""
-    dtype = next(x for x in _written(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
+    dtype = next(x for x in written_by(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
 
     def exact(x: Any) -> Any:
         if isinstance(x, QuantizedTensor):
@@ -317,7 +301,7 @@ def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict
         return x.exact() if isinstance(x, QuantizedTensor) else x
 
     plain_args, plain_kwargs = list(args), dict(kwargs)
-    for place, value, writes in _arguments(func, args, kwargs):
+    for place, value, writes in arguments_of(func, args, kwargs):
         chosen: Any = plain_args if isinstance(place, int) else plain_kwargs
         chosen[place] = tree_map(keep if writes else exact, value)
     return plain_args, plain_kwargs
@@ -326,8 +310,8 @@ def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict
 def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> dict[int, QuantizedTensor]:
     """Store the values that an operation wrote into plain stand-ins; return the stored tensors by the stand-in's id."""
     stored = {}
-    stand_ins = _written(func, plain_args, plain_kwargs)
-    for tensor, values in zip(_written(func, args, kwargs), stand_ins, strict=True):
+    stand_ins = written_by(func, plain_args, plain_kwargs)
+    for tensor, values in zip(written_by(func, args, kwargs), stand_ins, strict=True):
         if isinstance(tensor, QuantizedTensor):
             stored[id(values)] = tensor.write_(values)
     return stored
