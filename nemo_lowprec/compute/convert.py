@@ -190,10 +190,11 @@ def _convert_low(
 ) -> None:
     linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
     found = candidates(model)
-    norms = {name: one.module for name, one in found.items() if not one.is_parent}
+    norms = {name: one.module for name, one in found.items() if not one.pattern.is_parent}
     refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
-    recognised = {name: one.recognise(refused.get(name)) for name, one in found.items()}
+    for name, candidate in found.items():
+        candidate.recognise(refused.get(name))
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -227,7 +228,7 @@ def _convert_low(
         _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
         result.low.append(item)
         result.weights.append(weight_name)
-    apply_patterns(recognised, refused, backend, result)
+    apply_patterns(found, refused, backend, result)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

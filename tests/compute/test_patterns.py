@@ -149,6 +149,13 @@ def test_another_function_of_the_same_layers_is_left_alone():
     assert type(model[2]) is GatedMLP and "2.gate" in result.low
 
 
+def test_a_parent_whose_forward_was_replaced_is_left_alone():
+    model = block()
+    model[1].forward = lambda x: x
+    result, _, _ = convert(model)
+    assert result.unfused == {"1": "GatedMLP has a forward of its own"} and list(result.fused) == ["2"]
+
+
 @pytest.mark.parametrize("layers", [{"skip": ["1.up"]}, {"skip": ["1"]}, {"convert": ["2", "0"]}])
 def test_a_parent_is_fused_only_where_all_its_layers_are_converted(layers):
     model = block()

@@ -9,8 +9,8 @@ one file here. To add one, such as a norm that hands its quantized output to the
    compare the output with the formula. Return a ``Match`` that names the linear layers and norms which the pattern
    computes (``Match(linears=("proj",), norms=("norm",))``), or a sentence that says why it computes none.
 4. Write a subclass of ``nn.Module`` with the fused forward. It reads the parameters of the module's children, and of
-   each linear layer its ``gemm_plan``: backend, dtype, operands. Operands that it has quantized itself go to the next
-   linear layer by ``SharedInput.offer``.
+   each linear layer its ``gemm_plan``: backend, dtype, operands. Operands that the class has quantized go to the next
+   linear layer by ``SharedInput.offer``. A child that is read and not called runs no hooks.
 5. ``apply(module, match, backend)``: ``swap(module, YourClass)``. ``revert_layers`` undoes this swap.
 6. Add an instance to ``PATTERNS``, before the patterns of its parts. Test outputs and gradients against the unfused
    module bit for bit on the reference backend, as ``tests/compute/test_patterns.py`` does.
@@ -25,11 +25,13 @@ module without linear layers (a norm) is chosen by its name as a linear layer is
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.class_swap import own_forward
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
@@ -44,7 +46,6 @@ __all__ = [
     "LowPrecisionRMSNorm",
     "Match",
     "Pattern",
-    "Recognised",
     "apply_patterns",
     "candidates",
     "run_with",
@@ -53,34 +54,32 @@ __all__ = [
 PATTERNS: list[Pattern] = [Norms()]
 
 
-class Recognised(NamedTuple):
-    """A module, a pattern, and the pattern's match or the reason why no pattern computes the module."""
+@dataclass
+class Candidate:
+    """A module that patterns may compute.
 
-    module: nn.Module
-    pattern: Pattern
-    outcome: Match | str
-
-
-class Candidate(NamedTuple):
-    """A module and the patterns that want to look at it, in the order of ``PATTERNS``."""
+    Attributes:
+        patterns: the patterns to ask, in the order of ``PATTERNS``.
+        pattern: the first pattern that matches; the first of all where none does.
+        outcome: the match, or the reason why no pattern computes the module.
+    """
 
     module: nn.Module
     patterns: list[Pattern]
+    outcome: Match | str = ""
 
-    @property
-    def is_parent(self) -> bool:
-        """Whether the module holds linear layers."""
-        return self.patterns[0].is_parent
+    def __post_init__(self) -> None:
+        self.pattern = self.patterns[0]
 
-    def recognise(self, refused: str | None) -> Recognised:
-        """The first pattern that matches; where none does, or ``refused`` says why, the first pattern of all."""
-        reasons = [refused] if refused else []
-        for pattern in () if refused else self.patterns:
+    def recognise(self, refused: str | None) -> None:
+        """Find pattern and outcome. ``refused`` is the user's reason to leave the module alone."""
+        self.outcome = refused or own_forward(self.module) or ""
+        for pattern in () if self.outcome else self.patterns:
             outcome = pattern.recognise(self.module)
             if isinstance(outcome, Match):
-                return Recognised(self.module, pattern, outcome)
-            reasons.append(outcome)
-        return Recognised(self.module, self.patterns[0], reasons[0])
+                self.pattern, self.outcome = pattern, outcome
+                return
+            self.outcome = self.outcome or outcome
 
 
 def candidates(model: nn.Module) -> dict[str, Candidate]:
@@ -90,24 +89,25 @@ def candidates(model: nn.Module) -> dict[str, Candidate]:
 
 
 def apply_patterns(
-    recognised: dict[str, Recognised], refused: Container[str], backend: Backend, conversion: Conversion
+    found: dict[str, Candidate], refused: Container[str], backend: Backend, conversion: Conversion
 ) -> None:
     """Swap the forwards of the modules that match, and enter all modules into ``conversion``.
 
     Args:
-        recognised: modules by name, parents first. A module that is a part of a matched parent is not matched again.
+        found: modules by name, parents first. A module that is part of a matched parent is not matched again.
         refused: names of norms that the user keeps.
         conversion: lists the linear layers that are converted by now.
     """
     free, computed = set(conversion.low), set[str]()
-    for name, (module, pattern, outcome) in recognised.items():
+    for name, candidate in found.items():
+        pattern, outcome = candidate.pattern, candidate.outcome
         if name in computed:
             continue
         if isinstance(outcome, Match):
             linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))
             left = [part for part in linears if part not in free] + [norm for norm in norms if norm in refused]
             if not left:
-                pattern.apply(module, outcome, backend)
+                pattern.apply(candidate.module, outcome, backend)
                 free.difference_update(linears)
                 computed.update(norms)
                 conversion.norms += norms

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 
 __all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "Norms"]
@@ -75,8 +75,6 @@ class Norms(Pattern):
         return cls in (nn.LayerNorm, nn.RMSNorm) or by_name
 
     def recognise(self, module: nn.Module) -> Match | str:
-        if obstacle := own_forward(module):
-            return obstacle
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and (obstacle := dtype_obstacle(weight)):
             return obstacle
