@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 __all__ = ["dtype_obstacle", "is_converted", "own_forward", "revert_layers", "swap"]
 
-_ORIGINAL = "_lowprec_original"  # (class, attributes as they were, class of ours) on a converted module
+_ORIGINAL = "_lowprec_original"  # on a converted module: (its class, earlier values of attributes, the new class)
 
 
 class _ABSENT:

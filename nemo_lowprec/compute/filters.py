@@ -20,7 +20,7 @@ _HEAD_NAMES = frozenset(
 
 
 def full_name(module: str, own: str) -> str:
-    """Name in the model of what is ``own`` in the module of this name; either may be empty."""
+    """The name in the model of the layer or weight ``own`` inside of ``module``; either name may be empty."""
     return f"{module}.{own}" if module and own else module or own
 
 

@@ -256,7 +256,7 @@ def _scalar(value: float, param: Tensor) -> Tensor:
 
 
 def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    # Levels with masters keep them as attributes of the parameters; checkpoints of the model hold those.
+    # Levels with masters keep them as attributes of the parameters; checkpoints of the model hold these.
     master: Tensor | None = getattr(param, _MASTER, None)
     return state.get(_MASTER) if master is None else master
 

@@ -1,7 +1,7 @@
 """A 1-D slice of a flattened matrix, marked as such.
 
 Megatron's distributed optimizer makes such slices when it cuts a gradient buffer into equal shards. Optimizer states of
-a slice are stored as those of a matrix, not as those of a vector.
+a slice are stored in the formats of a matrix, not of a vector.
 """
 
 from __future__ import annotations

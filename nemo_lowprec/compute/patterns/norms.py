@@ -81,9 +81,9 @@ class Norms(Pattern):
         if type(module) in (nn.LayerNorm, nn.RMSNorm):
             return Match(norms=("",), settings={"zero_centered": False})
         settings = _rms_norm_settings(module)
-        return f"{type(module).__name__} does not compute a plain RMSNorm" if settings is None else Match(
-            norms=("",), settings=settings
-        )  # fmt: skip
+        if settings is None:
+            return f"{type(module).__name__} does not compute a plain RMSNorm"
+        return Match(norms=("",), settings=settings)
 
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
         if type(module) is nn.LayerNorm:
@@ -93,7 +93,7 @@ class Norms(Pattern):
 
 
 def _rms_norm_settings(module: nn.Module) -> dict[str, Any] | None:
-    """The attributes with which ``LowPrecisionRMSNorm`` computes what ``module`` does; None where it cannot.
+    """The attributes with which ``LowPrecisionRMSNorm`` computes the same as ``module``; None where it cannot.
 
     The forward of ``module`` runs on a small random input: a class of the same name with another formula is left alone.
     The weights are random, too: with the initial weights of 1, ``2 * weight`` and ``1 + weight`` would be equal.
