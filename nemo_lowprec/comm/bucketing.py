@@ -1,4 +1,4 @@
-"""Which gradients share a bucket: the cut that the reducer makes, and that a plan counts with."""
+"""Cuts a model's gradients into buckets. ``GradientReducer`` sends these buckets, and the memory plan counts them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BUCKET_BYTES = 64 * 2**20  # on the wire
 def cut_into_buckets(
     params: Iterable[Tensor], wire: Callable[[Tensor], torch.dtype], bucket_bytes: int = BUCKET_BYTES
 ) -> list[tuple[torch.dtype, list[Tensor]]]:
-    """Cut parameters into buckets of each wire format; smaller ones where little else is under way.
+    """Cut parameters into buckets of each wire format. The first, the second and the last bucket are smaller.
 
-    Those are the first, before which nothing is sent, the second, which is to be there when the first is sent, and the
-    last, after which backward is over.
+    Nothing is sent before the first bucket, the second should be ready when the first is sent, and nothing hides the
+    transfer of the last bucket, after which backward is over.
 
     Args:
         params: in the order in which backward makes their gradients.

@@ -1,7 +1,8 @@
-"""Buckets: gradients that are averaged by one exchange, in the format that they have on the wire.
+"""Buckets: gradients that one exchange averages, in one wire format.
 
-A bucket runs in three stages, so that one's kernels work while another's bytes travel: ``launch`` sends, ``advance``
-goes on where there are two exchanges, ``complete`` stores the means. Each only queues work on a GPU.
+A bucket runs in three stages, so that kernels of one bucket run while another bucket's bytes travel: ``launch`` sends,
+``advance`` sums and starts the second exchange where there is one, ``complete`` stores the means. On a GPU each stage
+only queues work.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
 __all__ = ["IN_PLACE", "Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
 
-IN_PLACE = 2**20  # elements from which a gradient is reduced where it lies, and not in a copy of many
+IN_PLACE = 2**20  # elements; larger gradients are reduced in place, smaller ones in one flat copy
 
 
 class Bucket(ABC):
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are sent together.
 
     Args:
         params: of one device, the same on every process.
@@ -40,18 +41,18 @@ class Bucket(ABC):
 
     @abstractmethod
     def fill(self, param: Tensor) -> bool:
-        """Give a parameter that has no gradient here zeros: another process may have one. Whether it had none."""
+        """Give a parameter without a gradient zeros, as another process may have one. Returns whether it had none."""
 
     @abstractmethod
     def forget(self, param: Tensor) -> None:
-        """Take the mean of a parameter away that no process has a gradient of."""
+        """Remove the mean of a parameter of which no process has a gradient."""
 
     @abstractmethod
     def launch(self) -> None:
-        """Send the gradients that are there; all are."""
+        """Send the gradients. All parameters have one."""
 
     def advance(self) -> None:  # noqa: B027
-        """Go on when the first exchange is through; nothing where there is one."""
+        """After the first of two exchanges: sum, and start the second. A bucket with one exchange does nothing."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -59,7 +60,7 @@ class Bucket(ABC):
 
 
 class _OfParameters(Bucket):
-    """Gradients are those of the parameters, and become the means."""
+    """A bucket that averages the gradients of the parameters in place."""
 
     def fill(self, param: Tensor) -> bool:
         if param.grad is not None:
@@ -81,7 +82,7 @@ class Fp8Bucket(_OfParameters):
 
     Attributes:
         layout: of the messages.
-        buffers: what they travel by; set before the first launch.
+        buffers: the exchange's buffers; set before the first launch.
     """
 
     buffers: ExchangeBuffers
@@ -99,7 +100,7 @@ class Fp8Bucket(_OfParameters):
         for param in self.params:
             grad = param.grad
             assert grad is not None
-            if not isinstance(grad, GradientTensor):  # somebody has put another one there
+            if not isinstance(grad, GradientTensor):  # the user has replaced the gradient
                 param.grad = grad = GradientTensor.from_float(grad)
             grad.fold_()
             rows.append((grad.data_blocks, grad.exponent, grad.nonfinite))
@@ -123,9 +124,9 @@ class Fp8ShardBucket(Bucket):
     """Gradients stored in FP8, reduced onto shards: all_to_all of rows, sum in FP32, quantize.
 
     Args:
-        params: whole parameters, as they are gathered.
-        gradients: of the whole parameters, by their id; those that were sent are taken out.
-        shards: of the parameters, in their order; get the means as gradients.
+        params: whole parameters, as FSDP2 gathers them.
+        gradients: gradients of the whole parameters by the parameter's id; ``launch`` removes the gradients it sends.
+        shards: the sharded parameters, in the order of ``params``; their gradients become the means.
         replicas: processes that hold the same shards, over which the means are averaged again; None for none.
     """
 
@@ -165,7 +166,7 @@ class Fp8ShardBucket(Bucket):
         self._packer.pack(rows, self.buffers.messages())
         self.buffers.exchange()
         for gradient in sent:
-            if gradient.is_cuda:  # freed here, and read by another stream than the one that made it
+            if gradient.is_cuda:  # freed here, while a stream that did not allocate it still reads it
                 for part_ in gradient.parts():
                     part_.record_stream(torch.cuda.current_stream(gradient.device))
 
@@ -194,7 +195,7 @@ class Fp8ShardBucket(Bucket):
 
 
 class _Replicas:
-    """The average of a message over processes that hold the same shards: an all-reduce of its blocks in FP8."""
+    """Averages a message over processes that hold the same shards, by an all-reduce of its blocks in FP8."""
 
     def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device) -> None:
         self._message = message
@@ -222,7 +223,7 @@ class _Replicas:
 
 
 class PlainBucket(_OfParameters):
-    """Gradients of an ordinary dtype: one all_reduce in that dtype, averaged as it sums.
+    """Gradients of an ordinary dtype: one all_reduce in this dtype, which averages.
 
     Args:
         dtype: of the gradients on the wire.
@@ -246,7 +247,7 @@ class PlainBucket(_OfParameters):
     def _all_reduce(self, tensor: Tensor) -> None:
         if dist.get_backend(self.group) == "nccl":
             self._works.append(dist.all_reduce(tensor, dist.ReduceOp.AVG, self.group, async_op=True))
-        else:  # before the sum, which FP16 might not hold
+        else:  # divided before the sum, which could overflow in FP16
             self._works.append(dist.all_reduce(tensor.div_(self.world), group=self.group, async_op=True))
 
     def launch(self) -> None:

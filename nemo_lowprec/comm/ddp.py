@@ -1,7 +1,7 @@
-"""torch's DistributedDataParallel without its reducer, whose buckets can hold a parameter's own dtype only.
+"""torch's DistributedDataParallel without its reducer, whose buckets have the dtype of the parameters.
 
-DDP goes on wrapping the model, broadcasting buffers and keeping ``no_sync``; gradients are averaged by
-``GradientReducer``. DDP's buckets hold nothing but one FP32 number.
+DDP still wraps the model, broadcasts buffers and has ``no_sync``; ``GradientReducer`` averages the gradients. DDP's
+reducer has one bucket, of one FP32 scalar.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["give_back_to_ddp", "leave_to_ddp", "take_from_ddp"]
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's; it flags the tensors, too
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute; torch also marks each ignored tensor
 _BEFORE = "_lowprec_ignored_before"
 
 
 def leave_to_ddp(model: nn.Module) -> None:
-    """Before DDP wraps ``model``: have it ignore all parameters but one, without which it refuses to be built."""
-    lazy = nn.parameter.UninitializedParameter  # which it must see, to refuse them
+    """Make DDP, which will wrap ``model`` next, ignore all parameters but one.
+
+    DDP refuses a module without trainable parameters; ``take_from_ddp`` takes the last parameter.
+    """
+    lazy = nn.parameter.UninitializedParameter  # DDP must see these parameters, to refuse them
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
     left = min((p for p in params.values() if p.requires_grad), key=lambda p: p.numel(), default=None)
     model.__dict__.setdefault(_BEFORE, list(getattr(model, _IGNORED, ())))
@@ -27,7 +30,7 @@ def leave_to_ddp(model: nn.Module) -> None:
 
 
 def give_back_to_ddp(model: nn.Module) -> None:
-    """Undo ``leave_to_ddp``: another DDP around ``model`` ignores what its user wants ignored."""
+    """Undo ``leave_to_ddp``: a later DDP around ``model`` ignores the parameters that its user has named."""
     before = model.__dict__.pop(_BEFORE, None)
     if before is None:
         return
@@ -39,6 +42,6 @@ def give_back_to_ddp(model: nn.Module) -> None:
 
 
 def take_from_ddp(ddp: DistributedDataParallel) -> None:
-    """Take that one from it too: its reducer gets a number in its place that no gradient ever comes for."""
+    """Give DDP's reducer a dummy scalar that never gets a gradient, in the place of its one parameter."""
     stand_in = torch.zeros(1, device=ddp.device, requires_grad=True)
     ddp._ddp_init_helper([stand_in], [False], {0: "stand_in"}, ddp.static_graph)

@@ -1,9 +1,9 @@
-"""How messages get from each process to every other one, and means back to all.
+"""Exchanges messages between all processes, and gathers the means.
 
-``CollectiveBuffers`` uses the process group's collectives, everywhere. ``PeerBuffers`` is for GPUs of one machine that
-reach each other's memory: their copy engines move the messages, which takes no multiprocessor from a backward pass that
-goes on, and wastes less of the links than NCCL's kernels do. They write, and one message after the other: reading is
-slower, and copies that go on at once take more time than one after the other (measured between four H200s).
+``CollectiveBuffers`` uses the process group's collectives, on any device. ``PeerBuffers`` is for GPUs of one machine
+that reach each other's memory: copy engines move the messages. This takes no multiprocessor from the backward pass, and
+uses the links better than NCCL's kernels do. Each GPU writes to the others, one message after the other: reading is
+slower, and concurrent copies take more time in all (measured between four H200s).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 
 
 class ExchangeBuffers(ABC):
-    """The buffers of one bucket in flight. All but the constructor only queues work on a GPU."""
+    """The buffers of one bucket in flight. On a GPU, all methods but the constructor only queue work."""
 
     @abstractmethod
     def messages(self) -> Tensor:
-        """uint8 [world, bytes]: to be filled with this process's messages."""
+        """uint8 [world, bytes], which the caller fills with this process's messages."""
 
     @abstractmethod
     def exchange(self) -> None:
@@ -46,15 +46,15 @@ class ExchangeBuffers(ABC):
 
     @abstractmethod
     def received(self) -> Tensor:
-        """uint8 [world, bytes]: the messages to this process, once they are there; ``own`` apart."""
+        """uint8 [world, bytes]: the messages to this process, after they have arrived; see ``own``."""
 
     def own(self) -> tuple[int, Tensor] | None:
-        """(index, uint8 [bytes]) of this process's message to itself where ``received`` is without it."""
+        """(index, uint8 [bytes]) of this process's message to itself, where ``received`` does not contain it."""
         return None
 
     @abstractmethod
     def mean(self) -> Tensor:
-        """uint8 [bytes]: to be filled with the mean of the messages."""
+        """uint8 [bytes], which the caller fills with the mean of the messages."""
 
     @abstractmethod
     def gather(self) -> None:
@@ -62,14 +62,14 @@ class ExchangeBuffers(ABC):
 
     @abstractmethod
     def gathered(self) -> Tensor:
-        """uint8 [world, bytes]: the means of all processes, once they are there."""
+        """uint8 [world, bytes]: the means of all processes, after they have arrived."""
 
     def release(self) -> None:  # noqa: B027
-        """Hold on to no buffer: of an exchange whose mean is not gathered."""
+        """Free the buffers of a reduce-scatter, whose result is not gathered."""
 
 
 class CollectiveBuffers(ExchangeBuffers):
-    """By all_to_all and all_gather of the process group."""
+    """Exchanges by all_to_all and all_gather of the process group."""
 
     def __init__(self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._layout, self._group, self._device = layout, group, device
@@ -94,7 +94,7 @@ class CollectiveBuffers(ExchangeBuffers):
     def received(self) -> Tensor:
         self._work.wait()
         received, self._received = self._received, None
-        self._sent = None  # not before: the exchange read it
+        self._sent = None  # freed after the wait: the exchange reads it
         assert received is not None
         return received
 
@@ -119,10 +119,10 @@ class CollectiveBuffers(ExchangeBuffers):
 
 
 class PeerMemory:
-    """Memory for buckets in flight that all processes of a group reach, and a stream that copies.
+    """Memory for buckets in flight that all processes of a group reach, and a stream for copies.
 
-    Buckets take slots in turn; between them, a bucket is sent, the one before summed and the one before that stored.
-    Who writes into another's slot knows that the bucket which had it was read:
+    Buckets use the slots in turn. At a time, a bucket is sent, the one before is summed and the one before that stored.
+    A process that writes into another's slot knows that the slot's earlier bucket was read:
 
     - Bucket k is sent after k-2 was summed here. So all have packed k-2, and before that have summed k-4.
     - The mean of k is sent after all have packed k, and before that have stored k-3.
@@ -141,8 +141,8 @@ class PeerMemory:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
         self._timeout = int(_timeout(group).total_seconds() * 1000)
-        # Ahead of other kernels: a barrier that waits for a place among theirs holds all processes up. Between two GPUs
-        # copies go on meanwhile; between more, it keeps them from meeting: each has one source and one target then.
+        # A high priority: a barrier that waits behind other kernels holds up all processes. Between two GPUs copies go
+        # on during a barrier. Between more GPUs they wait, so that each GPU has one source and one target at a time.
         self.copies = torch.cuda.Stream(device, priority=-2)
         self.barriers = torch.cuda.Stream(device, priority=-2) if self.world == 2 else self.copies
         size, slots = self.world * capacity, _RECEIVED + _GATHERED
@@ -159,7 +159,7 @@ class PeerMemory:
 
     @staticmethod
     def allocate(capacity: int, world: int, device: torch.device) -> Tensor:
-        """The memory that the others reach."""
+        """The memory that the other processes reach."""
         slots: Tensor = _symmetric().empty(
             (_RECEIVED + _GATHERED) * world * capacity, dtype=torch.uint8, device=device
         )  # fmt: skip
@@ -167,16 +167,16 @@ class PeerMemory:
 
     @staticmethod
     def bytes_for(capacity: int, world: int) -> int:
-        """Bytes that it takes on each GPU: sent, gathered and received messages of each slot."""
+        """Bytes on each GPU: messages sent, received and gathered, in all slots."""
         return (_SENT + _RECEIVED + _GATHERED) * world * capacity
 
     def barrier(self) -> None:
-        """Wait, on the current stream, for all processes to come here; an error after the group's timeout."""
+        """Wait on the current stream until all processes are here; an error after the group's timeout."""
         self._handle.barrier(timeout_ms=self._timeout)
 
     @classmethod
     def try_for(cls, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
-        """The same; None on all processes where one cannot have it."""
+        """A ``PeerMemory``; None on all processes where one process cannot have it."""
         world = dist.get_world_size(group)
         if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
             return None
@@ -184,7 +184,7 @@ class PeerMemory:
         dist.all_gather_object(hosts, socket.gethostname(), group)
         if len(set(hosts)) > 1:
             return None
-        # One step at a time: in the next one, a process would wait for those that failed.
+        # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
         shared = _on_all(lambda: cls.allocate(capacity, world, device), group, device)
         return None if shared is None else _on_all(lambda: cls(capacity, group, device, shared), group, device)
 
@@ -197,7 +197,7 @@ _T = TypeVar("_T")
 
 
 def _on_all(make: Callable[[], _T], group: dist.ProcessGroup | None, device: torch.device) -> _T | None:
-    """What ``make`` returns, where it does on all processes; otherwise None on all."""
+    """The result of ``make`` where it succeeds on all processes; None on all where it fails on one."""
     made: _T | None = None
     with suppress(RuntimeError, ImportError, AttributeError):
         made = make()
@@ -213,7 +213,7 @@ def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 class PeerBuffers(ExchangeBuffers):
-    """By copies between the memories of GPUs."""
+    """Exchanges by copies between the memories of GPUs."""
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int) -> None:
         world, size = layout.world, layout.bytes
@@ -223,7 +223,7 @@ class PeerBuffers(ExchangeBuffers):
         self._received = [view(b) for b in memory.received]
         self._gathered = [view(b) for b in memory.gathered]
         self._event = torch.cuda.Event()
-        self._others = [(memory.rank + i) % world for i in range(1, world)]  # all start with another one
+        self._others = [(memory.rank + i) % world for i in range(1, world)]  # each process starts with another target
         self._bytes = size * (world - 1)
 
     def messages(self) -> Tensor:
@@ -243,7 +243,7 @@ class PeerBuffers(ExchangeBuffers):
             yield
         memory.barriers.wait_stream(memory.copies)
         with torch.cuda.stream(memory.barriers):
-            memory.barrier()  # all have sent theirs
+            memory.barrier()  # until all have sent
             self._event.record()
         for watcher in watchers:
             watcher(kind, self._bytes)

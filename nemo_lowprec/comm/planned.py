@@ -1,7 +1,6 @@
-"""What averaging gradients takes, without processes: the messages that are sent, and the most that buffers hold.
+"""Plans the averaging of gradients without processes: the messages, and the peak bytes of the buffers.
 
-The same parameters are cut into the same buckets and laid out in the same messages as by ``GradientReducer``; how long
-a buffer lives is told in ``exchange`` and ``buckets``.
+Buckets and messages are cut as ``GradientReducer`` cuts them; buffers live as long as in ``exchange`` and ``buckets``.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Message:
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        dtype: of the elements, ``float8_e4m3fn`` for blocks in FP8 (which travel as bytes, exponents included).
-        bytes: that a process puts in.
-        world: processes of its group.
+        dtype: of the elements; ``float8_e4m3fn`` for blocks in FP8, which travel as bytes with their exponents.
+        bytes: size of one process's input.
+        world: number of processes in the group.
     """
 
     kind: str
@@ -40,13 +39,13 @@ class Message:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Gradients that travel together.
+    """Gradients that are sent together.
 
     Attributes:
-        params: whose gradients they are.
-        messages: that are sent for them.
-        launched: bytes of buffers from when they are sent until they are summed.
-        advanced: bytes of buffers from then until the means are stored.
+        params: the parameters of these gradients.
+        messages: the collectives that average them.
+        launched: bytes of buffers between sending and summing.
+        advanced: bytes of buffers between summing and storing the means.
         capacity: bytes of the largest message between two processes; 0 where peers exchange none.
     """
 
@@ -69,12 +68,12 @@ def plan_buckets(
     """The buckets of a ``GradientReducer`` with these arguments.
 
     Args:
-        params: those that are trained, in the model's order.
+        params: trained parameters, in the model's order.
         wire: dtype of a parameter's gradient on the wire.
-        world: processes that average, or (``onto_shards``) that hold one copy of the model.
+        world: number of processes that average; with ``onto_shards``, that hold one copy of the model.
         bucket_bytes: size of a bucket on the wire; None for the default.
         onto_shards: whether gradients, all in FP8, are reduced onto shards (``Fp8ShardBucket``).
-        replicas: copies of the model whose shards are averaged then.
+        replicas: with ``onto_shards``, number of copies of the model, whose shards are averaged.
         peers: whether processes exchange messages through ``PeerMemory``.
     """
     planned = []
@@ -89,14 +88,14 @@ def plan_buckets(
 
 
 def _plain(params: Sequence[Tensor], dtype: torch.dtype, world: int) -> PlannedBucket:
-    """``PlainBucket``."""
+    """The plan of a ``PlainBucket``."""
     copied = sum(p.numel() for p in params if p.numel() < IN_PLACE) * dtype.itemsize
     size = sum(p.numel() for p in params) * dtype.itemsize
     return PlannedBucket(tuple(params), (Message("all_reduce", dtype, size, world),), copied, copied)
 
 
 def _in_fp8(params: Sequence[Tensor], world: int, peers: bool) -> PlannedBucket:
-    """``Fp8Bucket``: what is sent and received; then what is gathered and the mean."""
+    """The plan of an ``Fp8Bucket``: buffers of sent and received messages; then of the mean and the gathered means."""
     one = Messages.in_turn([p.shape for p in params], world).bytes
     messages = _all_to_all(world * one, world), Message("all_gather", torch.float8_e4m3fn, one, world)
     if peers:
@@ -105,7 +104,7 @@ def _in_fp8(params: Sequence[Tensor], world: int, peers: bool) -> PlannedBucket:
 
 
 def _onto_shards(params: Sequence[Tensor], world: int, replicas: int, peers: bool) -> PlannedBucket:
-    """``Fp8ShardBucket``: what is sent and received; then the mean, and what is sent and received of it again."""
+    """The plan of an ``Fp8ShardBucket``: sent and received messages; then the mean, and with replicas its messages."""
     layout, own = by_rows([p.shape for p in params], world, 0)
     one = layout.bytes
     messages = [_all_to_all(world * one, world)]
@@ -128,12 +127,12 @@ def _all_to_all(size: int, world: int) -> Message:
 def buffer_bytes(
     buckets: Sequence[PlannedBucket], world: int, beside: Callable[[int | None], int] | None = None
 ) -> int:
-    """The most that buffers of these buckets hold at a time, ``PeerMemory`` included.
+    """The peak bytes of the buffers of these buckets, ``PeerMemory`` included.
 
-    A bucket is sent while the one before waits to be summed, and the one before that to be stored.
+    While a bucket is sent, the bucket before waits to be summed, and the bucket before that to be stored.
 
     Args:
-        beside: bytes of other buffers while the bucket of an index is sent, and (None) the most at other times.
+        beside: bytes of other buffers while the bucket of this index is sent; for None, the peak at other times.
     """
     most = 0
     for i, bucket in enumerate(buckets):
@@ -146,6 +145,6 @@ def buffer_bytes(
 
 
 def peer_bytes(buckets: Sequence[PlannedBucket], world: int) -> int:
-    """Bytes of ``PeerMemory``, which the first exchange allocates and keeps; 0 without buckets."""
+    """Bytes of ``PeerMemory``, allocated at the first exchange and kept; 0 without buckets."""
     capacity = max((b.capacity for b in buckets), default=0)
     return PeerMemory.bytes_for(capacity, world) if capacity else 0

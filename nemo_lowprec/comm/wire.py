@@ -1,7 +1,7 @@
-"""FP8 gradients as messages: what every process sends to every other one.
+"""FP8 gradients as messages, which every process sends to every other process.
 
-The blocks of some gradients, one after the other, are cut into ``world`` messages of ``chunk`` blocks. A message is
-``chunk`` times 128 bytes of E4M3 and then ``chunk`` exponents, so that one exchange carries both. Bytes travel as
+The blocks of a bucket's gradients, one after the other, are cut into ``world`` messages of ``chunk`` blocks. A message
+is ``chunk`` times 128 bytes of E4M3 and then ``chunk`` exponents, so that one exchange carries both. Bytes travel as
 uint8, since gloo knows no float8.
 """
 
@@ -31,12 +31,12 @@ _ALIGNED = 16  # blocks: messages and their exponents begin at multiples of 16 b
 
 @dataclass(frozen=True)
 class Messages:
-    """Where the blocks of gradients (or of rows of gradients) lie.
+    """The layout of gradients (or of rows of gradients) in messages.
 
     Attributes:
-        shapes: of the gradients.
-        first: block of each gradient at which it begins.
-        chunk: blocks of one message.
+        shapes: shapes of the gradients.
+        first: index of each gradient's first block, counted over all messages.
+        chunk: number of blocks in one message.
         world: number of messages.
     """
 
@@ -47,7 +47,7 @@ class Messages:
 
     @classmethod
     def in_turn(cls, shapes: Sequence[torch.Size], world: int) -> Messages:
-        """Gradients one after the other, for an all-reduce: a message may hold parts of several."""
+        """Gradients one after the other, for an all-reduce. A message may hold parts of several gradients."""
         first, total = [], 0
         for shape in shapes:
             first.append(total)
@@ -70,8 +70,8 @@ def by_rows(shapes: Sequence[torch.Size], world: int, rank: int) -> tuple[Messag
     """Gradients cut along their first dimension, for a reduce-scatter: message ``i`` holds the rows of process ``i``.
 
     Returns:
-        The layout of all messages, whose gradients are the rows of the first process of each, those of the second and
-        so on, without the empty ones; and the layout of the one that process ``rank`` receives.
+        The layout of all messages, which lists the first process's rows of each gradient, then the second process's,
+        and so on, without empty ones; and the layout of the message that process ``rank`` receives.
     """
     counts = [-(-shape[0] // world) for shape in shapes]
     first, total = [], 0
@@ -89,7 +89,7 @@ def by_rows(shapes: Sequence[torch.Size], world: int, rank: int) -> tuple[Messag
 
 
 def blocks_of(shape: torch.Size) -> int:
-    """Blocks of a gradient of this shape."""
+    """Number of blocks of a gradient of this shape."""
     rows, _, per_row = block_grid(shape)
     return rows * per_row
 
@@ -105,7 +105,7 @@ class Packer:
         self._fused: Any = None
 
     def pack(self, rows: Sequence[Row], messages: Tensor) -> None:
-        """Fill ``messages``, uint8 [world, bytes]; bytes where no gradient lies stay what they are."""
+        """Copy gradients into ``messages``, uint8 [world, bytes]; bytes without a gradient are not written."""
         if self._kernels(messages) is not None:
             self._fused.pack(rows, messages)
             return
@@ -117,7 +117,7 @@ class Packer:
             exponents[place] = exponent.view(-1)
 
     def unpack(self, messages: Tensor, rows: Sequence[Row]) -> None:
-        """Fill the gradients; those that were noted as not finite stay so, as a mean with them is none either."""
+        """Copy messages into gradients, and note gradients that are not finite, besides those noted already."""
         if self._kernels(messages) is not None:
             self._fused.unpack(messages, rows)
             return
@@ -130,7 +130,7 @@ class Packer:
             nonfinite.logical_or_(((mine & 0x7F) == 0x7F).any())  # E4M3's NaN
 
     def _places(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """(message, block in it) of every block, by gradient."""
+        """For each gradient, (message, block in the message) of each of its blocks."""
         for first, shape in zip(self.layout.first, self.layout.shapes, strict=True):
             block = torch.arange(first, first + blocks_of(shape), device=device)
             yield block // self.layout.chunk, block % self.layout.chunk
@@ -146,7 +146,7 @@ def mean_of_messages(received: Tensor, layout: Messages, out: Tensor, own: tuple
     """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes], summed in FP32 in their order.
 
     Args:
-        own: (index, uint8 [bytes]): a message that lies elsewhere; what ``received`` has at this index is not read.
+        own: (index, uint8 [bytes]), a message that replaces the one of this index in ``received``.
     """
     kernels = _kernels(received)
     if kernels is not None:
@@ -169,5 +169,5 @@ def _kernels(tensor: Tensor) -> ModuleType | None:
 
 @lru_cache(maxsize=1)
 def fused_wire() -> ModuleType | None:
-    """The fused kernels; None without Triton or on a GPU that they do not round right on."""
+    """The module of the fused kernels; None without Triton or without a supported GPU."""
     return importlib.import_module("nemo_lowprec.kernels.triton_wire") if block_kernels() is not None else None

@@ -15,11 +15,11 @@ from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.convert import (
     Conversion,
     convert_layers,
     gemm_plans,
-    revert_layers,
     take_fp32_input,
     take_fp32_input_outside_autocast,
 )

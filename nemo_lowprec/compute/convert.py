@@ -1,8 +1,8 @@
-"""Convert the layers of a model in place, and back.
+"""Convert the layers of a model in place.
 
-A layer is converted by changing its class and adding a few attributes, so that parents, parameters, hooks and
-attributes stay what they were, a module with two parents is converted once, and one layer that cannot be converted
-never stops the rest.
+Conversion changes the class of a layer and adds a few attributes (``class_swap``). Parents, parameters, hooks and other
+attributes stay; a module with two parents is converted once; a layer that cannot be converted is left as it is, with
+the reason in ``Conversion.kept``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.filters import HEAD, reasons_to_keep
+from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
 from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
-from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
+from nemo_lowprec.compute.patterns import LowPrecisionLayerNorm, LowPrecisionRMSNorm, apply_patterns, candidates
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
@@ -32,38 +33,33 @@ __all__ = [
     "Conversion",
     "convert_layers",
     "gemm_plans",
-    "is_converted",
     "linear_weights",
-    "revert_layers",
     "take_fp32_input",
     "take_fp32_input_outside_autocast",
 ]
 
-_ORIGINAL = "_lowprec_original"  # (class, attributes as they were, class of ours) on a converted module
-_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the latter only says what nn.MultiheadAttention does with it
+_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes as the first
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
 
 
-class _ABSENT:
-    """The value of an attribute that was not there; a class, which copies and pickles of a module keep."""
-
-
 @dataclass
 class Conversion:
-    """What became of each linear layer and norm.
+    """How each linear layer and norm of a model is computed.
 
-    The input projections of ``nn.MultiheadAttention`` go by the names of their weights (``attn.in_proj_weight``), for
-    want of a layer.
+    The input projections of ``nn.MultiheadAttention`` are no layers, and are listed by the names of their weights
+    (``attn.in_proj_weight``).
 
     Attributes:
         low: names of layers whose GEMMs run below 16 bits.
         weights: names of their weights, as in ``named_parameters()``.
-        half: names of linear layers whose GEMMs run in half precision, and not by torch alone.
+        half: names of linear layers whose GEMMs run in half precision on a backend or with FP32 weight gradients.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
-        asked: names of those of ``kept`` that the arguments for choosing layers leave out.
+        asked: names in ``kept`` of layers that the arguments for choosing layers leave out.
+        fused: name to pattern, for every parent of converted layers that a pattern computes (``compute.patterns``).
+        unfused: name to reason, for every other parent that a pattern has looked at.
     """
 
     low: list[str] = field(default_factory=list)
@@ -72,11 +68,8 @@ class Conversion:
     norms: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Whether any module of ``model`` is converted."""
-    return any(_ORIGINAL in m.__dict__ for m in model.modules())
+    fused: dict[str, str] = field(default_factory=dict)
+    unfused: dict[str, str] = field(default_factory=dict)
 
 
 def convert_layers(
@@ -96,11 +89,11 @@ def convert_layers(
         half: dtype of activations.
         recipe: the FP8 recipe; None converts no layer to FP8 and leaves norms alone.
         backend: runs the FP8 GEMMs.
-        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves that to torch.
-        layers: which layers.
-        histories: gets a column for every operand but the weight, for delayed scaling.
-        fp32_wgrad: whether those layers' weight gradients are FP32; torch rounds them to half before.
-        weight_scales: gets an entry for every weight, for delayed scaling; None scales a weight at each use.
+        half_backend: runs the GEMMs of the linear layers left in half precision; None leaves these GEMMs to torch.
+        layers: chooses the layers.
+        histories: for delayed scaling; gets a column for every input and output gradient.
+        fp32_wgrad: whether layers in half precision get FP32 weight gradients, without torch's rounding to half.
+        weight_scales: for delayed scaling; gets an entry for every weight. None scales a weight at each use.
     """
     result = Conversion()
     for module in list(model.modules()):
@@ -109,28 +102,28 @@ def convert_layers(
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
-            if _plan_of(module, weight) is not None or _linear_obstacle(module, weight) is not None:
+            if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
             if half_backend is not None:
                 _plan(module, weight, GemmPlan(half_backend, half))
             elif _is_conv1d(module):
                 continue
             elif isinstance(module, nn.Linear):
-                _swap(module, HalfLinear)
+                swap(module, HalfLinear)
             result.half.append(item)
     return result
 
 
 def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
-    """Let the layers of ``model`` that nothing converts take FP32 input where their weights are half."""
+    """Let unconverted layers of ``model`` with half weights take FP32 input."""
     for module in model.modules():
         cls = fp32_input_class(module, on_cpu)
         if cls is not None:
-            _swap(module, cls)
+            swap(module, cls)
 
 
 def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
-    """Let ``model`` and its modules take FP32 input while autocast is off, too. Returns the hooks' handles."""
+    """Let ``model`` and its modules take FP32 input while autocast is off. Returns the handles of the hooks."""
 
     def needs_it(module: nn.Module) -> bool:
         own = any(p is not None for p in module._parameters.values())
@@ -149,7 +142,7 @@ def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """The weights of the linear layers of a converted model, by their names in ``named_parameters()``."""
     return {
-        _inside(name, own): weight
+        full_name(name, own): weight
         for name, module in model.named_modules()
         for own in _linear_weights(name, module).values()
         if (weight := module._parameters.get(own)) is not None
@@ -157,32 +150,21 @@ def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _call_layers(module: nn.Module) -> None:
-    """Have torch's transformer modules call their layers, which in evaluation they go around."""
+    """Make torch's transformer modules call their layers in evaluation, too."""
     for kind, (name, value) in FUSED.items():
         if isinstance(module, kind) and getattr(module, name, value) != value:
-            _swap(module, type(module), **{name: value})
+            swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
+        swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
-    """Weights that a linear layer, or an attention with such layers inside, multiplies with.
-
-    By the name under which ``Conversion`` knows the layer: the name in the module.
-    """
+    """The weights of a linear layer, or of an attention's input projections: name in ``Conversion`` to own name."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):
-        return {_inside(name, weight): weight for weight in projection_weights(module)}
+        return {full_name(name, weight): weight for weight in projection_weights(module)}
     return {}
-
-
-def _inside(name: str, own: str) -> str:
-    return f"{name}.{own}" if name else own
-
-
-def _plan_of(module: nn.Module, weight: str) -> GemmPlan | None:
-    return gemm_plans(module).get(weight)
 
 
 def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
@@ -191,9 +173,9 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
         module.gemm_plans[weight] = plan
     elif _is_conv1d(module):
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
-        _swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
+        swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
     else:
-        _swap(module, LowPrecisionLinear, gemm_plan=plan)
+        swap(module, LowPrecisionLinear, gemm_plan=plan)
 
 
 def _convert_low(
@@ -206,15 +188,13 @@ def _convert_low(
     weight_scales: WeightScales | None,
     result: Conversion,
 ) -> None:
-    linears: dict[str, nn.Module] = {}
-    norms: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if _linear_weights(name, module):
-            linears[name] = module
-        elif type(module) in (nn.LayerNorm, nn.RMSNorm) or _looks_like_rms_norm(module):
-            norms[name] = module
-    candidates = {**linears, **norms}
-    refused = reasons_to_keep(layers, model, candidates, list(linears))
+    linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
+    found = candidates(model)
+    norms = {name: one.module for name, one in found.items() if not one.pattern.is_parent}
+    refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
+    # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
+    for name, candidate in found.items():
+        candidate.recognise(refused.get(name))
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -231,7 +211,7 @@ def _convert_low(
                 if reason == refused.get(name) != HEAD:
                     result.asked.add(item)
             else:
-                chosen[item] = _inside(name, weight), module, weight
+                chosen[item] = full_name(name, weight), module, weight
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]
@@ -243,61 +223,12 @@ def _convert_low(
                 others = [slots[f"{item}.{kind}"] for kind in kinds]
                 slots[f"{item}.weight"] = weight_scales.add(item, module, weight, others)
     inputs = SharedInput(histories)
-    for item, (full_name, module, weight) in chosen.items():
+    for item, (weight_name, module, weight) in chosen.items():
         operands = {kind: operand_of(recipe, kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
         _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
         result.low.append(item)
-        result.weights.append(full_name)
-
-    for name, module in norms.items():
-        reason = refused.get(name) or _norm_obstacle(module)
-        if reason:
-            result.kept[name] = reason
-        elif type(module) is nn.LayerNorm:
-            _swap(module, LowPrecisionLayerNorm)
-            result.norms.append(name)
-        elif type(module) is nn.RMSNorm:
-            _swap(module, LowPrecisionRMSNorm, norm_backend=backend, zero_centered=False)
-            result.norms.append(name)
-        else:
-            kind = rms_norm_kind(module)
-            if kind is None:
-                result.kept[name] = f"{type(module).__name__} does not compute a plain RMSNorm"
-                continue
-            eps, zero_centered = kind
-            shape = tuple(module.weight.shape)  # type: ignore[union-attr,arg-type]
-            _swap(
-                module, LowPrecisionRMSNorm, norm_backend=backend, zero_centered=zero_centered,
-                eps=eps, normalized_shape=shape, elementwise_affine=True,
-            )  # fmt: skip
-            result.norms.append(name)
-
-
-def revert_layers(model: nn.Module) -> None:
-    """Give every converted module its own class back."""
-    for module in model.modules():
-        if _ORIGINAL in module.__dict__:
-            original, before, ours = module.__dict__.pop(_ORIGINAL)
-            for name, value in before.items():
-                if value is _ABSENT:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = value
-            module.__class__ = original if type(module) is ours else _rebased(type(module), original)
-
-
-def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """``cls``, which a parametrization has derived from a class of this package, derived from ``original`` instead."""
-    inherited = ("__dict__", "__weakref__")
-    return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
-
-
-def _swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
-    # Through __dict__: nn.Module.__setattr__ would register and check, and ``revert_layers`` undoes it exactly.
-    before = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
-    module.__dict__.update(attributes)
-    module.__dict__[_ORIGINAL] = (type(module), before, cls)
-    module.__class__ = cls
+        result.weights.append(weight_name)
+    apply_patterns(found, refused, backend, result)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -306,13 +237,8 @@ def _is_conv1d(module: nn.Module) -> bool:
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
-def _looks_like_rms_norm(module: nn.Module) -> bool:
-    cls = type(module)
-    return cls.__name__.endswith("RMSNorm") and cls.__module__.startswith("transformers.")
-
-
 def _unread(model: nn.Module) -> dict[int, str]:
-    """By the id of the module: why ``out_proj`` of an attention with a forward of its own is left alone."""
+    """The reason to leave ``out_proj`` of an attention with a forward of its own alone, by the id of ``out_proj``."""
     return {
         id(module.out_proj): f"{type(module).__name__} may read its weight without calling it"
         for module in model.modules()
@@ -321,29 +247,17 @@ def _unread(model: nn.Module) -> dict[int, str]:
 
 
 def _linear_obstacle(module: nn.Module, own: str) -> str | None:
-    """Why this layer cannot compute with its weight ``own`` in another way."""
-    is_layer = type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)
-    if not is_layer or "forward" in module.__dict__:
+    """Why the GEMMs of this layer's weight ``own`` cannot be replaced; None where they can."""
+    if not (type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)):
         return f"{type(module).__name__} has a forward of its own"
+    if obstacle := own_forward(module):
+        return obstacle
     weight = module._parameters.get(own)
     if weight is None:
         return "its weight is computed (weight_norm or another parametrization)"
     if isinstance(weight, UninitializedParameter):
         return "not initialised yet (run the model once before training)"
-    return _dtype_obstacle(weight)
-
-
-def _norm_obstacle(module: nn.Module) -> str | None:
-    if "forward" in module.__dict__:
-        return f"{type(module).__name__} has a forward of its own"
-    weight = getattr(module, "weight", None)
-    return _dtype_obstacle(weight) if isinstance(weight, torch.Tensor) else None
-
-
-def _dtype_obstacle(weight: torch.Tensor) -> str | None:
-    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    return None
+    return dtype_obstacle(weight)
 
 
 def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:

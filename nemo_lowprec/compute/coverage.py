@@ -1,4 +1,4 @@
-"""What becomes of each of a model's matrices: which of them the low-precision GEMMs compute with, and which not."""
+"""Says of each matrix of a model whether a low-precision GEMM reads it, and if not, why."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\..*$")
 
 
 class Fate(NamedTuple):
-    """What becomes of a matrix.
+    """How a layer or matrix is computed.
 
     Attributes:
-        kind: ``low``; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by the arguments that
-            choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM.
-        reason: why it is not ``low``.
-        pattern: names of which matrix, where no layer stands for it.
+        kind: ``low``: by a converted layer; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by
+            the arguments that choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM; ``fused`` and
+            ``unfused``: a parent of layers, which a pattern computes or not.
+        reason: why the kind is not ``low``; for ``fused`` the name of the pattern.
+        pattern: of a matrix without a layer, its name with ``*`` for numbers, so that such matrices form one group.
     """
 
     kind: str
@@ -39,11 +40,11 @@ class Fate(NamedTuple):
 
 @dataclass
 class Group:
-    """Layers, or matrices for which no layer stands, with one fate.
+    """Layers, or matrices without a layer, that have one fate.
 
     Attributes:
         names: of the layers or matrices, in the model's order.
-        elements: of their matrices: parameters of two or more dimensions, each counted once.
+        elements: number of elements of their matrices (parameters of two or more dimensions), each counted once.
     """
 
     fate: Fate
@@ -52,22 +53,22 @@ class Group:
 
     @property
     def is_gemm(self) -> bool:
-        """Whether the matrices should be computed with in low precision: a GEMM reads them, and nobody wants it half.
+        """Whether a GEMM reads the matrices that the user has not asked to keep in half precision.
 
-        What is no layer of torch's counts as one, since its product with the matrix is nothing that can be seen here.
+        A matrix outside of torch's layers counts as one that a GEMM reads, since no module shows its use.
         """
         return self.fate.kind in ("low", "te", "half")
 
     @property
     def is_low(self) -> bool:
-        """Whether they are."""
+        """Whether low-precision GEMMs read the matrices."""
         return self.fate.kind in ("low", "te")
 
 
 def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
-    """All layers that ``conversion`` knows, and all matrices of ``model``; what is converted first, then by size.
+    """All layers in ``conversion`` and all matrices of ``model``, grouped; converted groups first, then by size.
 
-    A matrix that several modules have (an embedding that is the head, too) is that module's which comes first in:
+    A matrix that several modules share (an embedding that is the head, too) counts for one of them, in this order:
     converted, Transformer Engine's, left in half precision, norm, embedding, anything else.
     """
     names: dict[Fate, dict[str, None]] = defaultdict(dict)
@@ -76,6 +77,10 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
         names[Fate("low")][name] = None
     for name in conversion.norms:
         names[Fate("norm")][name] = None
+    for name, pattern in conversion.fused.items():
+        names[Fate("fused", pattern)][name] = None
+    for name, reason in conversion.unfused.items():
+        names[Fate("unfused", reason)][name] = None
     for name in conversion.kept:
         names[_kept(name, conversion)][name] = None
     low = dict(zip(conversion.weights, conversion.low, strict=True))
@@ -87,11 +92,11 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     return sorted(groups, key=lambda group: (_ORDER.index(group.fate.kind), -group.elements))
 
 
-_ORDER = ("low", "te", "norm", "half", "asked", "embedding")
+_ORDER = ("low", "te", "norm", "fused", "unfused", "half", "asked", "embedding")
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module, str]]]]:
-    """Each with (name of the module, the module, its name in there) for every module that has it."""
+    """(matrix, [(name of a module with the matrix, the module, name of the matrix in the module)])."""
     found: dict[int, tuple[Tensor, list[tuple[str, nn.Module, str]]]] = {}
     for name, module in model.named_modules():
         for own, param in module._parameters.items():
@@ -127,7 +132,7 @@ def _kept(layer: str, conversion: Conversion) -> Fate:
 
 
 def as_patterns(names: list[str]) -> list[str]:
-    """``names``, with one pattern in the place of those that differ in numbers only."""
+    """``names``, where one pattern stands for all names that differ in numbers only."""
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
         alike[_pattern(name)].append(name)
@@ -135,10 +140,10 @@ def as_patterns(names: list[str]) -> list[str]:
 
 
 def as_globs(names: list[str], others: list[str]) -> list[str]:
-    """Short globs that match all of ``names`` and none of ``others``: ``*.self_attn.q_proj`` for one in each layer.
+    """Short globs that match all of ``names`` and none of ``others``, such as ``*.self_attn.q_proj``.
 
-    A glob has the last two parts of a name, and as many more as it needs. Where layers of ``names`` and of ``others``
-    differ in their numbers only, no glob can tell them apart, and the short one stands for both.
+    A glob has the last two parts of a name, and more where two match another name, too. Where names of both lists
+    differ in their numbers only, no glob can tell them apart, and the short glob matches both.
     """
     own, rest = as_patterns(names), as_patterns(others)
     found: list[str] = []
@@ -165,10 +170,10 @@ def _pattern(name: str) -> str:
 
 
 def too_little(groups: list[Group]) -> str | None:
-    """What to warn of: nothing is converted, or less than half of the elements of the matrices that GEMMs read.
+    """A warning where converted layers have less than half of the elements of the matrices that GEMMs read, else None.
 
-    Not counted are embeddings, unless they are the head, too: a lookup is no GEMM, and no level converts it; norms; and
-    what the user has asked to keep. None where there is nothing to say.
+    Not counted are norms, layers that the user has asked to keep, and embeddings (a lookup is no GEMM) unless the
+    embedding is the head, too.
     """
     counted = sum(group.elements for group in groups if group.is_gemm)
     low = sum(group.elements for group in groups if group.is_low)

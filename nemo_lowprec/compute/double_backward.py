@@ -1,12 +1,12 @@
-"""The backward pass of a converted linear layer where its gradients are differentiated again (``create_graph=True``).
+"""The backward pass of a converted linear layer whose gradients are differentiated again (``create_graph=True``).
 
-Also where many are computed at once (``is_grads_batched=True``, ``vmap`` of ``torch.autograd.grad``).
+The same pass computes many gradients at once (``is_grads_batched=True``, ``vmap`` of ``torch.autograd.grad``).
 
-Its two GEMMs then run in half precision on the weight parameter and on the input that the forward pass saved, as
-operations of torch that autograd differentiates any number of times. Gradient penalties and forces reach the weight,
-the bias, the input and the output gradient in this way.
+The layer's two backward GEMMs then run in half precision on the weight parameter and on the input that the forward pass
+saved, as operations of torch that autograd differentiates any number of times. Gradient penalties and forces reach the
+weight, the bias, the input and the output gradient in this way.
 
-A forward pass saves no more for it than an empty tensor, the link, whose place in the graph leads to the input.
+For this pass, forward saves one empty tensor more, the link, whose node in the graph leads to the input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
     """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features].
 
     Args:
-        ctx: the node of the layer's forward pass.
+        ctx: the node of the layer's forward pass, ``linear._LinearFunction``.
 
     Raises:
         RuntimeError: the weight was changed in place since the forward pass.
@@ -61,21 +61,21 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
 
 
 def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
-    # What nobody takes would keep the graph alive, which keeps it.
+    # A sum that no layer takes would keep its graph alive, and the graph the sum.
     if _is_reached(ctx, 0):
         gradient.put(total)
 
 
 def _is_reached(ctx: Any, index: int) -> bool:
-    """Whether this backward pass goes on from a node to what made its tensor ``index``."""
+    """Whether this backward pass goes on to the node that made input ``index`` of this one."""
     try:
         return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-    except RuntimeError:  # torch does not say so of a leaf that torch.autograd.grad was asked for
+    except RuntimeError:  # torch has no answer for a leaf that torch.autograd.grad was asked for
         return True
 
 
 def _saved_input(ctx: Any) -> Tensor:
-    """The input [rows, in_features] that the weight's gradient is computed from, as a part of the graph."""
+    """The saved input [rows, in_features] in half precision, linked to the graph that made the input."""
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
         values = saved[0]
@@ -94,9 +94,9 @@ def _saved_input(ctx: Any) -> Tensor:
 
 @torch.no_grad()
 def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtype, device: torch.device) -> Tensor:
-    """What the columnwise data of an input stand for, [rows, in_features] in half precision.
+    """The values of an input's columnwise data, [rows, in_features] in half precision.
 
-    They are read by the GEMM that every backend has for them: the weight gradient, here of columns of the identity.
+    Every backend reads columnwise data by its wgrad GEMM, so the values are the weight gradient of an identity matrix.
     """
     operand = replace(kind, scaling="current" if kind.scaling == "delayed" else kind.scaling, slot=None)
     row, width = torch.arange(rows, device=device).unsqueeze(1), min(_CHUNK, rows + -rows % 128)
@@ -109,7 +109,7 @@ def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtyp
 
 
 class _LinkedInput(torch.autograd.Function):
-    """Of (the link to an input, the input's values [rows, in_features]) to the values; a gradient joins the input's."""
+    """(link, values [rows, in_features]) to the values. Backward adds the values' gradient to the input's."""
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, values: Tensor, gradient: InputGradient, dtype: Any, pad: int) -> Tensor:
@@ -121,5 +121,5 @@ class _LinkedInput(torch.autograd.Function):
         total = ctx.gradient.take()
         grad = grad.to(ctx.dtype)
         grad = grad if total is None else grad + total[: len(grad)]
-        _hand_on(ctx, ctx.gradient, F.pad(grad, (0, 0, 0, ctx.pad)))  # a copy: the next layer adds to it in place
+        _hand_on(ctx, ctx.gradient, F.pad(grad, (0, 0, 0, ctx.pad)))  # a copy, since the next layer adds in place
         return None, None, None, None, None

@@ -1,4 +1,4 @@
-"""Which layers are converted: names, globs or a callable, the ends of the stack, and the head left alone."""
+"""Chooses the layers to convert: by names, globs or a callable, without the ends of the stack and without the head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from nemo_lowprec.options import LayerFilter
 
-__all__ = ["HEAD", "reasons_to_keep"]
+__all__ = ["HEAD", "full_name", "reasons_to_keep"]
 
 HEAD = "the head (name it in convert to convert it)"
 
@@ -19,15 +19,20 @@ _HEAD_NAMES = frozenset(
 )
 
 
+def full_name(module: str, own: str) -> str:
+    """The name in the model of the layer or weight ``own`` inside of ``module``; either name may be empty."""
+    return f"{module}.{own}" if module and own else module or own
+
+
 def reasons_to_keep(
     layers: LayerFilter, model: nn.Module, candidates: dict[str, nn.Module], linears: list[str]
 ) -> dict[str, str]:
-    """Return, for each candidate that is not to be converted, why.
+    """Return the reason for each candidate that is not to be converted, by name.
 
     Args:
         model: the whole model.
         candidates: convertible layers by name.
-        linears: names of the linear ones among them, in the model's order.
+        linears: names of the candidates that are linear layers, in the model's order.
 
     Raises:
         ValueError: a pattern that matches no layer.

@@ -1,10 +1,10 @@
-"""Layers with half weights take FP32 input, too, inside of autocast and outside.
+"""Lets layers with half weights take FP32 input, inside of autocast and outside.
 
-On a GPU autocast casts the input of most layers. A CPU has no autocast rule for norms, nor for ``Bilinear``; and no
-device has one for the weights that an ``EmbeddingBag`` gives its samples.
+On a GPU autocast casts the input of most layers. A CPU has no autocast rule for norms and for ``Bilinear``, and no
+device has a rule for the ``per_sample_weights`` of an ``EmbeddingBag``: these layers get a class that casts.
 
-Outside of a step nobody opens autocast: a callback that calls the model, or a part of it, would have FP32 input meet
-half weights. There, modules with parameters of their own open autocast themselves.
+Outside of a step autocast is off: a callback that calls the model, or a part of it, would pass FP32 input to half
+weights. Modules with parameters of their own open autocast then, by hooks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["fp32_input_class", "open_autocast"]
 
 
 def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias in FP32, unless both are of the dtype of ``x``: torch's norms take either, and no mixture."""
+    """Weight and bias in FP32, unless both have the dtype of ``x``: torch's norms take no other mixture."""
     if all(p is None or p.dtype == x.dtype for p in (weight, bias)):
         return weight, bias
     return None if weight is None else weight.float(), None if bias is None else bias.float()
@@ -63,7 +63,7 @@ _ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def fp32_input_class(module: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
-    """The class that ``module`` needs to take FP32 input; None where torch's own takes it."""
+    """The class with which ``module`` takes FP32 input; None where its own class does."""
     if "forward" in module.__dict__:
         return None
     if type(module) is nn.EmbeddingBag:
@@ -72,7 +72,7 @@ def fp32_input_class(module: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
 
 
 class _Opened(local):
-    """The modules of one thread that have opened autocast, and their contexts."""
+    """A stack of (module that has opened autocast, its context); one stack for each thread."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, Any]] = []
@@ -83,9 +83,9 @@ _opened = _Opened()
 
 
 def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
-    """Have ``modules`` with half weights run under autocast where their input is FP32 and autocast is off.
+    """Run ``modules`` with half weights under autocast where their input is FP32 and autocast is off.
 
-    Their outputs are FP32 then, as with FP32 weights.
+    The outputs are then cast to FP32, as FP32 weights would give them.
 
     Returns:
         The handles of the hooks.
@@ -106,7 +106,7 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     if args and isinstance(args[0], Tensor) and torch.is_autocast_enabled(args[0].device.type):
-        return  # a step: without a look at the other arguments
+        return  # a step; the common case comes first
     for leaf in tree_leaves((args, kwargs)):
         values = leaf.data if isinstance(leaf, PackedSequence) else leaf
         if isinstance(values, Tensor) and values.is_floating_point():

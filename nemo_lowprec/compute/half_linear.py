@@ -1,7 +1,7 @@
 """A linear layer with half weights whose weight gradient is the FP32 accumulator of its GEMM, not rounded to half.
 
-Autograd would round the gradient to the weight's dtype and then make an FP32 copy: a pass over every gradient that
-costs more than the GEMM's wider output. Source: Megatron-LM's ``gradient_accumulation_fusion``.
+Autograd would round the gradient to the weight's dtype and then make an FP32 copy. That pass over every gradient costs
+more than the GEMM's wider output. Source: Megatron-LM's ``gradient_accumulation_fusion``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["HalfLinear", "half_linear"]
 
 
 class HalfLinear(nn.Linear):
-    """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
+    """``nn.Linear`` for a half weight with an FP32 gradient. Conversion makes it of an ``nn.Linear``.
 
-    All else (a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
+    In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -30,7 +30,11 @@ class HalfLinear(nn.Linear):
 
 
 def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None = None) -> Tensor:
-    """``F.linear``, by some rows of the weight where there is a ``part``; an FP32 gradient is not rounded to half."""
+    """``F.linear`` with an FP32 weight gradient that is not rounded to half.
+
+    Args:
+        part: (first row, row behind the last) of ``weight`` to multiply with; None for all rows.
+    """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
@@ -46,7 +50,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[
 
 
 class _HalfLinearFunction(torch.autograd.Function):
-    """Of (input [rows, in_features], weight, bias or None), all half, to [rows, out_features]."""
+    """(input [rows, in_features], weight, bias or None), all half, to the output [rows, out_features]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None) -> Tensor:
@@ -58,7 +62,7 @@ class _HalfLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
+        with AutocastOff(grad_output.device.type):  # a loop may call backward() under autocast
             dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None
             if need_weight:

@@ -11,11 +11,13 @@ from nemo_lowprec.lines import WIDTH, name_lines, text_lines
 
 __all__ = ["describe_layers", "layers_table"]
 
-_NAMED = 8  # of a group
+_NAMED = 8  # layers of a group
 _INDENT = 18
 _ARE = {
     "te": "{low}, by Transformer Engine",
     "norm": "norm with half output",
+    "fused": "fused",
+    "unfused": "computed layer by layer",
     "half": "half precision",
     "asked": "half precision",
     "embedding": "no GEMM",
@@ -23,12 +25,12 @@ _ARE = {
 
 
 def layers_table(groups: list[Group], low: str) -> str:
-    """Each group of layers: how many, their share of all matrices' elements, what they are and why; then their names.
+    """One row for each group of layers: count, share of all matrices' elements, computation and reason; then names.
 
-    Lines have at most 80 characters. The name of a layer is a glob, as ``convert`` and ``skip`` take it.
+    Lines have at most 80 characters. Layers are named by globs, which ``convert`` and ``skip`` take.
 
     Args:
-        low: how the converted ones compute, for example ``FP8 (delayed, te)``.
+        low: how converted layers compute, for example ``FP8 (delayed, te)``.
     """
     lines = [_row("Layers", "Weights", "Are")[0], " " + "─" * (WIDTH - 2)]
     total = sum(group.elements for group in groups)
@@ -50,7 +52,7 @@ def layers_table(groups: list[Group], low: str) -> str:
 def describe_layers(
     model: nn.Module, conversion: Conversion, level: PrecisionLevel, how: str
 ) -> tuple[str, str | None]:
-    """The table of a converted model, and what to warn of; None where enough is converted.
+    """The table of a converted model, and a warning where too little is converted, else None.
 
     Args:
         how: scaling and backend of the GEMMs.

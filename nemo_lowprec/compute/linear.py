@@ -1,7 +1,12 @@
 """The converted linear layer: an ``nn.Linear`` whose three GEMMs run at the level's precision.
 
-An existing layer is converted by changing its class, so that its identity, parameters, hooks, names and attributes
-stay what they were. Which of the three GEMMs run in FP8, on which backend and with which operands is a ``GemmPlan``.
+``convert`` changes the class of an existing layer, whose identity, parameters, hooks, names and attributes stay. The
+layer's ``GemmPlan`` says which of the three GEMMs run in FP8, on which backend and with which operands. The steps:
+
+forward   quantize the input [M, K] (``SharedInput``) and the weight [N, K], ``backend.fprop``; save the columnwise data
+backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the input's gradient, ``backend.wgrad``
+
+Formats and scales of the operands are in ``operands.py``, the GEMMs in ``backends/``.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
-from nemo_lowprec.compute.weight_scales import WeightScale, weight_data
+from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.options import Recipe
-from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 
 __all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
@@ -35,9 +40,9 @@ class GemmPlan:
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
-        inputs: what layers share that read the same tensor, where there is a recipe.
-        keeps_weight: whether the weight's operand of backward is made in forward; not where the weight itself is freed
-            in between.
+        inputs: the ``SharedInput`` of all layers of the model that have a recipe.
+        keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
+            that is gathered again in backward: forward then saves nothing of it.
     """
 
     backend: Backend
@@ -62,7 +67,7 @@ class GemmPlan:
 
 
 class LowPrecisionLinear(nn.Linear):
-    """``nn.Linear`` with the GEMMs of a ``GemmPlan``; made by ``convert``, not constructed.
+    """``nn.Linear`` with the GEMMs of a ``GemmPlan``. Conversion makes it of an ``nn.Linear``.
 
     Input [..., in_features] of any float dtype, output [..., out_features] in the plan's half dtype under autocast,
     else in the input's dtype. The weight may be FP32, half, or a ``Fp8Weight``.
@@ -80,14 +85,14 @@ class LowPrecisionLinear(nn.Linear):
 
 
 class LowPrecisionConv1D(LowPrecisionLinear):
-    """The same for transformers' ``Conv1D`` (GPT-2), whose weight is stored [in_features, out_features]."""
+    """``LowPrecisionLinear`` for transformers' ``Conv1D`` (GPT-2), whose weight is [in_features, out_features]."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return _apply(x, self.weight, self.bias, self, transposed=True)
 
 
 class AutocastOff:
-    """``torch.autocast(device, enabled=False)`` at half of what that costs the host, for code that is not compiled."""
+    """``torch.autocast(device, enabled=False)`` at half the host time, for code that is not compiled."""
 
     __slots__ = ("device", "was")
 
@@ -118,7 +123,7 @@ def _apply(
     out_dtype = x.dtype
     if torch.is_autocast_enabled(device):
         out_dtype = torch.get_autocast_dtype(device)
-        if out_dtype != plan.half:  # a loop of the user's own, which chooses the dtype
+        if out_dtype != plan.half:  # the user's own loop has chosen another dtype
             plan = replace(plan, half=out_dtype)
     if is_transformed():
         return _by_torch(x, weight, bias, plan, out_dtype, transposed, part)
@@ -176,14 +181,17 @@ def wgrad_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass
 class _Call:
-    """What a forward is told beside its tensors.
+    """Arguments of one forward pass that are no tensors of the graph.
 
     Attributes:
-        source: the input as the layer got it.
-        values: the same [rows, in_features], apart from autograd.
-        gradient: where the input's gradient is added up; None for an input without one and for half layers.
-        gives_out: whether this is the first layer to read the input.
-        part: (first row, row behind the last) of the weight that are multiplied with; None for all.
+        source: the input that the layer was called with, [..., in_features].
+        values: the same values as [rows, in_features], detached.
+        record: whether amaxes enter the histories.
+        grad_dtype: dtype of the weight's gradient.
+        grad: whether autograd is on.
+        gradient: the sum of the input's gradient; None for an input without a gradient and for half layers.
+        gives_out: whether this is the first layer to read the input, which gives out the handle.
+        part: (first row, row behind the last) of the weight to multiply with; None for all rows.
     """
 
     plan: GemmPlan
@@ -200,7 +208,7 @@ class _Call:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """Of (the input or its handle, weight, bias, call) to (output, a handle where this layer gives one out)."""
+    """(the input or its handle, weight, bias, call) to (output, the handle where this layer gives it out)."""
 
     @staticmethod
     def forward(ctx: Any, source, weight, bias, call: _Call):
@@ -232,14 +240,14 @@ class _LinearFunction(torch.autograd.Function):
                 backend, call.source, _compute_dtype(xp, plan), plan.operand("input"),
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
-        # A weight that is stored in FP8 is transposed again in backward, instead of kept twice.
+        # A weight that is stored in FP8 is transposed again in backward, which takes less memory than two orientations.
         w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, Fp8Weight)
         if fprop8 or w_kept:
             w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
 
         if fprop8:
             out = backend.fprop(x8, w8, bias, out_dtype)
-            if pad:  # not as a view, which could not be changed in place
+            if pad:  # not a view, so that in-place operations on the output work
                 out = torch.ops.aten._unsafe_view.default(out[:rows], [rows, out.shape[1]])
         else:
             out = backend.matmul(x.to(plan.half), _half(weight, plan).t(), out_dtype)
@@ -258,7 +266,7 @@ class _LinearFunction(torch.autograd.Function):
         elif need_dgrad:
             w_tensors = [weight]
         handle = x.new_empty(0) if call.gives_out else None
-        # For a second derivative: what leads to the input, without its values.
+        # The link: a second derivative reaches the input through it; it holds no values.
         link = [handle if call.gives_out else source] if need_wgrad and call.gradient is not None else []
         ctx.save_for_backward(*x_tensors, *w_tensors, *link)
         ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
@@ -272,11 +280,11 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output, _):
-        if grad_output is None:  # at most the layers that share this one's input are part of the loss
+        if grad_output is None:  # this layer's output is no part of the loss; other readers of its input may be
             total = ctx.gradient.take() if ctx.gives_out else None
             return None if total is None else total[: ctx.rows], None, None, None
-        with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
-            # A gradient that stands for many (``is_grads_batched``, ``vmap``) is one that no kernel quantizes.
+        with AutocastOff(grad_output.device.type):  # a loop may call backward() under autocast
+            # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
             if torch.is_grad_enabled() or is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
                 return differentiable_backward(ctx, grad_output)
             return _LinearFunction._backward(ctx, grad_output)
@@ -334,12 +342,12 @@ class _LinearFunction(torch.autograd.Function):
 
 
 def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
-    """The gradient of all rows of a weight, zero but for those of ``part``, which is ``values``."""
+    """A gradient [all_rows, ...] that is ``values`` in the rows of ``part``, and zero elsewhere."""
     return F.pad(values, (0, 0, part[0], all_rows - part[1]))
 
 
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
-    """Activations are quantized from half, as they come out of the layers around."""
+    """``values`` in the plan's half dtype, from which activations and their gradients are quantized."""
     return values if values.dtype == plan.half else values.to(plan.half)
 
 
@@ -350,10 +358,10 @@ def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
     if isinstance(weight, Fp8Weight):
         return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
-    operand, values = plan.operand("weight"), weight_data(weight)
+    operand, values = plan.operand("weight"), stored_data(weight)
     return plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=False)
 
 
 def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:
-    """Keep only what backward needs: the columnwise orientation."""
+    """The operand without its rowwise orientation, which backward does not read."""
     return backend.columnwise_only(operand) if rowwise else operand

@@ -2,7 +2,7 @@
 
 torch's module reads ``in_proj_weight`` and ``out_proj.weight`` in ``F.multi_head_attention_forward``, and in evaluation
 in a fused kernel, so that no converted layer is called. The fused kernel of ``nn.TransformerEncoderLayer`` and the
-nested tensors of ``nn.TransformerEncoder`` go around a whole block: ``FUSED`` is what they are switched off with.
+nested tensors of ``nn.TransformerEncoder`` bypass the layers of a whole block; ``FUSED`` switches both off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nemo_lowprec.compute.linear import GemmPlan, _apply
 
 __all__ = ["FUSED", "LowPrecisionMultiheadAttention", "projection_weights"]
 
-# By class: the attribute, and the value of it, with which evaluation calls the layers as training does.
+# By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
@@ -32,18 +32,18 @@ def projection_weights(module: nn.MultiheadAttention) -> list[str]:
 
 
 class _Planned(NamedTuple):
-    """What a projection is computed by, in the place of a layer."""
+    """The attributes of a layer that ``linear._apply`` reads, for a projection without a layer of its own."""
 
     gemm_plan: GemmPlan
     training: bool
 
 
 class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` whose input projections have a ``GemmPlan``; made by ``convert``, not constructed.
+    """``nn.MultiheadAttention`` whose input projections have a ``GemmPlan``. Conversion makes it of torch's module.
 
-    ``out_proj`` is called as the linear layer that it is. Query, key and value are projected in one GEMM where they are
-    one tensor, and by the rows of ``in_proj_weight`` that are theirs where they are not; that weight has one scale.
-    Scores are computed by ``scaled_dot_product_attention``, or where they are asked for as torch does.
+    ``out_proj`` is a linear layer and called as such. One GEMM projects query, key and value where they are one tensor;
+    otherwise each is multiplied with its rows of ``in_proj_weight``, which has one scale in both cases. Attention is
+    ``scaled_dot_product_attention``, or with ``need_weights`` the operations of torch's module.
 
     Attributes:
         gemm_plans: by the name of the weight; a projection without one is computed in half precision.
@@ -80,7 +80,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
             raise RuntimeError("is_causal=True is a hint about attn_mask. Pass attn_mask, too.")
         q, k, v = (self._heads(x, batched) for x in self._project(query, key, value))
         mask = self._mask(q, k, key_padding_mask, attn_mask, batched)
-        # The hint takes the place of the mask where nobody else needs it.
+        # is_causal replaces the mask where nothing else reads the mask.
         causal = is_causal and key_padding_mask is None and not need_weights
         k, v, mask = self._extended(k, v, None if causal else mask)
 
@@ -100,7 +100,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         return self.out_proj(out.permute(order).reshape(query.shape)), weights
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Each [..., embed_dim]."""
+        """The projected query, key and value, each [..., embed_dim]."""
         size, biases = self.embed_dim, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             each = (None, None, None) if biases is None else biases.chunk(3)
@@ -123,7 +123,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
-        """[batch, heads, length, head_dim]."""
+        """A projection in the layout [batch, heads, length, head_dim]."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         if not batched:
             return x.unsqueeze(0).transpose(1, 2)
@@ -132,7 +132,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     def _mask(
         self, q: Tensor, k: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, batched: bool
     ) -> Tensor | None:
-        """What is added to the scores, [batch or 1, heads or 1, queries or 1, keys]; None for nothing.
+        """The sum of all masks, which is added to the scores: [batch or 1, heads or 1, queries or 1, keys]; or None.
 
         Raises:
             RuntimeError: a mask of another shape.
@@ -157,7 +157,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         return mask
 
     def _extended(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values, and what is added to their scores, with those of ``add_bias_kv`` and ``add_zero_attn``."""
+        """Keys, values and mask, extended by the keys and values of ``add_bias_kv`` and ``add_zero_attn``."""
         more: list[tuple[Tensor, Tensor]] = []
         if self.bias_k is not None and self.bias_v is not None:
             sizes = (1, self.num_heads, 1, self.head_dim)
@@ -173,7 +173,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask of booleans, True where nothing is read, as what is added to scores."""
+    """A mask to add to scores: minus infinity where a boolean ``mask`` is True; another mask in ``dtype``."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
     return mask.to(dtype)

@@ -1,4 +1,4 @@
-"""Which formats and scales the operands of a linear layer's three GEMMs get by the recipe.
+"""Formats and scales of the operands of a linear layer's three GEMMs, by the recipe.
 
 fprop   output      [M, N] = input [M, K] @ weight [N, K].T
 dgrad   grad_input  [M, K] = grad_output [M, N] @ weight [N, K]
@@ -43,11 +43,11 @@ class Operand:
 
     Attributes:
         kind: ``input``, ``weight`` or ``grad_output``.
-        scaling: the recipe's way of scaling.
-        fmt: the 8-bit format (NVFP4 elements are E2M1 whatever this says).
+        scaling: the recipe's scaling.
+        fmt: the 8-bit format. NVFP4 ignores it: its elements are E2M1.
         margin: per-tensor scales are divided by 2**margin.
-        layout: the blocks, where scales are per block.
-        slot: amax history and scale, for delayed scaling; a weight's is a ``WeightScale``.
+        layout: the blocks of a block scaling; None for scales per tensor.
+        slot: for delayed scaling, the amax history and scale: an ``AmaxSlot``, for a weight a ``WeightScale``.
     """
 
     kind: str

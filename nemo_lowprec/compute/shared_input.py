@@ -1,10 +1,29 @@
-"""What layers share that read the same tensor: a block's q, k and v, its gate and up projections.
+"""Quantized operands that travel with a tensor: a block's q, k and v, its gate and up projections read one input.
 
-They quantize it once: with delayed scaling such layers have seen the same amaxes, so their scales are equal and the
-first one's result is everyone's. It is kept for as long as the tensor lives that it was made from.
+One ``SharedInput`` belongs to all converted layers of a model. It holds two things for the tensor that was read last:
 
-And they add its gradient up in their GEMMs. To autograd the others read not the tensor but a handle that the first
-one gives out, so that the first one's backward runs last; it hands the sum on.
+``operand``  The tensor's values, quantized by a backend: rowwise data [rows, features], columnwise data
+             [features, rows], or both, in the 8-bit format of the layers' ``input`` operand, with FP32 scales. ``rows``
+             is the product of the tensor's leading dimensions, padded with zero rows to a multiple of the backend's
+             ``row_multiple``. The values are quantized from the plan's half dtype.
+``handle``   An empty tensor in the autograd graph, and the ``InputGradient`` that sums the tensor's gradient: [rows,
+             features] in the tensor's dtype, the sum of the readers' dgrad GEMMs.
+
+Who makes the operand: the first layer that reads the tensor (``quantize``), or the producer of the tensor that has
+quantized it in its own kernel, such as a fused norm (``offer``).
+
+Who reads the operand: every later layer with the same backend, half dtype, scaling, format and margin that needs no
+orientation which the operand lacks. With delayed scaling such layers have seen the same amaxes, so their scales are
+equal. The amax is recorded once, in the slot of the operand's maker; ``DelayedScaling.share`` enters it into the
+histories of the other readers.
+
+When the operand is dropped: when the tensor is freed or changed in place, when another tensor is read, or when the
+history behind a delayed scale was ended. Tensors that may change without a trace have no operand here: inference
+tensors, parameters, and leaves that require a gradient. Every layer quantizes such tensors for itself.
+
+What backward adds up: to autograd the later layers read the handle, not the tensor, so that the first layer's backward
+runs last. Each layer adds its dgrad to the sum in its own GEMM; the first layer returns the sum as the gradient of the
+tensor. This holds for a tensor with an offered operand, too.
 """
 
 from __future__ import annotations
@@ -13,7 +32,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
@@ -23,16 +42,16 @@ __all__ = ["InputGradient", "SharedInput"]
 
 
 class InputGradient:
-    """The gradient of a tensor that several layers read, as far as it has been added up."""
+    """The gradient of a tensor that several layers read: [rows, features], as far as it has been added up."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
         self._pass = -1
 
     def take(self) -> Tensor | None:
-        """The sum of this backward pass so far, which becomes the caller's."""
+        """The sum of this backward pass so far, which the caller may write into; None where there is none."""
         total, self._sum = self._sum, None
-        # One that is left from a pass which did not go on to the first layer is no part of this one.
+        # A sum left over from an earlier backward pass is discarded.
         return total if self._pass == torch._C._current_graph_task_id() else None
 
     def put(self, total: Tensor) -> None:
@@ -41,7 +60,7 @@ class InputGradient:
 
 
 class _Latest:
-    """A value that belongs to a tensor, for as long as that lives and does not change."""
+    """A value that belongs to one tensor, until the tensor is freed, is changed, or another one takes its place."""
 
     def __init__(self) -> None:
         self._forget()
@@ -60,17 +79,31 @@ class _Latest:
 
 
 class _Quantized(NamedTuple):
-    """The data, whose they are, and the orientations that they have."""
+    """An operand that was made of a tensor.
+
+    Attributes:
+        key: what a reader must have in common with the maker.
+        operand: the maker's, whose slot has recorded the amax.
+        data: the backend's quantized operand.
+        rowwise, columnwise: orientations of ``data``.
+        delayed: whether the scale came from a history.
+    """
 
     key: tuple[Any, ...]
     operand: Operand
     data: Any
     rowwise: bool
     columnwise: bool
+    delayed: bool
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the history behind a delayed scale is still in use."""
+        return not (self.delayed and self.operand.slot.cold)
 
 
 class SharedInput:
-    """The quantized input, and its gradient, of the layer that ran last.
+    """The quantized operand, and the gradient, of the tensor that a model's converted layers read last.
 
     Args:
         histories: amax histories of the model, for delayed scaling.
@@ -82,7 +115,7 @@ class SharedInput:
         self._gradient = _Latest()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput()  # of a model that no engine renews the scales of
+        return SharedInput()  # no engine renews the scales of a copied model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, ()
@@ -91,33 +124,79 @@ class SharedInput:
         self, backend: Backend, source: Tensor, values: Tensor, operand: Operand, *,
         rowwise: bool, columnwise: bool, record: bool,
     ) -> Any:  # fmt: skip
-        """Quantize ``values``, which are those of ``source``, or hand out what another layer made of it.
+        """The quantized operand of ``source`` for one layer: the one that is there, or a new one.
 
         Args:
-            source: the tensor that the layer was called with: the same object is taken for the same values while
-                its version is the same.
+            source: the tensor that the layer was called with, [..., features].
+            values: the same values in the plan's half dtype, [rows, features], padded.
+            operand: the layer's ``input`` operand.
+            record: whether the amax enters the operand's history.
         """
-        # Inference tensors count no versions, and a leaf that is trained may be written through ``.data``.
-        if source.is_inference() or (source.is_leaf and source.requires_grad):
+        if _may_change_unseen(source):
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
-        key = (type(backend), values.shape, values.dtype, operand.scaling, operand.fmt, operand.margin, record)
-        there = self._quantized.get(source)
-        if there is not None and there.key == key and there.rowwise >= rowwise and there.columnwise >= columnwise:
+        key = _key(backend, values.shape, values.dtype, operand, record)
+        there: _Quantized | None = self._quantized.get(source)
+        fits = there is not None and there.key == key and there.rowwise >= rowwise and there.columnwise >= columnwise
+        if there is not None and fits and there.is_valid:
             first = there.operand
             if record and operand.slot is not None and first.slot is not None and self._histories is not None:
                 self._histories.share(operand.slot, first.slot)
             return backend.copy_operand(there.data)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
-        self._quantized.set(source, _Quantized(key, operand, data, rowwise, columnwise))
+        self._keep(source, key, operand, data, rowwise, columnwise)
         return backend.copy_operand(data)
 
+    def offer(
+        self, backend: Backend, source: Tensor, data: Any, operand: Operand, *, shape: tuple[int, int],
+        dtype: torch.dtype, rowwise: bool, columnwise: bool, record: bool,
+    ) -> None:  # fmt: skip
+        """Hand over the quantized operand of a tensor that the caller has produced; its readers then quantize nothing.
+
+        The producer quantizes with the scale of ``operand`` and, where ``record``, has entered the amax into
+        ``operand.slot``. An operand that does not fit a reader's backend, dtype or orientation is not read.
+
+        Args:
+            backend: the readers' ``gemm_plan.backend``.
+            source: the tensor object that the readers will be called with, [..., features]; for a producer that is an
+                ``autograd.Function``, the result of ``apply``.
+            data: a quantized operand as ``backend.quantize`` returns it; the readers own it from now on.
+            operand: the ``input`` operand of one of the readers.
+            shape: (rows, features) that were quantized, rows padded to a multiple of ``backend.row_multiple``.
+            dtype: the readers' half dtype, from which the values were rounded.
+            rowwise, columnwise: orientations of ``data``. The forward GEMM reads rowwise data, the weight gradient
+                columnwise data.
+            record: whether the readers train (``module.training``).
+        """
+        if not _may_change_unseen(source):
+            key = _key(backend, torch.Size(shape), dtype, operand, record)
+            self._keep(source, key, operand, data, rowwise, columnwise)
+
+    def _keep(
+        self, source: Tensor, key: tuple[Any, ...], operand: Operand, data: Any, rowwise: bool, columnwise: bool
+    ) -> None:
+        delayed = operand.slot is not None and not operand.slot.cold
+        self._quantized.set(source, _Quantized(key, operand, data, rowwise, columnwise, delayed))
+
     def gradient(self, source: Tensor) -> tuple[InputGradient, Tensor | None]:
-        """Where the gradient of ``source`` is added up, and its handle, which the first layer has yet to give out."""
+        """The sum of the gradient of ``source``, and the handle; None for the first layer that reads ``source``."""
         found: tuple[InputGradient, Tensor | None] | None = self._gradient.get(source)
         return found or (InputGradient(), None)
 
     def give_out(self, source: Tensor, gradient: InputGradient, handle: Tensor) -> None:
-        """Let others read ``handle`` in the place of ``source``, which is not a leaf."""
+        """Let later layers read ``handle`` in the place of ``source``. A leaf has no handle."""
         # Nothing that the handle's graph holds may hold the handle: such a circle is never freed. A leaf is held.
         if not source.is_leaf:
             self._gradient.set(source, (gradient, handle))
+
+
+def _key(backend: Backend, shape: torch.Size, dtype: torch.dtype, operand: Operand, record: bool) -> tuple[Any, ...]:
+    return type(backend), shape, dtype, operand.scaling, operand.fmt, operand.margin, record
+
+
+def _may_change_unseen(source: Tensor) -> bool:
+    """Whether the values may change while the version does not.
+
+    Inference tensors count no versions, and a leaf that is trained may be written through ``.data``. A parameter also
+    must not be referenced weakly: ``torch.utils.swap_tensors`` refuses such a tensor.
+    """
+    return source.is_inference() or (source.is_leaf and (source.requires_grad or isinstance(source, nn.Parameter)))

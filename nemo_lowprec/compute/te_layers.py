@@ -1,8 +1,8 @@
 """Models that bring Transformer Engine layers of their own (``te.Linear``, ``te.TransformerLayer``, ...).
 
-Such layers are not converted: they run FP8 themselves under ``te_context``. Their pickled ``_extra_state`` is
-saved empty; what it holds that matters, the amax histories and scales of delayed scaling, is handed over as
-plain tensors. TE is never imported here before the model has brought it.
+TE's layers are not converted: they run FP8 themselves under ``te_context``. Their pickled ``_extra_state`` is saved
+empty; the amax histories and scales of delayed scaling are saved as plain tensors by ``te_state_dict``. Nothing here
+imports TE before the model has done so.
 
 Not covered: weights that the user has created in FP8 (``te.quantized_model_init``), whose scales TE keeps itself,
 and FP8 attention.
@@ -47,7 +47,7 @@ def _is_te(kind: type) -> bool:
 
 
 def is_te_module(module: nn.Module) -> bool:
-    """Whether ``module`` is one of Transformer Engine's own."""
+    """Whether the class of ``module`` comes from Transformer Engine."""
     return _is_te(type(module))
 
 
@@ -57,16 +57,16 @@ def _te_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def has_te_layers(model: nn.Module) -> bool:
-    """Whether ``model`` has modules of Transformer Engine in it."""
+    """Whether ``model`` contains modules of Transformer Engine."""
     return next(_te_modules(model), None) is not None
 
 
 @lru_cache(maxsize=16)
 def te_recipe(recipe: Recipe) -> Any:
-    """TE's recipe for ours.
+    """TE's recipe with the settings of ``recipe``.
 
     Raises:
-        ValueError: an argument that TE's own layers cannot follow.
+        ValueError: an argument that TE's own layers do not have.
     """
     kinds = importlib.import_module("transformer_engine.common.recipe")
     if any(recipe.override_linear_precision):
@@ -97,8 +97,8 @@ def te_recipe(recipe: Recipe) -> Any:
 def te_context(recipe: Recipe | None, half: torch.dtype) -> Iterator[None]:
     """Context of a forward pass in which TE's own layers compute by ``recipe``.
 
-    TE's layers take their compute dtype from torch.autocast; where none is on, the context brings one of ``half``.
-    Without a recipe, or where nothing has imported TE, the context does nothing.
+    TE's layers take their compute dtype from torch.autocast; where autocast is off, the context turns it on for
+    ``half``. Without a recipe, or where nothing has imported TE, the context does nothing.
     """
     if recipe is None or "transformer_engine" not in sys.modules:
         yield
@@ -121,7 +121,7 @@ def _with_empty_extra_state(kind: Any) -> Any:
         pass
 
     def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Whatever a checkpoint brings, nothing included: TE's own override may look for it.
+        # Whatever the checkpoint has, also where the key is missing: TE's own override may read the key.
         state_dict[f"{prefix}_extra_state"] = get_extra_state(self)
         kind._load_from_state_dict(self, state_dict, prefix, *args)
 
@@ -138,10 +138,9 @@ def _with_empty_extra_state(kind: Any) -> Any:
 
 
 def empty_extra_state(model: nn.Module) -> None:
-    """Have TE's modules save an empty ``_extra_state``, and ignore what is loaded for it; may be called again.
+    """Make TE's modules save an empty ``_extra_state`` and ignore a loaded one; may be called again.
 
-    The key stays, since the same model without us looks for it where it loads strictly; TE reads nothing from an
-    empty one.
+    The key stays: the same model without this package needs the key to load strictly, and TE ignores an empty value.
     """
     for _, module in _te_modules(model):
         kind: Any = type(module)
@@ -150,7 +149,7 @@ def empty_extra_state(model: nn.Module) -> None:
 
 
 def _with_metadata(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """TE's modules with weights: those without (attention) have FP8 state for FP8 attention only."""
+    """TE's modules with weights and FP8 state. Modules without weights have such state for FP8 attention only."""
     for name, module in _te_modules(model):
         has_weights = next(module.parameters(recurse=False), None) is not None
         if has_weights and isinstance(getattr(module, "fp8_meta", None), dict):
@@ -181,10 +180,10 @@ def te_state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 @torch.no_grad()
 def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
-    """Take over what ``te_state_dict`` has returned; modules that ``state`` does not know keep theirs.
+    """Load the result of ``te_state_dict``; a module that is missing in ``state`` keeps its own state.
 
-    A module that has not run yet takes it over at its first forward, if its recipe is delayed scaling with a history
-    of the same length; otherwise it starts afresh.
+    A module that has not run yet adopts the state at its first forward if its recipe is delayed scaling with a history
+    of the same length; otherwise the module starts with an empty history.
     """
     for name, module in _with_metadata(model):
         if name not in state:
@@ -194,10 +193,10 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
             scale, history = state[name][f"scale_{direction}"], state[name][f"amax_history_{direction}"]
             target = module.fp8_meta.get(key)
             if not ready:
-                # When TE sets a module up it adopts the buffers of a state that is there, but keeps its own recipe.
+                # When TE sets a module up, the module adopts the buffers of an existing state, but not its recipe.
                 target = module.fp8_meta[key] = _delayed_state(mode, scale.numel(), len(history))
             elif not _is_delayed(target):
-                continue  # it runs with another scaling by now
+                continue  # the module runs with another scaling
             # In place: TE's quantizers and its global buffers are views of these tensors.
             target.scale.copy_(scale)
             target.amax_history.copy_(_fit(history, len(target.amax_history)))
@@ -205,14 +204,14 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
 
 @contextmanager
 def histories_kept(model: nn.Module) -> Iterator[None]:
-    """Evaluation that leaves no amaxes in the histories of delayed scaling: training would scale by them."""
-    before = {id(h): h.clone() for h in _histories(model)}
+    """Context of an evaluation whose amaxes do not stay in the histories, by which training scales."""
+    before = {id(h): (h, h.clone()) for h in _histories(model)}  # each history is held, so that no other takes its id
     try:
         yield
     finally:
         for history in _histories(model):
             if id(history) in before:
-                history.copy_(before[id(history)])
+                history.copy_(before[id(history)][1])
             else:  # of a module that had not run before
                 history.zero_()
 
@@ -223,15 +222,15 @@ def _histories(model: nn.Module) -> list[Tensor]:
 
 
 def has_empty_histories(model: nn.Module) -> bool:
-    """Whether no module has met an operand yet, so that all scales are 1."""
+    """Whether no module has seen an operand yet, so that all scales are 1."""
     return not any(bool(history.any()) for history in _histories(model))
 
 
 @torch.no_grad()
 def nonfinite_amaxes(model: nn.Module) -> Tensor | None:
-    """Whether an amax in the histories is not finite, as a bool scalar on the device; None where there are none.
+    """Whether an amax in the histories is not finite, as a bool scalar on the device; None without histories.
 
-    FP8 casts saturate, so an infinity that met an FP8 GEMM on its way shows in that operand's amax only.
+    FP8 casts saturate, so an infinity in an FP8 operand shows in the operand's amax only.
     """
     histories = _histories(model)
     return ~torch.stack(torch._foreach_norm(histories, math.inf)).isfinite().all() if histories else None
@@ -239,14 +238,14 @@ def nonfinite_amaxes(model: nn.Module) -> Tensor | None:
 
 @torch.no_grad()
 def forget_nonfinite_amaxes(model: nn.Module) -> None:
-    """Take amaxes that are not finite out of the histories: as long as one is there, TE leaves its scale as it is."""
+    """Replace amaxes that are not finite in the histories: TE computes no scale from a history with such an amax."""
     for history in _histories(model):
         history.nan_to_num_(nan=0.0, posinf=0.0)
 
 
 @torch.no_grad()
 def scale_by_histories(model: nn.Module, loss_scale: float) -> None:
-    """Compute the scales of the gradients from their histories, which a backward pass of a scaled loss has filled."""
+    """Compute the gradients' scales from their histories, which a backward pass with ``loss_scale`` has filled."""
     for module, state in _of_gradients(model):
         state.amax_history.div_(loss_scale)
         recipe = module.fp8_meta["recipe"]
@@ -257,7 +256,7 @@ def scale_by_histories(model: nn.Module, loss_scale: float) -> None:
 
 @torch.no_grad()
 def rescale_gradients(model: nn.Module, factor: float) -> None:
-    """Expect gradients ``factor`` times as large: the loss is scaled in another way."""
+    """Adapt histories and scales to gradients ``factor`` times as large, after the loss scale has changed."""
     for _, state in _of_gradients(model):
         state.amax_history.mul_(factor)
         known = state.amax_history.amax(dim=0) > 0
@@ -279,7 +278,7 @@ def _delayed_state(mode: str, operands: int, history_len: int) -> Any:
 
 
 def _fit(history: Tensor, length: int) -> Tensor:
-    """The history in ``length`` rows: row 0 is the step at hand, the newest come last, zeros fill up between."""
+    """The history in ``length`` rows: row 0 is the present step, the newest rows come last, zeros between."""
     if length == len(history):
         return history
     fitted = history.new_zeros(length, history.shape[1])

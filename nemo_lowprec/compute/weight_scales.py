@@ -1,9 +1,9 @@
-"""Scales of weights under delayed scaling: each comes from the weight at hand, not from a history.
+"""Scales of weights under delayed scaling: each is computed from the weight's present amax, not from a history.
 
-The amax of a weight is known as soon as the optimizer has stepped, so that nothing has to be predicted: a kernel that
-writes weights leaves it on them (``amax_of_step``), and one pass measures the others. A weight that anything else has
-written (``load_state_dict``, ``copy_``, a callback) is measured when its layer runs next, and the layer's input and
-output gradient start new histories: theirs belong to the weight that was there.
+The amax of a weight is known when the optimizer has stepped. A fused step stores the amax on the weight
+(``amax_of_step``); one pass measures the other weights. A weight that something else has written (``load_state_dict``,
+``copy_``, a callback) is measured when its layer runs next, and the layer's input and output gradient start new
+histories, since the old histories belong to the old weight.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import AmaxSlot, compute_amax, compute_scale
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, QuantizedTensor
+from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["WeightScale", "WeightScales", "weight_data"]
-
-
-def weight_data(weight: Tensor) -> Tensor:
-    """The plain tensor that holds a weight's elements: what it is quantized from, or its FP8 data."""
-    return weight.parts()[0] if isinstance(weight, QuantizedTensor) else weight
+__all__ = ["WeightScale", "WeightScales"]
 
 
 class WeightScale:
-    """Scale of one weight, as its layer's operand sees it (compare ``AmaxSlot``).
+    """Scale of one weight, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).
 
     Attributes:
         layer: the module that holds the weight.
@@ -39,8 +34,8 @@ class WeightScale:
         scale: shape [1], FP32, view into the table.
         amax: shape [1], FP32, view into the table: the weight's amax when it was measured.
         histories: the columns of the layer's other operands.
-        gathered: whether the weight is gathered from shards for each computation, so that its address and version tell
-            nothing: ``WeightScales.forget`` does then.
+        gathered: whether the weight is gathered from shards for each computation. Its address and version then change
+            at every gathering, and only ``WeightScales.forget`` says that it was written.
     """
 
     __slots__ = ("_left", "_measured", "amax", "fmt", "gathered", "histories", "layer", "margin", "name", "scale")
@@ -56,7 +51,7 @@ class WeightScale:
         self.amax: Tensor
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # A copy's weight is elsewhere, and has the same values.
+        # A copied model has other weights of the same values: measured anew, without a restart.
         state = {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
         return None, {**state, "_measured": None, "_left": None}
 
@@ -70,13 +65,13 @@ class WeightScale:
         return self.scale
 
     def follow(self, weight: Tensor, training: bool) -> None:
-        """Measure ``weight`` [out_features, in_features] unless the scale was computed from just its values.
+        """Measure ``weight`` [out_features, in_features] unless the scale was computed from its present values.
 
-        Evaluation measures what training has measured once more: a weight can be written without a trace (``.data``).
-        A weight that is stored in FP8 has its scale already.
+        The first evaluation after training measures again: a weight can be written without a trace (``.data``). A
+        weight that is stored in FP8 has its own scale.
         """
         state = (training,) if self.gathered else (training, *_state_of(weight))
-        if state != self._measured:  # the host's time counts: this is asked in every forward of every layer
+        if state != self._measured:  # one comparison, in every forward of every layer
             self._measure(weight, state)
 
     @torch.no_grad()
@@ -86,33 +81,33 @@ class WeightScale:
         self._measured = state
         _take_amax_of_step(weight)
         if not isinstance(weight, Fp8Weight):
-            amax = compute_amax(weight_data(weight)).reshape(1)
+            amax = compute_amax(stored_data(weight)).reshape(1)
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             self.amax.copy_(amax)
 
     def note(self) -> None:
-        """The scale was renewed from the weight at hand."""
+        """Note that the scale was computed from the present weight."""
         weight = self.weight
         if weight is not None:
             self._measured = (True,) if self.gathered else (True, *_state_of(weight))
 
     def restart(self) -> None:
-        """Let the layer's other operands start new histories."""
+        """Start new histories for the layer's other operands."""
         for slot in self.histories:
             slot.restart()
 
     def forget(self) -> None:
-        """Measure the weight when its layer runs next; what the histories hold belongs to that weight."""
+        """Measure the weight when its layer runs next, without new histories: they belong to that weight."""
         self._measured = None
         if self.weight is not None:
             _take_amax_of_step(local_shard(self.weight))
 
     def leave(self) -> None:
-        """The layer is converted no more: remember the weight's state."""
+        """The layer is no longer converted: remember the weight's state."""
         self._measured, self._left = None, self._state()
 
     def come_back(self, layer: nn.Module, histories: list[AmaxSlot]) -> None:
-        """The layer is converted again: the histories stand if nobody has written the weight in between."""
+        """The layer is converted again: its histories are kept if nobody has written the weight in between."""
         self.layer, self.histories = layer, histories
         if self._left is None or self._left != self._state():
             self.restart()
@@ -124,8 +119,8 @@ class WeightScale:
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
-    """Changes when somebody writes ``weight``, or the tensor that holds its elements, or gives it other data."""
-    data = weight_data(local_shard(weight))
+    """A value that changes when ``weight``, or the tensor with its elements, is written or gets other data."""
+    data = stored_data(local_shard(weight))
     version = -1 if weight.is_inference() else weight._version
     if data is weight:
         return version, data.data_ptr()
@@ -146,8 +141,8 @@ class WeightScales:
         margin: scales are divided by 2**margin.
 
     Attributes:
-        reduce_amax: makes amaxes the maxima over the processes that hold shards of a model, in place; None where each
-            holds whole weights.
+        reduce_amax: replaces amaxes by their maxima over the processes that hold shards of a model, in place; None
+            where each process holds whole weights.
     """
 
     def __init__(self, fmt: FloatFormat, margin: int) -> None:
@@ -158,7 +153,7 @@ class WeightScales:
         self._allocate(torch.device("cpu"))
 
     def add(self, key: str, layer: nn.Module, name: str, histories: list[AmaxSlot]) -> WeightScale:
-        """The scale of the weight ``name`` of ``layer``: its own earlier one if it has it already."""
+        """The scale of the weight ``name`` of ``layer``; a layer that is converted again gets its earlier one."""
         if key in self.scales:
             self.scales[key].come_back(layer, histories)
         else:
@@ -166,7 +161,7 @@ class WeightScales:
         return self.scales[key]
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
-        """Move the table to ``device``, where the model is by now; every weight is measured anew.
+        """Move the table to ``device``, the model's; every weight is measured anew.
 
         Args:
             gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
@@ -195,23 +190,23 @@ class WeightScales:
             scale.restart()
 
     def leave(self) -> None:
-        """The model is converted no more."""
+        """The model is no longer converted."""
         for scale in self.scales.values():
             scale.leave()
 
     @torch.no_grad()
     def renew(self) -> None:
-        """After a step: the scales of all weights from what they are now. The host waits for nothing."""
+        """After a step: compute the scales of all weights from their present values. The host does not wait."""
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         norms: list[Tensor | None] = [None] * len(self.scales)
         for i, scale in enumerate(self.scales.values()):
             weight = scale.weight
-            if weight is None:  # computed anew for each forward
+            if weight is None:  # a parametrization computes the weight for each forward
                 scale.forget()
                 continue
             scale.note()
             local = local_shard(weight)
-            data = weight_data(local)
+            data = stored_data(local)
             norms[i] = _take_amax_of_step(local)
             has_own = isinstance(local, Fp8Weight | Fp8Gathered)
             if norms[i] is None and data.numel() and not has_own:

@@ -1,4 +1,4 @@
-"""Wrappers that take a model's parameters away from whoever converts it, or hand its layers copies of them."""
+"""Refuses models in wrappers that own the parameters (FSDP1, DeepSpeed) or copy them (DataParallel)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _SHARDED = "a Trainer with strategy='lowprec_sharded', which shards in the level
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError where a part of ``model`` is wrapped so that its parameters are not its layers' own.
+    """Refuse a model whose parameters do not belong to its layers. Models sharded by ``fully_shard`` pass.
 
-    FSDP2's units are not looked at: who shards with ``fully_shard`` is another's concern.
+    Raises:
+        ValueError: a module is wrapped in FSDP1, DataParallel or DeepSpeed, or a parameter is tensor-parallel.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
@@ -42,5 +43,5 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def is_managed_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP (the first or the second one) has taken the parameters of ``module`` itself; torch's own mark."""
+    """Whether FSDP1 or FSDP2 manages the parameters of ``module`` itself, by torch's own mark."""
     return bool(getattr(module, "_is_fsdp_managed_module", False))

@@ -1,7 +1,7 @@
 """Number formats, scales and rounding: the one definition of the numerics, in plain torch."""
 
 from nemo_lowprec.formats.delayed import AmaxSlot, DelayedScaling
-from nemo_lowprec.formats.floats import E4M3, E5M2, FP16, FloatFormat, cast, decode, get_format
+from nemo_lowprec.formats.floats import E4M3, E5M2, FP16, FloatFormat, cast, decode
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout, BlockScaledMatrix, dequantize_blocks, quantize_blocks
 from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 
@@ -19,7 +19,6 @@ __all__ = [
     "compute_scale",
     "decode",
     "dequantize_blocks",
-    "get_format",
     "power_of_two_scale",
     "quantize_blocks",
 ]

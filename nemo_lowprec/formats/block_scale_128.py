@@ -1,12 +1,12 @@
 """Blocks of 128 elements within a row, each with a power-of-two scale: gradients, optimizer states and masters.
 
-The first dimension of a tensor counts its rows, the rest is the row; a tensor of fewer than two dimensions is one row.
-So cutting a tensor along its first dimension cuts no block, and reading, storing and sharding change no value.
+A tensor's first dimension counts its rows, and all other dimensions together are one row; a tensor of fewer than two
+dimensions is one row. A cut along the first dimension cuts no block, so that resharding changes no value.
 
 A scale is one byte, the exponent of its inverse: ``value = data * 2**(exponent - 127)``, where the exponent is the
 smallest that keeps the block's largest finite magnitude inside the format. Blocks of zeros have exponent 127, and
 exponents stay within [27, 254], so that scale and inverse are normal FP32 numbers. Non-finite elements are stored as
-NaN and leave the rest of their block as it would be without them.
+NaN and do not count in the scale of their block.
 
 Source: the scale rule is MS-AMP's (arXiv:2310.18313, section 2.2), per block in place of per tensor.
 """
@@ -73,9 +73,13 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def scale_to_blocks(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor]:
-    """``values`` (FP32) times their blocks' scales, non-finite ones as NaN, and the exponents [rows, blocks].
+    """Scale ``values`` (FP32, any shape) by blocks, without rounding.
 
-    ``positive`` as in ``quantize_rows``.
+    Args:
+        positive: as in ``quantize_rows``.
+
+    Returns:
+        FP32 of the same shape, NaN for non-finite elements; and exponents, uint8 [rows, blocks of a row].
     """
     blocks = _blocks(values)
     finite = blocks.isfinite()
@@ -95,8 +99,8 @@ def quantize_rows(
 
     Args:
         salt: round stochastically with this random stream; None rounds to nearest even.
-        positive: for values none of which is negative: in a block with a positive one, the format's smallest positive
-            number takes the place of what is smaller, zeros included.
+        positive: whether no value is negative. In a block with a positive value, smaller values (zeros included) are
+            then stored as the format's smallest positive number.
 
     Returns:
         data of the same shape in ``fmt``, contiguous, and exponents, uint8 [rows, blocks of a row].
@@ -108,7 +112,7 @@ def quantize_rows(
 
 
 def dequantize_rows(data: Tensor, exponent: Tensor) -> Tensor:
-    """Return the values as FP32, exactly (but for results below FP32's normal range on devices that flush them)."""
+    """Return the values as FP32: exact, except below FP32's normal range on devices that flush such numbers to zero."""
     values = _blocks(decode(data)) * power(exponent)[..., None]
-    # Contiguous: torch.save would write the padding of short rows with them.
+    # Contiguous: torch.save would write the padding of short rows, too.
     return values.flatten(1)[:, : block_grid(data.shape)[1]].reshape(data.shape).contiguous()

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["E4M3", "E5M2", "FP16", "FloatFormat", "cast", "decode", "get_format"]
+__all__ = ["E4M3", "E5M2", "FP16", "FloatFormat", "cast", "decode"]
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,10 @@ class FloatFormat:
         return info.smallest_normal * info.eps
 
 
-# FP16 is here as a storage format beside a scale: scaled so, it reaches far below its own range.
+# FP16 is stored beside a scale: scaled values reach far below FP16's own range.
 FP16 = FloatFormat("fp16", torch.float16, 65504.0)
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 448.0)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0)
-_BY_NAME = {f.name: f for f in (E4M3, E5M2)}
-
-
-def get_format(name: str) -> FloatFormat:
-    """Return the format called ``name``; ValueError where there is none."""
-    if name not in _BY_NAME:
-        raise ValueError(f"Unknown 8-bit float format {name!r}. Choose one of: {', '.join(_BY_NAME)}.")
-    return _BY_NAME[name]
 
 
 def cast(values: Tensor, fmt: FloatFormat) -> Tensor:

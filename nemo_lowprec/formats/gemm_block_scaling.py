@@ -1,4 +1,4 @@
-"""Block-scaled tensors: FP8 with 1x128 and 128x128 blocks, MXFP8 and NVFP4.
+"""Block-scaled operands of GEMMs: FP8 with 1x128 and 128x128 blocks, MXFP8 and NVFP4.
 
 A 2-D tensor is cut into blocks along its last dimension (the one that a GEMM contracts) and, for 2-D blocks, its
 first; each block has its own scale. Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3 (1x128, 128x128); OCP
@@ -79,7 +79,7 @@ def _pow2_scale_inv(amax: Tensor, fmt: FloatFormat, layout: BlockLayout) -> Tens
         mantissa, exponent = torch.frexp(safe / fmt.max)
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # ceil(log2)
         scale_inv = torch.ldexp(torch.ones_like(amax), exponent.clamp(-127, 127))
-        # TE's codes for the rest: 0 gives the smallest scale, infinity the largest, NaN stays NaN.
+        # TE's codes for other amaxes: 0 gives the smallest scale, infinity the largest, NaN stays NaN.
         rest = torch.where(torch.isinf(amax), torch.full_like(amax, 2.0**127), amax.clamp(min=2.0**-127))
         return torch.where(usable, scale_inv, rest)
     _, exponent = torch.frexp((amax.new_full((), fmt.max) / safe).clamp(max=_FP32_MAX))  # floor(log2) = exponent - 1

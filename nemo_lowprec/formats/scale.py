@@ -18,7 +18,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 
 
 def compute_amax(values: Tensor) -> Tensor:
-    """Largest magnitude of ``values`` (any shape) as a 0-dim FP32 tensor; 0 where it is empty, NaN where one is."""
+    """Largest magnitude of ``values`` (any shape) as a 0-dim FP32 tensor; 0 for no element, NaN where one is NaN."""
     if values.numel() == 0:
         return values.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(values)  # one pass; abs().max() makes a copy
@@ -32,7 +32,7 @@ def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previou
     ``_default_sf_compute`` with the clamp of its infinite scales.
     """
     keep = torch.ones_like(amax) if previous is None else previous
-    # A number over a tensor would be computed as its reciprocal times the number: two roundings.
+    # torch divides a number by a tensor as the tensor's reciprocal times the number: two roundings.
     # (A 0-dim tensor of the CPU goes with any device, without a copy.)
     top = fp_max if isinstance(fp_max, Tensor) else torch.tensor(fp_max, dtype=torch.float32, device="cpu")
     scale = (top / amax) / (2.0**margin)

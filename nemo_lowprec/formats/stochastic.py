@@ -1,7 +1,7 @@
-"""Stochastic rounding to low-bit floats with random numbers that are a function of what is rounded.
+"""Stochastic rounding to low-bit floats. Its random numbers are a hash of seed, step, tensor and element.
 
-Nothing is drawn from a generator: the same step of the same run rounds the same way on every device, and a resumed
-run goes on as the interrupted one would have.
+No generator is drawn from: the same step of the same run rounds the same way on every device, and a resumed run rounds
+as the uninterrupted run would.
 
 Source: the mixing function is lowbias32 of Chris Wellons' hash-prospector (public domain).
 """
@@ -27,7 +27,7 @@ def mix(x: Tensor | int) -> Tensor | int:
 
 
 def salt_of(seed: int, *keys: int) -> int:
-    """A random stream: of one tensor at one step, say."""
+    """A random stream (32 bits) for these keys, such as the step and the index of a tensor."""
     salt = mix(seed)
     for key in keys:
         salt = mix(salt ^ key)
@@ -36,22 +36,22 @@ def salt_of(seed: int, *keys: int) -> int:
 
 
 def salts_of_values(values: Tensor, count: int) -> Tensor:
-    """A random stream for each element of FP32 ``values``, from its bits and from how often it was rounded before."""
+    """A random stream for each element of FP32 ``values`` (int64): a hash of its bits and of ``count``."""
     return (values.contiguous().view(torch.int32).long() & _MASK) ^ mix(count)
 
 
 def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
-    """(mantissa bits that an FP32 number loses, smallest normal number where FP32's is another) of a low-bit float."""
+    """(mantissa bits that FP32 has more, smallest normal number or 0 where it is FP32's) of a low-bit float."""
     return {torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0), torch.float8_e4m3fn: (20, 2.0**-6)}[dtype]
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> Tensor:
     """Round FP32 ``values`` up or down to FP16, BF16 or E4M3, up with the probability of the fraction that is cut off.
 
-    Two elements share 32 random bits where these suffice. What is not finite becomes NaN.
+    Two elements share 32 random bits where 16 each suffice. Non-finite elements become NaN.
 
     Args:
-        salt: of the tensor; or int64, of each element.
+        salt: random stream of the tensor, or int64 of the shape of ``values`` with one for each element.
     """
     bits, smallest = rounding_rule(dtype)
     index = (torch.arange(values.numel(), device=values.device) & _MASK).view(values.shape)
@@ -60,7 +60,8 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> 
     assert isinstance(random, Tensor)
     if shared:
         random = random >> ((index & 1) * (32 - bits))
-    # Numbers below the smallest normal one all have its step: added to it, they lose the same bits as the others.
+    # All numbers below the smallest normal one have the same step. Added to the smallest normal number, they lose as
+    # many bits as larger numbers.
     shift = torch.where(values.abs() < smallest, smallest, 0.0).copysign(values)
     raw = (values + shift).view(torch.int32) + (random & ((1 << bits) - 1)).int()
     rounded = (raw & -(1 << bits)).view(torch.float32) - shift

@@ -1,4 +1,4 @@
-"""Whether this machine has the fused quantization kernels."""
+"""Loads the Triton kernels, on machines that have Triton and a GPU on which the kernels round as the reference does."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["block_kernels", "copy_kernels", "fused_kernels"]
 
 
 def fused_kernels() -> ModuleType | None:
-    """The kernels of per-tensor scaling; None without Triton or on a GPU that they do not round right on."""
+    """The module of the per-tensor scaling kernels; None without Triton or without a supported GPU."""
     return _load("nemo_lowprec.kernels.triton_cast")
 
 
 def block_kernels() -> ModuleType | None:
-    """The kernels of scaling by blocks of a row; None likewise."""
+    """The module of the kernels for tensors in blocks; None likewise."""
     return _load("nemo_lowprec.kernels.triton_blocks")
 
 
 def copy_kernels() -> ModuleType | None:
-    """The kernel of half copies; None likewise."""
+    """The module of the kernel that copies masters into half weights; None likewise."""
     return _load("nemo_lowprec.kernels.triton_copy")
 
 

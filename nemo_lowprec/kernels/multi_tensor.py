@@ -1,7 +1,7 @@
 """Work tables for kernels that go over many tensors in one launch.
 
-Tensors are cut into tiles of whole blocks (``row_blocks``); a program of the kernel looks up which tensor its tile
-belongs to, and where that tensor lies in memory.
+Tensors are cut into tiles of whole blocks (``block_scale_128``). A program of the kernel looks up its tile's tensor
+and the address of that tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nemo_lowprec.formats.block_scale_128 import block_grid
 
 __all__ = ["TILES", "PointerTable", "TileTable"]
 
-TILES = 16  # that share an entry of the table of tensors: a program waits for it before it can read anything else
+TILES = 16  # tiles per entry of the table of tensors, which a program waits for before it reads anything else
 
 
 class TileTable:
@@ -27,10 +27,10 @@ class TileTable:
         device: where the kernel runs.
 
     Attributes:
-        tiles: number of tiles, a multiple of ``TILES`` for each tensor; those beyond its end are empty.
-        tensor_of: int32 [tiles / TILES]: which tensor.
+        tiles: number of tiles, a multiple of ``TILES`` for each tensor; tiles beyond a tensor's end are empty.
+        tensor_of: int32 [tiles / TILES], index of the tensor.
         grid: int64 [tensors, 4]: first tile, elements of a row, blocks of a row, blocks.
-        aligned: every row is a whole number of blocks, so that a tensor's blocks lie one after the other.
+        aligned: whether every row is a whole number of blocks, so that a tensor's blocks are contiguous.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], blocks: int, device: torch.device) -> None:
@@ -50,10 +50,10 @@ class TileTable:
 
 
 class PointerTable:
-    """Addresses of tensors on the device, uploaded again only where one has changed, and without waiting.
+    """Addresses of tensors, on the device. They are uploaded where one has changed; the host does not wait.
 
     Attributes:
-        aligned: every one is a multiple of 16 (scalars apart), so that kernels may read 16 bytes at once.
+        aligned: whether all addresses but those of scalars are multiples of 16, so that kernels may read 16 bytes.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ class PointerTable:
         self._tables: list[Tensor] = []
 
     def get(self, rows: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
-        """int64 [rows, tensors of a row]: their addresses."""
+        """The addresses of the tensors in ``rows``: int64 [rows, tensors of a row]."""
         addresses = [t.data_ptr() for row in rows for t in row]
         if addresses != self._addresses:
             host = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1).pin_memory()
             table = host.to(device, non_blocking=True)
-            # A CUDA graph copies from the same pinned memory whenever it is replayed: its tables stay.
+            # A CUDA graph copies from the pinned memory whenever it is replayed: tables made in a capture are kept.
             captured = torch.cuda.is_current_stream_capturing()
             self._tables = [*self._tables, host, table] if captured else [host, table]
             self._addresses = addresses

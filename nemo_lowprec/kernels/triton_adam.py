@@ -1,12 +1,12 @@
 """The fused Adam step: one pass over all parameters of a group, in a handful of launches.
 
-Results are bit for bit those of ``reference``, since the compiler may not fuse multiplications and additions: the
-states' always; the weights' but for one unit in the last place where ``_quotient`` is off and for what ``_square_root``
-does not cover. The module needs Triton; importing it without raises ImportError.
+States are bit for bit those of ``optim.reference``, since the compiler may not fuse multiplications and additions.
+Weights are, too, except for one unit in the last place where ``_quotient`` is off, and outside the range of
+``_square_root``. Importing this file needs Triton.
 
-A row of the table of addresses is a parameter: see ``COLUMNS``. How a tensor is stored, a tuple: what
-``exponent_rule`` and ``rounding_rule`` say of its format, the latter's bits 0 for rounding to nearest; and the smallest
-number that stands in a block with a positive one, or 0.
+A row of the table of addresses is a parameter: see ``COLUMNS``. A tuple ``HOW`` tells how a tensor is stored: the two
+numbers of ``exponent_rule``, the two of ``rounding_rule`` (bits are 0 for rounding to nearest), and the smallest number
+that may stand in a block with a positive value, or 0.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from nemo_lowprec.kernels.triton_blocks import (
     power_of_two,
     to_stored,
 )
+from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
-__all__ = ["COLUMNS", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
+__all__ = ["COLUMNS", "TYPES", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
 
 COLUMNS = (
     "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "exp_avg", "exp_avg_exponent",
@@ -36,13 +37,13 @@ _WIDTH = tl.constexpr(len(COLUMNS))
 
 @triton.jit
 def _address(row, COLUMN: tl.constexpr, dtype: tl.constexpr, ALIGNMENT: tl.constexpr):
-    # The hint sits here: on the result of a call it would be lost when the call is inlined.
+    # The hint must be here: the caller's hint on the result of a call is lost when the call is inlined.
     return tl.multiple_of(tl.load(row + COLUMN).to(tl.pointer_type(dtype)), ALIGNMENT)
 
 
 @triton.jit
 def _place(row, COLUMN: tl.constexpr, dtype: tl.constexpr, BLOCKED: tl.constexpr, ALIGNED: tl.constexpr, first, base):
-    """Where a tile's elements begin, and where its exponents do."""
+    """Pointers to a tile's first element and first exponent."""
     size: tl.constexpr = dtype.primitive_bitwidth // 8
     elements = _address(row, COLUMN, dtype, 16 if ALIGNED else size) + base
     if BLOCKED:
@@ -75,7 +76,7 @@ def prepare_kernel(
     address_ptr, coefficient_ptr, salt_ptr, amax_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low,
     beta2, beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Count the step of one parameter and compute what depends on it, in FP64."""
+    """Count the step of one parameter; compute its bias corrections (in FP64) and random stream."""
     tensor = tl.program_id(0)
     step_ptr = _address(address_ptr + tensor * _WIDTH, 11, tl.float32, 4)
     step = tl.load(step_ptr)
@@ -102,7 +103,7 @@ def prepare_kernel(
 
 @triton.jit
 def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
-    """Which tensor a tile belongs to; its blocks there, the offsets of their elements, and what is inside."""
+    """The tensor of a tile, the tile's blocks there, the offsets of their elements, and which of both are inside."""
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
@@ -124,7 +125,7 @@ def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.const
 
 @triton.jit
 def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
-    """FP32 values of a tile; those in blocks times ``factor``."""
+    """FP32 values of a tile; a BLOCKED tile's values times ``factor``."""
     x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
     if BLOCKED:
         exponent = tl.load(place[1] + block, mask=live, other=127).to(tl.int32)
@@ -134,7 +135,7 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 @triton.jit
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
-    """Store a tile as HOW says (see above); returns the values that the stored elements stand for."""
+    """Store a tile as HOW says (see above); returns the stored elements' values."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     TOP: tl.constexpr = HOW[0]
     MANTISSA: tl.constexpr = HOW[1]
@@ -164,20 +165,6 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
 def _inverse(power):
     """1 / ``power`` of a power of two."""
     return (0x7F000000 - power.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _to_fp8(x, FP8_MAX: tl.constexpr):
-    x = tl.where(x > FP8_MAX, FP8_MAX, x)
-    return tl.where(x < -FP8_MAX, -FP8_MAX, x).to(tl.float8e4nv)
-
-
-@triton.jit
-def _raise_amax(place, value, inside):
-    bits = tl.where(inside, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    largest = tl.max(tl.max(bits, axis=1), axis=0)
-    if largest > tl.load(place):
-        tl.atomic_max(place, largest, sem="relaxed")
 
 
 @triton.jit
@@ -244,10 +231,10 @@ def adam_kernel(
     if HAS_MASTER:
         value = _store(master_at, MASTER_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
         if tl.float8e4nv == WEIGHT:
-            # In the scale that it has: where the tensor's new amax asks for another, weights_kernel writes it again.
+            # With the weight's present scale. Where its new amax gives another scale, weights_kernel writes it again.
             scale = _inverse(tl.load(_address(row, 1, tl.float32, 4)))
-            tl.store(weight_at[0] + offset, _to_fp8(value * scale, FP8_MAX), mask=inside)
-            _raise_amax(amax_ptr + tensor, value, inside)
+            tl.store(weight_at[0] + offset, saturate(value * scale, FP8_MAX).to(tl.float8e4nv), mask=inside)
+            raise_amax(amax_ptr + tensor, tl.where(inside, value, 0.0))
         else:
             tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
     else:
@@ -255,7 +242,7 @@ def adam_kernel(
         if HAS_AMAX:  # of the weight's values as they are now, also after a skipped step
             if HAS_FOUND:
                 value = tl.where(goes, value, before)
-            _raise_amax(amax_ptr + tensor, value, everywhere)
+            raise_amax(amax_ptr + tensor, tl.where(everywhere, value, 0.0))
 
 
 @triton.jit
@@ -263,7 +250,7 @@ def scale_kernel(
     address_ptr, amax_ptr, changed_ptr, found_inf_ptr, margin, HAS_FOUND: tl.constexpr, TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Give one FP8 weight the scale of the amax that adam_kernel left, and note whether it is another."""
+    """Give one FP8 weight the scale of the amax that adam_kernel has stored, and note whether the scale has changed."""
     tensor = tl.program_id(0)
     amax = tl.load(amax_ptr + tensor)
     exponent = exponents_of(amax, TOP, MANTISSA) + margin
@@ -282,7 +269,7 @@ def weights_kernel(
     MASTER: tl.constexpr, MASTER_BLOCKED: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write FP8 weights whose scale has changed again, from their masters; a program works on ``GROUP`` tiles."""
+    """Write the FP8 weights whose scale has changed from their masters; a program works on ``GROUP`` tiles."""
     group = tl.program_id(0)
     tensor = tl.load(tensor_of_ptr + group)
     if tl.load(changed_ptr + tensor) != 0:
@@ -295,4 +282,4 @@ def weights_kernel(
             master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
             value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
             weight_at = _place(row, 0, tl.float8e4nv, False, ALIGNED, first, base)
-            tl.store(weight_at[0] + offset, _to_fp8(value * scale, FP8_MAX), mask=inside)
+            tl.store(weight_at[0] + offset, saturate(value * scale, FP8_MAX).to(tl.float8e4nv), mask=inside)

@@ -1,7 +1,6 @@
 """Fused kernels for tensors in blocks of a row: quantize, accumulate, and the norms of many gradients at once.
 
-Data and exponents are bit for bit those of ``row_blocks``. The module needs Triton; importing it without raises
-ImportError.
+Data and exponents are bit for bit those of ``formats.block_scale_128``. Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
 from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, TileTable
+from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "norms",
     "power_of_two",
     "quantize",
+    "tile_at",
     "to_stored",
 ]
 
@@ -40,7 +41,7 @@ GROUP = tl.constexpr(TILES)
 
 @triton.jit
 def finite(x):
-    """``x`` with NaN for what is not finite: an infinity times zero is NaN, and all else stays as it is."""
+    """``x`` with NaN for infinities: an infinity times zero is NaN, and a finite number times zero adds nothing."""
     return tl.fma(x, 0.0, x)
 
 
@@ -55,7 +56,7 @@ def exponents_of(amax, TOP: tl.constexpr, MANTISSA: tl.constexpr):
 @triton.jit
 def block_amax(x):
     """Largest finite magnitudes of the blocks of a tile [blocks, 128], as the bits of FP32 numbers (int32)."""
-    largest = tl.max(tl.abs(finite(x)), axis=1)  # of two numbers one of which is NaN, the other
+    largest = tl.max(tl.abs(finite(x)), axis=1)  # skips NaN
     return tl.maximum(largest, 0.0).to(tl.int32, bitcast=True)
 
 
@@ -67,22 +68,23 @@ def power_of_two(exponent):
 
 @triton.jit
 def to_stored(x, exponent, dtype: tl.constexpr):
-    """A tile in its blocks' scales, rounded to ``dtype``; non-finite elements become NaN."""
+    """A tile times the scales of its blocks, rounded to ``dtype``; non-finite elements become NaN."""
     return (finite(x) * power_of_two(254 - exponent)[:, None]).to(dtype)
 
 
 @triton.jit
 def keep_positive(scaled, amax, SMALLEST: tl.constexpr):
-    """``scaled``, but no smaller than SMALLEST in blocks of a positive amax."""
+    """``scaled``, raised to SMALLEST in blocks of a positive amax."""
     least = tl.where(amax > 0, SMALLEST, 0.0)[:, None]
     return tl.maximum(scaled, least, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _tile(cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexpr):
-    """The blocks of this program's tile, and of its elements [blocks, 128] whether they lie inside the tensor, their
-    rows and columns, and their offsets where it is contiguous."""
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
+def tile_at(first, cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexpr):
+    """The tile of a tensor that begins at block ``first`` (int64).
+
+    Returns the tile's blocks [BLOCKS]; and [BLOCKS, 128]: whether an element is inside the tensor, its row, its column,
+    and its offset in a contiguous tensor. Rows of FLAT tensors are whole blocks."""
     block = first + tl.arange(0, BLOCKS)
     lane = tl.arange(0, 128)
     inside = (block < total)[:, None] & (lane >= 0)[None, :]
@@ -101,7 +103,8 @@ def _quantize_kernel(
     FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, ROUND_BITS: tl.constexpr,
     ROUND_SMALLEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block, inside, row, col, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block, inside, row, col, offset = tile_at(first, cols, per_row, total, FLAT, BLOCKS)
     source = offset if FLAT else row * stride_r + col * stride_c
     x = tl.load(x_ptr + source, mask=inside, other=0.0).to(tl.float32)
     if ACCUMULATE:
@@ -147,8 +150,8 @@ _flags: dict[torch.device, list[Tensor]] = {}
 
 
 def _flag(device: torch.device) -> Tensor:
-    """A zero, FP32 [1]; made 256 at a time, since a launch for each costs as much as quantizing a small tensor."""
-    if torch.cuda.is_current_stream_capturing():  # a CUDA graph must zero its own whenever it is replayed
+    """A zero, FP32 [1]; made 256 at a time, since one launch costs as much as quantizing a small tensor."""
+    if torch.cuda.is_current_stream_capturing():  # a CUDA graph zeroes its flag whenever it is replayed
         return torch.zeros(1, device=device)
     there = _flags.setdefault(device, [])
     if not there:
@@ -174,33 +177,31 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
 def accumulate(
     data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float, count: int
 ) -> None:
-    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass, for a factor of 1 from now on.
+    """Add ``alpha * values`` to a stored E4M3 gradient, in place and in one pass. The result has a factor of 1.
 
     Args:
-        count: how often something was added, this time included; for stochastic rounding.
+        count: number of additions, this one included; for stochastic rounding.
     """
     nonfinite.zero_()
     _launch(values, data, exponent, factor, nonfinite, E4M3, float(alpha), count)
 
 
-# Shards of several shapes: their sizes must not multiply the compiled variants.
+# Shards have many shapes: sizes must not multiply the compiled variants.
 @triton.jit(do_not_specialize=["cols", "per_row", "total"])
 def _cast_kernel(
     data_ptr, exponent_ptr, scale_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, FP8_MAX: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    block, inside, _, _, offset = _tile(cols, per_row, total, FLAT, BLOCKS)
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block, inside, _, _, offset = tile_at(first, cols, per_row, total, FLAT, BLOCKS)
     exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
     x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
-    y = x * tl.load(scale_ptr)
-    # Comparisons with NaN are false, so that it passes through.
-    y = tl.where(y > FP8_MAX, FP8_MAX, y)
-    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
+    y = saturate(x * tl.load(scale_ptr), FP8_MAX)
     tl.store(out_ptr + offset, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def cast_blocks(data: Tensor, exponent: Tensor, scale: Tensor, fmt: FloatFormat) -> Tensor:
-    """What a CUDA tensor in blocks stands for, times ``scale`` (FP32 [1]), rounded to ``fmt`` and saturated.
+    """The values of a CUDA tensor in blocks times ``scale`` (FP32 [1]), rounded to ``fmt`` and saturated.
 
     Returns:
         contiguous, of the shape of ``data``.
@@ -226,17 +227,9 @@ def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: 
     cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
     data = tl.load(address_ptr + tensor * 2).to(tl.pointer_type(tl.float8e4nv))
     exponents = tl.load(address_ptr + tensor * 2 + 1).to(tl.pointer_type(tl.uint8))
-    first = (tile - tl.load(grid)) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 128)
-    inside = (block < total)[:, None] & (lane >= 0)[None, :]
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
-    else:
-        col = (block % per_row)[:, None] * 128 + lane[None, :]
-        inside = inside & (col < cols)
-        offset = (block // per_row)[:, None] * cols + col
+    block, inside, _, _, offset = tile_at((tile - tl.load(grid)) * BLOCKS, cols, per_row, total, ALIGNED, BLOCKS)
     x = tl.load(data + offset, mask=inside, other=0.0).to(tl.float32)
     exponent = tl.load(exponents + block, mask=block < total, other=127).to(tl.int32)
     scale = power_of_two(exponent)

@@ -1,9 +1,9 @@
 """Fused per-tensor quantization to FP8 on a GPU: scale, saturate, cast, transpose and amax at once.
 
-Data and scales are bit for bit those of ``formats``. The module needs Triton; importing it without raises ImportError.
+Data and scales are bit for bit those of ``formats``. Importing this file needs Triton.
 
-An amax is handled by its bit pattern: magnitudes order as integers do, infinity above every finite number and NaN
-above infinity. So a NaN is recorded, as the reference does, and not skipped as a float maximum would.
+An amax is compared by its bits: magnitudes order as integers do, infinity above every finite number and NaN above
+infinity. So a NaN is recorded, as in the reference; a maximum of floats would skip it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 
-__all__ = ["amax", "is_supported", "quantize", "quantize_current"]
+__all__ = ["TYPES", "amax", "is_supported", "quantize", "quantize_current", "raise_amax", "saturate"]
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
+TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 
 
 def is_supported() -> bool:
@@ -31,15 +37,20 @@ def is_supported() -> bool:
 
 
 @triton.jit
-def _magnitude_bits(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def raise_amax(amax_ptr, x):
+    """Raise an amax (the bits of an FP32 number) to the largest magnitude of an FP32 tile."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.max(bits, axis=1), axis=0)
+    # Most tiles do not raise the amax: the comparison saves their atomic.
+    if largest > tl.load(amax_ptr):
+        tl.atomic_max(amax_ptr, largest, sem="relaxed")
 
 
 @triton.jit
-def _raise_amax(amax_ptr, bits):
-    # Most tiles do not raise the maximum: a look first spares them the atomic.
-    if bits > tl.load(amax_ptr):
-        tl.atomic_max(amax_ptr, bits, sem="relaxed")
+def saturate(x, FP8_MAX: tl.constexpr):
+    """Clamp to the format's range; comparisons with NaN are false, so that NaN stays."""
+    x = tl.where(x > FP8_MAX, FP8_MAX, x)
+    return tl.where(x < -FP8_MAX, -FP8_MAX, x)
 
 
 @triton.jit
@@ -50,10 +61,10 @@ def _amax_kernel(x_ptr, amax_ptr, rows, cols, stride_m, stride_n, BM: tl.constex
     n = (pid % tiles_n) * BN + tl.arange(0, BN)
     inside = (m < rows)[:, None] & (n < cols)[None, :]
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
-    _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
+    raise_amax(amax_ptr, x)
 
 
-# Scales and amaxes are entries of a table: their addresses must not multiply the compiled variants.
+# Scales and amaxes are entries of a table: the alignment of their addresses must not multiply the compiled variants.
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"])
 def _cast_kernel(
     x_ptr,
@@ -83,11 +94,11 @@ def _cast_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
 
     if RECORD:
-        _raise_amax(amax_ptr, tl.max(tl.max(_magnitude_bits(x), axis=1), axis=0))
+        raise_amax(amax_ptr, x)
 
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
-        # compute_scale() of formats/, for the amax that the pass before has left here.
+        # compute_scale() of formats/, for the amax that the first pass has stored in the scale's place.
         largest = scale
         scale = tl.div_rn(tl.full((), FP8_MAX, tl.float32), largest) * margin_factor
         scale = tl.where(scale > 3.4028234663852886e38, 3.4028234663852886e38, scale)
@@ -95,11 +106,7 @@ def _cast_kernel(
     if pid == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
-    y = x * scale
-    # Comparisons with NaN are false, so that it passes through.
-    y = tl.where(y > FP8_MAX, FP8_MAX, y)
-    y = tl.where(y < -FP8_MAX, -FP8_MAX, y)
-    q = y.to(row_ptr.dtype.element_ty)
+    q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
     if ROWWISE:
         tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
@@ -107,7 +114,7 @@ def _cast_kernel(
 
 
 def amax(values: Tensor) -> Tensor:
-    """Largest magnitude of a 2-D CUDA tensor as FP32 [1]: 0 where it is empty, NaN where one of its elements is."""
+    """Largest magnitude of a 2-D CUDA tensor as FP32 [1]: 0 for no element, NaN where one is NaN."""
     bits = torch.zeros(1, dtype=torch.int32, device=values.device)
     if values.numel():
         _launch(_amax_kernel, values, bits, *values.shape, *values.stride())
@@ -123,8 +130,8 @@ def quantize(
         values: [rows, cols], FP32 or half, any strides, on a GPU.
         scale: FP32 [1].
         fmt: format of the result.
-        rowwise, columnwise: what is wanted.
-        record: FP32 [1], raised to the tensor's amax where that is larger.
+        rowwise, columnwise: orientations that are wanted.
+        record: FP32 [1], raised to the tensor's amax where the amax is larger.
 
     Returns:
         [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
@@ -135,9 +142,10 @@ def quantize(
 def quantize_current(
     values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool, out: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The same with the scale of the tensor's own amax, in two passes and without a host sync.
+    """``quantize`` with the scale of the tensor's own amax, in two passes and without a host sync.
 
-    ``out``, contiguous [rows, cols], takes the rowwise result.
+    Args:
+        out: contiguous [rows, cols], filled with the rowwise result.
     """
     return _cast(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
 
@@ -154,7 +162,7 @@ def _cast(
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     rows, cols = values.shape
     if columnwise and values.dtype == torch.float32:
-        # Triton 3.6 turns an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
+        # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
         row, _, scale_inv = _cast(values, scale, fmt, True, False, record, margin, out)
         assert row is not None
         return row if rowwise else None, row.t().contiguous(), scale_inv

@@ -1,6 +1,6 @@
-"""Half copies of many FP32 tensors in one launch, and the amax of each copy on the way.
+"""Copies many FP32 tensors into half tensors in one launch, and measures the amax of each copy.
 
-The module needs Triton; importing it without raises ImportError.
+Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.kernels.triton_blocks import GROUP
+from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax
 
 __all__ = ["FusedCopy"]
 
 _BLOCKS, _WARPS = 16, 4
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
 def _copy_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, amax_ptr, HALF: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Round a tile of one tensor to HALF; ``amax_ptr`` has the bits of FP32 numbers."""
+    """Round a tile of one tensor to HALF; ``amax_ptr`` points to the bits of FP32 numbers, one a tensor."""
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
     grid = grid_ptr + tensor * 4
@@ -45,14 +45,11 @@ def _copy_kernel(
         inside = inside & (offset < elements)
     half = tl.load(source + offset, mask=inside, other=0.0).to(HALF)
     tl.store(target + offset, half, mask=inside)
-    bits = half.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.max(bits, axis=1), axis=0)
-    if largest > tl.load(amax_ptr + tensor):
-        tl.atomic_max(amax_ptr + tensor, largest, sem="relaxed")
+    raise_amax(amax_ptr + tensor, half.to(tl.float32))
 
 
 class FusedCopy:
-    """Copies the same tensors again and again; tables are made anew where others come."""
+    """Copies the same tensors at every step. Its tables are made anew when the tensors are others."""
 
     def __init__(self) -> None:
         self._made_for: Any = None
@@ -67,7 +64,7 @@ class FusedCopy:
             targets: BF16 or FP16 tensors of the same shapes, all of one dtype; contiguous.
 
         Returns:
-            FP32 [tensors]: largest magnitude of each target as it is now; NaN where one is NaN.
+            FP32 [tensors]: largest magnitude of each target; NaN where an element is NaN.
         """
         device, half = targets[0].device, targets[0].dtype
         wanted = device, [target.numel() for target in targets]
@@ -77,7 +74,7 @@ class FusedCopy:
         amax = torch.zeros(len(targets), dtype=torch.int32, device=device)
         with torch.cuda.device(device):
             _copy_kernel[(self._tiles.tiles,)](
-                self._tiles.tensor_of, self._tiles.grid, addresses, amax, HALF=_TYPES[half],
+                self._tiles.tensor_of, self._tiles.grid, addresses, amax, HALF=TYPES[half],
                 ALIGNED=self._tiles.aligned and self._pointers.aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
             )  # fmt: skip
         torch.autograd.graph.increment_version(list(targets))

@@ -1,4 +1,4 @@
-"""``stochastic`` for Triton kernels, bit for bit. Needs Triton; importing it without raises ImportError."""
+"""``formats.stochastic`` for Triton kernels, bit for bit. Importing this file needs Triton."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mix(x):
 
 @triton.jit
 def round_stochastic(x, index, salt, BITS: tl.constexpr, SMALLEST: tl.constexpr):
-    """FP32 ``x`` as FP32 values of the format; BITS and SMALLEST are ``rounding_rule``, index and salt uint32."""
+    """FP32 ``x`` rounded to values of a format, as FP32; BITS, SMALLEST: ``rounding_rule``; index, salt: uint32."""
     if BITS <= 16:
         random = mix((index >> 1) ^ salt) >> ((index & 1) * (32 - BITS))
     else:

@@ -1,6 +1,6 @@
-"""Fused kernels for FP8 messages, bit for bit those of ``wire``.
+"""Fused kernels that pack, unpack and average FP8 messages, bit for bit as ``comm.wire`` does.
 
-The module needs Triton; importing it without raises ImportError.
+Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import exponent_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
-from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, to_stored
+from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, tile_at, to_stored
 
 __all__ = ["FusedPacker", "mean"]
 
@@ -37,18 +37,11 @@ def _copy_kernel(
     address = address_ptr + tensor * 3
     data = tl.load(address).to(tl.pointer_type(tl.uint8))
     exponents = tl.load(address + 1).to(tl.pointer_type(tl.uint8))
-    first = (tile - tl.load(grid)) * BLOCKS
-    block = first + tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 128)
-    there = block < total
-    inside = there[:, None] & (lane >= 0)[None, :]
     if ALIGNED:
         data = tl.multiple_of(data, 16)
-        offset = first * 128 + (tl.arange(0, BLOCKS)[:, None] * 128 + lane[None, :])
-    else:
-        col = (block % per_row)[:, None] * 128 + lane[None, :]
-        inside = inside & (col < cols)
-        offset = (block // per_row)[:, None] * cols + col
+    block, inside, _, _, offset = tile_at((tile - tl.load(grid)) * BLOCKS, cols, per_row, total, ALIGNED, BLOCKS)
+    lane = tl.arange(0, 128)
+    there = block < total
     at = tl.load(first_ptr + tensor) + block
     chunk = chunk.to(tl.int64)
     base = (at // chunk) * (chunk * 129)
@@ -90,7 +83,7 @@ def _mean_kernel(
 
 
 class FusedPacker:
-    """``comm.wire.Packer`` (whose layout this is) in one launch each way; addresses are uploaded where they changed."""
+    """``comm.wire.Packer`` in one launch each way, for a ``comm.wire.Messages`` layout."""
 
     def __init__(self, layout: Any, device: torch.device) -> None:
         self._layout = layout

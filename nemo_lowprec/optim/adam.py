@@ -1,16 +1,17 @@
-"""Adam and AdamW with low-bit states: torch's own classes, with another step and another way to hold their states.
+"""Adam and AdamW with low-bit states: subclasses of torch's with another step and other storage of states.
 
 Sources: FP8-LM, arXiv:2310.18313, section 2.2 (formats); torch.optim.Adam (the update and the arguments).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.optim.fused import FusedStep
@@ -26,10 +27,10 @@ _MASTER = "master_weight"
 
 
 class LowBitStates(Optimizer):
-    """The part that Adam and AdamW share: before torch's class among the bases.
+    """Base of Adam and AdamW, which comes before torch's class among the bases.
 
     State of a parameter: ``step`` (FP32 scalar), ``exp_avg``, ``exp_avg_sq`` and, where asked for,
-    ``master_weight``, all of the parameter's shape; those in blocks are ``BlockScaledTensor``s, which read as FP32.
+    ``master_weight``, all of the parameter's shape; states in blocks are ``BlockScaledTensor``s, which read as FP32.
     """
 
     formats: StateFormats
@@ -44,7 +45,7 @@ class LowBitStates(Optimizer):
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, supported: bool) -> None:
-        """torch's constructor says so with ``fused=True``; it holds here anyway."""
+        """torch's constructor assigns this with ``fused=True``; the value is always True here."""
 
     def __init__(
         self,
@@ -66,12 +67,14 @@ class LowBitStates(Optimizer):
         self.formats = formats
         self._gradient_release = gradient_release
         self._fused = FusedStep()
-        self._places: dict[int, tuple[Tensor, dict[str, Any], int]] = {}
-        self._written: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        # Neither table keeps a parameter alive. (group, position) by a parameter's id, checked before use:
+        self._places: dict[int, tuple[int, int]] = {}
+        # By a master in ``state``: the version of its weight after the last step.
+        self._written: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
         self._check_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # Where torch's own constructor adds the first groups, their settings are not all there yet.
+        # torch's constructor adds the first groups before their settings are complete: ``_setup`` checks them again.
         _check_group(param_group)
         super().add_param_group(param_group)
         _check_params(self.param_groups[-1])
@@ -91,23 +94,33 @@ class LowBitStates(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        for group, updates in list(self._updates()):  # all are looked at before any steps
+        for group, updates in list(self._updates()):  # all parameters are checked before the first one steps
             self._step(updates, self._inputs(group, grad_scale, found_inf))
         return loss
 
     @torch.no_grad()
     def step_param(self, param: Tensor) -> bool:
-        """The step of one parameter, for gradient release. Returns whether it is among this optimizer's."""
-        if id(param) not in self._places or self._places[id(param)][0] is not param:
-            places = ((p, g, i) for i, (g, p) in enumerate(self._params()))
-            self._places = {id(p): (p, g, i) for p, g, i in places}
-        if id(param) not in self._places:
+        """The step of one parameter, for gradient release. Returns whether this optimizer has the parameter."""
+        place = self._place(param)
+        if place is None:
             return False
-        _, group, index = self._places[id(param)]
-        update = self._update(param, index)
+        group, before = self.param_groups[place[0]], self.param_groups[: place[0]]
+        update = self._update(param, sum(len(g["params"]) for g in before) + place[1])
         if update is not None:
             self._step([update], self._inputs(group))
         return True
+
+    def _place(self, param: Tensor) -> tuple[int, int] | None:
+        """(group, position in the group) of a parameter; None for one of another optimizer."""
+        found = self._places.get(id(param))
+        if found is None or self._param_at(*found) is not param:
+            groups = enumerate(self.param_groups)
+            self._places = {id(p): (g, i) for g, group in groups for i, p in enumerate(group["params"])}
+        return self._places.get(id(param))
+
+    def _param_at(self, group: int, position: int) -> Tensor | None:
+        members = self.param_groups[group]["params"] if group < len(self.param_groups) else []
+        return members[position] if position < len(members) else None
 
     def _inputs(
         self, group: dict[str, Any], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
@@ -121,13 +134,11 @@ class LowBitStates(Optimizer):
             step_by_reference(updates, inputs)
         for update in updates:
             if self._keeps_master(update.param):
-                self._written[id(update.param)] = update.param, _version(update.param)
-
-    def _params(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        return ((group, param) for group in self.param_groups for param in group["params"])
+                assert update.master is not None
+                self._written[update.master] = _version(update.param)
 
     def _updates(self) -> Iterator[tuple[dict[str, Any], list[Update]]]:
-        """By group: the parameters that step."""
+        """The parameters that step, by group."""
         index = 0
         for group in self.param_groups:
             updates = [self._update(param, index + i) for i, param in enumerate(group["params"])]
@@ -137,7 +148,7 @@ class LowBitStates(Optimizer):
                 yield group, stepping
 
     def _update(self, param: Tensor, index: int) -> Update | None:
-        """What the step of a parameter needs, its states made where they are missing; None without a gradient."""
+        """The inputs of a parameter's step; None without a gradient. Missing states are made."""
         if param.grad is None:
             return None
         if param.grad.is_sparse:
@@ -161,22 +172,19 @@ class LowBitStates(Optimizer):
             state[name] = as_dtensor_like(zeros(local_shard(param), self.formats.of(name, param)), param)
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Take the weight as it is where there is no master yet, or where others than this optimizer wrote it."""
-        known, version = self._written.get(id(param), (None, None))
-        if _MASTER not in state or (known is param and version != _version(param)):
-            state[_MASTER] = store(read(param.detach()), self._master_format(param))
+        """Make the master from the weight where there is none, or where others than this optimizer wrote the weight."""
+        version = _version(local_shard(param))
+        if _MASTER not in state or self._written.get(state[_MASTER], version) != version:
+            state[_MASTER] = store(read(param.detach()), self.formats.of(_MASTER, param))
 
     def _keeps_master(self, param: Tensor) -> bool:
         below_fp32 = param.dtype in (torch.float16, torch.bfloat16)
         return self.formats.master_weight is not None and below_fp32 and not hasattr(param, _MASTER)
 
-    def _master_format(self, param: Tensor) -> StateFormat:
-        return self.formats.of(_MASTER, param)
-
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's form, with plain tensors of exactly the states' values: any optimizer of the kind reads it."""
+        """torch's state dict with plain tensors of exactly the states' values; any Adam loads it."""
         saved = super().state_dict()
         state = {
             key: {k: portable(v) if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -185,8 +193,8 @@ class LowBitStates(Optimizer):
         return {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of any optimizer of the kind, of whatever formats, into this one's formats."""
-        # torch casts states to the parameter's dtype; what is wrapped it leaves alone, and __setstate__ unwraps.
+        """Load states of any Adam, in any formats, into the formats of this optimizer."""
+        # torch casts tensors to the parameter's dtype; it leaves wrapped tensors alone, and __setstate__ unwraps them.
         state = {
             key: {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items()}
             for key, values in state_dict["state"].items()
@@ -195,18 +203,18 @@ class LowBitStates(Optimizer):
         if amsgrad:
             raise ValueError("These states were saved by an optimizer with amsgrad=True, which has no low-bit form.")
         super().load_state_dict({**state_dict, "state": state})
-        self._written = {}  # masters that come with the weights are the weights'
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for param, values in state.get("state", {}).items():
             if not any(isinstance(v, _Kept) for v in values.values()):
                 continue
             if not self._keeps_master(param):
-                values.pop(_MASTER, None)  # the parameter is its own, or has one that the checkpoint of weights holds
+                values.pop(_MASTER, None)  # an FP32 parameter needs none; a level's master is in the model's checkpoint
             for name, kept in list(values.items()):
                 if isinstance(kept, _Kept):
                     values[name] = self._take(name, kept.value, param)
         super().__setstate__(state)
+        self._written = WeakIdKeyDictionary()  # the masters are new
 
     def _take(self, name: str, value: Tensor, param: Tensor) -> Tensor:
         if name == "step":
@@ -215,7 +223,7 @@ class LowBitStates(Optimizer):
             mine = local_shard(value).to(param.device)
             return as_dtensor_like(store(mine, self.formats.of(name, param), positive=name == "exp_avg_sq"), param)
         if name == _MASTER:
-            return store(value.to(param.device), self._master_format(param))
+            return store(value.to(param.device), self.formats.of(_MASTER, param))
         return value.to(param.device)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,37 +233,36 @@ class LowBitStates(Optimizer):
             "formats": self.formats,
             "_fused": FusedStep(),
             "_places": {},
-            "_written": {},
             **adopted,
         }
 
 
 class _Kept:
-    """A tensor that torch's load_state_dict does not see."""
+    """Wraps a tensor so that torch's load_state_dict does not cast it."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 def _stream_of_rank(param: Tensor) -> int:
-    """Keeps the random streams of different processes' shards apart."""
+    """An offset to the index of a shard's random stream, so that shards of different processes differ."""
     return 2**20 * param.device_mesh.get_local_rank(param.device_mesh.ndim - 1) if is_sharded(param) else 0  # type: ignore[attr-defined]
 
 
 def _scalar(value: float, param: Tensor) -> Tensor:
-    # As torch's: on the device only where a kernel counts.
+    # As in torch's Adam: on the device only where a kernel counts the steps.
     fused = param.is_cuda and block_kernels() is not None
     return torch.full((), value, dtype=torch.float32, device=param.device if fused else "cpu")
 
 
 def _master(param: Tensor, state: dict[str, Any]) -> Tensor | None:
-    # A level of the chart that keeps masters has them on the parameters, for checkpoints of the model.
+    # Levels with masters keep them as attributes of the parameters; checkpoints of the model hold these.
     master: Tensor | None = getattr(param, _MASTER, None)
     return state.get(_MASTER) if master is None else master
 
 
 def _version(param: Tensor) -> tuple[int, int]:
-    """Changes when somebody writes ``param`` or gives it other data."""
+    """A value that changes when somebody writes ``param`` or gives it other data."""
     return param._version, param.data_ptr()
 
 
@@ -284,8 +291,8 @@ class Adam(LowBitStates, torch.optim.Adam):  # type: ignore[override]
             128 elements of a row with power-of-two scales. Parameters of fewer than two dimensions keep FP32 states.
         master_weight_dtype: master weights of parameters below FP32: ``fp32``, ``fp16`` (in blocks) or None.
         stochastic_rounding: round the updated weight (or FP16 master) stochastically.
-        seed: of stochastic rounding; also of moments whose 1 - beta is less than half a step of their format, which
-            would never fade if they were rounded to nearest (BF16 at 0.999, FP8 at 0.95).
+        seed: of stochastic rounding. A moment whose 1 - beta is less than half a step of its format is always rounded
+            stochastically, since it would never decay otherwise (BF16 at 0.999, FP8 at 0.95).
         options: torch's arguments. ``amsgrad`` and ``differentiable`` are refused; ``foreach``, ``fused`` and
             ``capturable`` choose among torch's implementations and change nothing here: on CUDA the step is one
             fused pass that a CUDA graph can capture.

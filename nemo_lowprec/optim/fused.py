@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,34 +18,33 @@ from nemo_lowprec.optim.reference import (
     StepInputs,
     Update,
     step_by_reference,
-    storage_of,
-    weight_storage,
 )
 from nemo_lowprec.optim.storage import stands_still
-from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor, stored_data
 
 __all__ = ["FusedStep"]
 
 _BLOCKS, _WARPS = 8, 2
 
 
-@dataclass
 class _Tables:
-    """What the launch of one kind of parameters keeps from step to step."""
+    """Tensors on the device that the launches for one kind of parameters keep from step to step."""
 
-    made_for: Any = None
-    pointers: PointerTable = field(default_factory=PointerTable)
-    tiles: TileTable | None = None
-    coefficients: Tensor | None = None
-    salts: Tensor | None = None
-    amax: Tensor | None = None
-    changed: Tensor | None = None
-    index: Tensor | None = None
+    tiles: TileTable
+    coefficients: Tensor
+    salts: Tensor
+    amax: Tensor
+    changed: Tensor
+    index: Tensor
+
+    def __init__(self) -> None:
+        self.made_for: Any = None
+        self.pointers = PointerTable()
 
     def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
-        """The tile table of these parameters, made anew where others came last time."""
+        """The tile table of these parameters; all tables are made anew where the last step had other parameters."""
         wanted = device, [(u.param.shape, u.index) for u in updates]
-        if self.tiles is None or wanted != self.made_for:
+        if wanted != self.made_for:
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
             self.made_for, self.tiles = wanted, TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
@@ -71,7 +69,7 @@ class FusedStep:
                 step_by_reference([update], inputs)
         first = updates[0].index
         for kind, members in launches.items():
-            # One parameter by itself (gradient release) keeps its own tables.
+            # A single parameter (gradient release) keeps tables of its own.
             self._launch(self._tables[kind, first, len(members) == 1], members, inputs)
 
     def _launch(self, tables: _Tables, updates: list[Update], inputs: StepInputs) -> None:
@@ -86,7 +84,7 @@ class FusedStep:
         addresses = tables.pointers.get(rows, device)
         aligned = tiles.aligned and tables.pointers.aligned
         storage = {name: rows[0][kernels.COLUMNS.index(name)].dtype for name in ("weight", "grad", *_STATES, "master")}
-        types = {name.upper(): _triton_type(dtype) for name, dtype in storage.items()}
+        types = {name.upper(): kernels.TYPES[dtype] for name, dtype in storage.items()}
         lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
         value = storage["master"] if one.master is not None else storage["weight"]
         how = {
@@ -98,7 +96,7 @@ class FusedStep:
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
         rate = 0.0 if lr_tensor is not None else float(lr)
         measures = _is_measured(one.param)
-        none = tables.coefficients  # stands for a tensor that is not there and not read
+        none = tables.coefficients  # passed in the place of an absent tensor, and not read
         with torch.cuda.device(device):
             kernels.prepare_kernel[(len(updates),)](
                 addresses, tables.coefficients, tables.salts, tables.amax, tables.index,
@@ -122,7 +120,6 @@ class FusedStep:
                 enable_fp_fusion=False,
             )  # fmt: skip
             if measures:
-                assert tables.amax is not None
                 for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
             if isinstance(one.param, Fp8Weight):
@@ -131,10 +128,10 @@ class FusedStep:
     def _fit_scales(
         self, tables: _Tables, addresses: Tensor, one: Update, found_inf: Tensor | None, **options: Any
     ) -> None:
-        """Give FP8 weights the scales of their new amaxes; few change, and only those weights are written again."""
+        """Give FP8 weights the scales of their new amaxes; only weights whose scale has changed are written again."""
         kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
         tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
-        assert tiles is not None and tables.amax is not None and isinstance(one.param, Fp8Weight)
+        assert isinstance(one.param, Fp8Weight)
         kernels.scale_kernel[(len(tables.amax),)](
             addresses, tables.amax, tables.changed, tables.coefficients if found_inf is None else found_inf,
             one.param.margin, HAS_FOUND=found_inf is not None, TOP=top, MANTISSA=mantissa, num_warps=1,
@@ -159,35 +156,35 @@ def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[
 
 
 def _kind(update: Update) -> tuple[Any, ...]:
-    """Parameters of one kind share a launch."""
+    """A key; parameters with equal keys share a launch."""
     tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
-    storage = tuple(None if t is None else (isinstance(t, BlockScaledTensor), storage_of(t).dtype) for t in tensors)
+    storage = tuple(None if t is None else (isinstance(t, BlockScaledTensor), stored_data(t).dtype) for t in tensors)
     blocked = any(isinstance(t, BlockScaledTensor) for t in (update.param, *tensors))
     shape = update.param.shape
     in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
     margin = update.param.margin if isinstance(update.param, Fp8Weight) else None
-    weight = isinstance(update.param, BlockScaledTensor), weight_storage(update.param).dtype
+    weight = isinstance(update.param, BlockScaledTensor), stored_data(update.param).dtype
     return (*storage, *weight, margin, _is_measured(update.param), in_row % 128 == 0, update.param.device)
 
 
 def _is_measured(param: Tensor) -> bool:
-    """Whether others scale an FP8 form of ``param`` by its amax (an FP8 weight's scale is fitted here)."""
+    """Whether the kernel leaves an amax on ``param`` for its FP8 operand; an FP8 weight is scaled in the step."""
     return isinstance(param, Fp16Weight | Fp8Gathered)
 
 
 def _is_fused(update: Update) -> bool:
-    """Whether the kernels can step it; the reference, which waits for the device, steps what they cannot.
+    """Whether the kernels can step the parameter. Otherwise the reference does, which waits for the device.
 
-    Its elements must lie in memory in the order of the states' (a channels-last weight's do not), and an FP8 weight
-    must have power-of-two scales.
+    The parameter's elements must lie in memory in the order of its states' elements (a channels-last weight's do not),
+    and an FP8 weight must have power-of-two scales.
     """
     scaled = isinstance(update.param, Fp8Weight)
-    return weight_storage(update.param).is_contiguous() and (not scaled or update.param.power_of_two)  # type: ignore[attr-defined]
+    return stored_data(update.param).is_contiguous() and (not scaled or update.param.power_of_two)  # type: ignore[attr-defined]
 
 
 def _row(update: Update) -> list[Tensor]:
-    """The tensors of one row of ``triton_adam.COLUMNS``; the weight stands for those that there are not."""
-    weight = weight_storage(update.param)
+    """The tensors of one row of ``triton_adam.COLUMNS``, with the weight in the place of absent ones."""
+    weight = stored_data(update.param)
     scale_inv = weight
     if isinstance(update.param, Fp8Weight):
         scale_inv = update.param.scale_inv
@@ -211,14 +208,3 @@ def _two_floats(value: float) -> tuple[float, float]:
     """An FP64 number as the sum of two FP32 ones."""
     high = float(torch.tensor(value, dtype=torch.float32))
     return high, value - high
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {
-        torch.float32: tl.float32,
-        torch.float16: tl.float16,
-        torch.bfloat16: tl.bfloat16,
-        torch.float8_e4m3fn: tl.float8e4nv,
-    }[dtype]

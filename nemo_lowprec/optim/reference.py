@@ -1,4 +1,4 @@
-"""One Adam step of one parameter in plain torch: the definition that the fused kernel is held to."""
+"""One Adam step of one parameter in plain torch. It defines the numerics; the fused kernel is tested against it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from nemo_lowprec.formats.stochastic import salt_of
 from nemo_lowprec.optim.storage import stands_still, write
-from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, QuantizedTensor, stored_data
 
-__all__ = ["STREAMS", "StepInputs", "Update", "adam_step", "read", "step_by_reference", "storage_of", "weight_storage"]
+__all__ = ["STREAMS", "StepInputs", "Update", "adam_step", "read", "step_by_reference"]
 
-STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # random streams of a tensor's step, beside its weight's
+STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # keys of the moments' random streams, beside the weight's
 
 
 @dataclass
 class Update:
-    """One parameter and what its step reads and writes.
+    """One parameter and the tensors that its step reads and writes.
 
     Attributes:
-        param: the parameter; a ``QuantizedTensor`` (a ``BlockScaledTensor`` where it is a shard) or plain.
-        grad: plain (any float dtype) or a ``GradientTensor``; reads as the gradient.
+        param: the parameter; a ``QuantizedTensor`` (for a shard, a ``BlockScaledTensor``) or plain.
+        grad: the gradient, plain (any float dtype) or a ``GradientTensor``.
         step: FP32 scalar, steps taken so far.
         exp_avg, exp_avg_sq: plain or ``BlockScaledTensor``.
-        master: plain FP32, a ``BlockScaledTensor``, or None where the parameter takes the updates itself.
+        master: plain FP32, a ``BlockScaledTensor``, or None where the update is added to the parameter itself.
         index: position in the optimizer, for stochastic rounding.
     """
 
@@ -46,23 +46,9 @@ def read(tensor: Tensor) -> Tensor:
     return tensor.dequantize(torch.float32) if isinstance(tensor, QuantizedTensor) else tensor.float()
 
 
-def weight_storage(param: Tensor) -> Tensor:
-    """The plain tensor that holds a parameter's elements."""
-    if isinstance(param, Fp8Weight):
-        return param.data_fp8
-    if isinstance(param, BlockScaledTensor):
-        return param.data_blocks
-    return param.data_fp16 if isinstance(param, Fp16Weight) else param.detach()
-
-
-def storage_of(state: Tensor) -> Tensor:
-    """The plain tensor that holds a state's elements."""
-    return state.data_blocks if isinstance(state, BlockScaledTensor) else state
-
-
 @dataclass(frozen=True)
 class StepInputs:
-    """What a step is told beside its parameters.
+    """Arguments that all parameters of a step share.
 
     Attributes:
         group: the parameter group: lr, betas, eps, weight_decay, decoupled_weight_decay, maximize, as torch's Adam
@@ -70,7 +56,7 @@ class StepInputs:
         grad_scale: the loss scale that gradients still carry, FP32 scalar.
         found_inf: nonzero skips the step, FP32 scalar.
         seed: of stochastic rounding.
-        stochastic: whether the copy that takes the updates is rounded so, where that is a 16-bit float.
+        stochastic: whether the master (or the parameter without one) is rounded stochastically, if it is 16-bit.
     """
 
     group: dict[str, Any]
@@ -89,7 +75,7 @@ def step_by_reference(updates: Iterable[Update], inputs: StepInputs) -> None:
 
 
 def adam_step(update: Update, inputs: StepInputs) -> None:
-    """Step in place, whatever ``inputs.found_inf`` says."""
+    """Step one parameter in place; ``inputs.found_inf`` is not read."""
     group, scale = inputs.group, inputs.grad_scale
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     update.step += 1
@@ -118,28 +104,20 @@ def adam_step(update: Update, inputs: StepInputs) -> None:
     _write_value(update, value, salt if inputs.stochastic else None)
     for name, beta, moment in (("exp_avg", beta1, exp_avg), ("exp_avg_sq", beta2, exp_avg_sq)):
         state = getattr(update, name)
-        stochastic = stands_still(float(beta), storage_of(state).dtype)
+        stochastic = stands_still(float(beta), stored_data(state).dtype)
         write(state, moment, salt_of(salt ^ STREAMS[name]) if stochastic else None, positive=name == "exp_avg_sq")
 
 
 def _write_value(update: Update, value: Tensor, salt: int | None) -> None:
-    """Store the updated master, or parameter without one; ``salt`` is for those that are 16-bit floats."""
+    """Store the updated master, or parameter without one; ``salt`` is used for 16-bit floats only."""
     master, param = update.master, update.param
-    if master is not None:
-        write(master, value, salt if isinstance(master, BlockScaledTensor) else None)
-        copy_weight(param, master)
+    data = stored_data(param)
+    if master is None:
+        target = param if isinstance(param, BlockScaledTensor) else data
+        write(target, value, salt if data.dtype != torch.float32 else None)
         return
-    storage = weight_storage(param)
-    write(
-        param if isinstance(param, BlockScaledTensor) else storage,
-        value,
-        salt if storage.dtype != torch.float32 else None,
-    )
-
-
-def copy_weight(param: Tensor, master: Tensor) -> None:
-    """Write a master's values into its parameter."""
+    write(master, value, salt if isinstance(master, BlockScaledTensor) else None)
     if isinstance(param, Fp8Weight):
         param.quantize_(read(master))
     else:
-        weight_storage(param).copy_(read(master))
+        data.copy_(read(master))

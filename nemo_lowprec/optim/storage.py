@@ -1,9 +1,9 @@
 """How optimizer states are stored: FP32 and BF16 as they are, FP16 and FP8 in blocks with power-of-two scales.
 
-Two things would make Adam run away that rounds its moments to nearest. Where 1 - beta is less than half of the step
-between two numbers of a format, a moment never fades: such ones are rounded stochastically. And a second moment that
-becomes zero, while the first does not, makes a step of exp_avg / eps: zeros are stored in blocks of zeros only, and as
-the smallest positive number elsewhere.
+Adam would diverge in two ways if all moments were rounded to nearest. Where 1 - beta is less than half of the step
+between two numbers of a format, a moment never decays: such moments are rounded stochastically. And where the second
+moment becomes zero while the first does not, the update is exp_avg / eps: a zero is stored as the smallest positive
+number of the format, except in blocks of zeros.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class StateFormats:
 
     Attributes:
         exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
-        master_weight: ``fp32``, ``fp16`` (in blocks) or None; of parameters below FP32.
-        stochastic_rounding: of the copy that takes the updates, where that is a 16-bit float.
-        seed: of stochastic rounding, that of moments included (see ``stands_still``).
+        master_weight: ``fp32``, ``fp16`` (in blocks) or None, for parameters below FP32.
+        stochastic_rounding: whether the master (or the parameter without one) is rounded so, if it is 16-bit.
+        seed: of stochastic rounding, also of the moments' (see ``stands_still``).
     """
 
     exp_avg: StateFormat = "fp32"
@@ -71,7 +71,7 @@ class StateFormats:
 
 
 def stands_still(beta: float, dtype: torch.dtype) -> bool:
-    """Whether a moment of this beta would not fade if it were rounded to nearest."""
+    """Whether a moment of this beta and dtype would never decay if it were rounded to nearest."""
     return dtype != torch.float32 and 1 - beta < torch.finfo(dtype).eps / 2
 
 
@@ -94,7 +94,7 @@ def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool
 
     Args:
         salt: round stochastically with this random stream; None rounds to nearest.
-        positive: where states are stored in blocks, as in ``quantize_rows``.
+        positive: for states stored in blocks, as in ``quantize_rows``.
     """
     if isinstance(state, BlockScaledTensor):
         state.set_blocks_(*quantize_rows(values, state.fmt, salt=salt, positive=positive))
@@ -103,15 +103,15 @@ def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool
 
 
 def portable(state: Tensor) -> Tensor:
-    """A state as any optimizer reads it: a plain tensor of exactly its values.
+    """A state as a plain tensor of exactly its values, which any optimizer loads.
 
-    Block-scaled states are decoded, E4M3 to BF16 and FP16 to FP32, on the CPU: a checkpoint takes no GPU memory.
+    Block-scaled states are decoded on the CPU, E4M3 to BF16 and FP16 to FP32: a checkpoint takes no GPU memory.
     """
     local = local_shard(state)
     if not isinstance(local, BlockScaledTensor):
         return state.detach()
     dtype = torch.bfloat16 if local.fmt == E4M3 else torch.float32
-    if is_sharded(state):  # a part of it, which processes exchange where it is
+    if is_sharded(state):  # stays on its device: processes exchange shards there
         return as_dtensor_like(local.dequantize(dtype), state)
     on_cpu: BlockScaledTensor = local.to("cpu")  # type: ignore[assignment]
     return on_cpu.dequantize(dtype)

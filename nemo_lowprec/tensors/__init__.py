@@ -4,7 +4,7 @@ from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
 from nemo_lowprec.tensors.fp8_weight import Fp8Weight
 from nemo_lowprec.tensors.fp16_weight import Fp16Weight
 from nemo_lowprec.tensors.gradient import GradientTensor
-from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
+from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, stored_data
 from nemo_lowprec.tensors.shards import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "PlainShard",
     "QuantizedTensor",
     "Shard",
+    "stored_data",
 ]

@@ -1,4 +1,4 @@
-"""A tensor in blocks of 128 elements with power-of-two scales that reads as FP32: optimizer states and FP16 masters."""
+"""A tensor in blocks of 128 elements with power-of-two scales that reads as FP32: optimizer states, FP16 masters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockScaledTensor(QuantizedTensor):
 
     Attributes:
         data_blocks: the elements, contiguous, of the tensor's shape.
-        exponent: uint8 [rows, blocks of a row]; value = data_blocks * 2**(exponent - 127). See ``row_blocks``.
+        exponent: uint8 [rows, blocks of a row]; value = data_blocks * 2**(exponent - 127). See ``block_scale_128``.
         fmt: the storage format.
     """
 
@@ -53,7 +53,7 @@ class BlockScaledTensor(QuantizedTensor):
 
     @torch.no_grad()
     def set_blocks_(self, data: Tensor, exponent: Tensor) -> Any:
-        """Take quantized values over into this tensor's own storage."""
+        """Copy quantized values into this tensor's own storage."""
         self.data_blocks.copy_(data)
         self.exponent.copy_(exponent)
         return self

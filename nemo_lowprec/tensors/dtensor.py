@@ -1,4 +1,4 @@
-"""Between a sharded parameter (a DTensor) and the tensor that this process holds of it."""
+"""Converts between a DTensor and its local shard."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def local_shard(tensor: Any) -> Any:
-    """This process's part of a DTensor, apart from autograd; any other tensor itself."""
+    """The local shard of a DTensor, detached from autograd; any other tensor as it is."""
     return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def as_dtensor_like(local: Tensor, like: Any) -> Any:
-    """A DTensor of which ``local`` is this process's part, sharded as ``like`` is; ``local`` where that is not.
+    """A DTensor with the local shard ``local``, sharded as ``like``; ``local`` itself where ``like`` is no DTensor.
 
-    Not by ``DTensor.from_local``, which takes a view: of a tensor stored in low precision, a copy of its values.
+    ``DTensor.from_local`` would take a view, which for a quantized tensor is a copy of its values.
     """
     if not is_sharded(like):
         return local
@@ -36,7 +36,7 @@ def as_dtensor_like(local: Tensor, like: Any) -> Any:
 
 
 def local_rows(whole: Any, like: Any) -> Tensor:
-    """This process's part of a tensor that is whole (or sharded as ``like`` is)."""
+    """The rows of ``whole`` that belong to the local shard of ``like``; ``whole`` may be sharded as ``like`` is."""
     if is_sharded(whole) or not is_sharded(like):
         return local_shard(whole)
     mesh = like.device_mesh

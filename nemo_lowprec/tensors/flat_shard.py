@@ -1,4 +1,8 @@
-"""Parts of matrices that lie flat in memory: what cuts buffers of many parameters into equal parts makes them."""
+"""A 1-D slice of a flattened matrix, marked as such.
+
+Megatron's distributed optimizer makes such slices when it cuts a gradient buffer into equal shards. Optimizer states of
+a slice are stored in the formats of a matrix, not of a vector.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ _MARK = "part_of_matrix"
 
 
 def mark_part_of_matrix(part: Tensor) -> None:
-    """Note that ``part``, a tensor of one dimension, holds elements of a matrix."""
+    """Mark ``part``, a tensor of one dimension, as a slice of a flattened matrix."""
     part.__dict__[_MARK] = True
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has two dimensions or more, or is a flat part of one that has."""
+    """Whether ``tensor`` has two dimensions or more, or is marked as a slice of a flattened matrix."""
     return tensor.dim() > 1 or getattr(tensor, _MARK, False)

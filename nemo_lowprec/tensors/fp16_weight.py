@@ -1,7 +1,7 @@
-"""A tensor that is stored in FP16 and reads as BF16 or FP32: a weight that is its own master at the MS-AMP levels.
+"""A weight stored in FP16 that reads as BF16 or FP32. At the MS-AMP levels such a weight is its own master.
 
-FP16 keeps three bits more than BF16, which small updates need; autograd, modules and autocast see the dtype that it
-reads as, so that gradients never pass through FP16's narrow range.
+FP16 keeps three mantissa bits more than BF16, which small updates need. Autograd, modules and autocast see the dtype
+that the weight reads as, so that gradients never pass through FP16's narrow range.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Fp16Weight(QuantizedTensor):
     """FP16 storage that reads as ``dtype``.
 
     Attributes:
-        data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that came so.
+        data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that was given in bfloat16.
         amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
             measured them.
     """
@@ -43,7 +43,7 @@ class Fp16Weight(QuantizedTensor):
     def quantize_(self, values: Tensor) -> Fp16Weight:
         """Store ``values`` anew."""
         self.data_fp16.copy_(values)
-        if not self.data_fp16.is_inference():  # torch counts no write that is made while it dispatches another
+        if not self.data_fp16.is_inference():  # torch counts no write that is made inside another operation's dispatch
             torch.autograd.graph.increment_version(self.data_fp16)
         return self
 
@@ -73,9 +73,9 @@ class Fp16Weight(QuantizedTensor):
         if func is aten._to_copy.default and kwargs.get("dtype") not in (None, this.dtype):
             return this.data_fp16.to(device=kwargs.get("device"), dtype=kwargs["dtype"], copy=True)
         if func._schema.is_mutable and func._schema.name.endswith("_") and func is not aten.copy_.default:
-            # In-place updates start from the stored values, not from those that are read.
+            # In-place updates start from the stored values, not from the rounded values that a read returns.
             exact, *others = tree_map(this._exactly, args)
             return this.quantize_(func(exact, *others, **tree_map(this._exactly, kwargs)))
-        if func is aten.embedding.default:  # the rows that are looked up, not the whole table
+        if func is aten.embedding.default:  # converts the rows that are looked up, not the whole table
             return func(this.data_fp16, *args[1:], **kwargs).to(this.dtype)
         return NotImplemented

@@ -1,4 +1,4 @@
-"""A tensor that is stored in FP8 with one scale: weights under ``fp8_params`` and at MS-AMP O3."""
+"""A weight stored in FP8 with one scale: under ``fp8_params`` and at MS-AMP O3."""
 
 from __future__ import annotations
 

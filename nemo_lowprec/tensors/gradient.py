@@ -1,11 +1,12 @@
 """A gradient that is stored in E4M3 with a scale for every 128 elements and reads as FP32.
 
-It is set as ``p.grad`` and behaves as a gradient: autograd accumulates into it (one rounding a micro-batch), and
-clipping, ``GradScaler`` and ``zero_grad`` of torch work on it. Multiplying it by a number changes its ``factor`` and
-rounds nothing; norms and the search for overflows read the stored bytes, without an FP32 copy.
+``grads.fp8_storage`` sets the tensor as ``p.grad``, where it behaves as a gradient: autograd accumulates into it (one
+rounding a micro-batch), and clipping, ``GradScaler`` and ``zero_grad`` of torch work on it. Multiplying the tensor by a
+number changes its ``factor`` and rounds nothing. Norms and the search for overflows read the stored bytes, without an
+FP32 copy.
 
-What is stored first is rounded to nearest, sums stochastically: with three bits of mantissa, a sum rounded to nearest
-stands still as soon as a micro-batch adds less than a sixteenth of it.
+The first micro-batch's gradient is rounded to nearest, sums are rounded stochastically: with three bits of mantissa, a
+sum rounded to nearest does not change where a micro-batch adds less than a sixteenth of it.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class GradientTensor(BlockScaledTensor):
         data_blocks, exponent: as in ``BlockScaledTensor``.
         factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
-        multiplied: whether the factor is this tensor's own, and may be another than 1.
-        additions: how often something was added since values were stored, for stochastic rounding.
-        overflowed: whether GradScaler is to skip the step, from whether this process's gradients are not finite: FP32
-            scalars on the device. Knows of overflows that no gradient shows; None, as what it returns, for nobody.
+        multiplied: whether ``factor`` belongs to this tensor and may differ from 1; until then tensors share one.
+        additions: number of additions since values were stored, for stochastic rounding.
+        overflowed: a function that tells GradScaler whether to skip the step. Argument and result are FP32 scalars on
+            the device, nonzero for an overflow: in this process's gradients, and anywhere. Without a function, and
+            where the function returns None, only the gradients count.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -80,7 +82,7 @@ class GradientTensor(BlockScaledTensor):
 
     @classmethod
     def empty(cls, like: Tensor) -> GradientTensor:
-        """Of the shape and on the device of ``like``, to be filled; finite so far."""
+        """An uninitialised gradient of the shape and on the device of ``like``, noted as finite."""
         rows, _, per_row = block_grid(like.shape)
         data = torch.empty(like.shape, dtype=E4M3.dtype, device=like.device)
         exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=like.device)
@@ -96,7 +98,7 @@ class GradientTensor(BlockScaledTensor):
 
     @torch.no_grad()
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
-        """Add ``alpha * values``, with one rounding of the sum, a stochastic one."""
+        """Add ``alpha * values``; the sum is rounded once, stochastically."""
         count = self.additions + 1
         kernels = block_kernels() if values.is_cuda else None
         if kernels is not None:
@@ -109,7 +111,7 @@ class GradientTensor(BlockScaledTensor):
         return self.written_(count)
 
     def fold_(self) -> GradientTensor:
-        """Make the factor 1: the values are rounded again where it was another."""
+        """Make the factor 1. Values with another factor are rounded again."""
         if self.multiplied:
             self.quantize_(self.dequantize())
             self.multiplied = False
@@ -132,13 +134,13 @@ class GradientTensor(BlockScaledTensor):
         return (bad + (~torch.cat(factors).isfinite()).any() > 0).float() if factors else bad
 
     def own_factor(self) -> Tensor:
-        """The factor, to be changed in place: until then all gradients share one."""
+        """The factor, FP32 [1], for a change in place. The first call gives this tensor a factor of its own."""
         if not self.multiplied:
             self.factor, self.multiplied = torch.ones(1, device=self.device), True
         return self.factor
 
     def written_(self, additions: int = 0) -> GradientTensor:
-        """Note that values were stored: those of the blocks alone, after so many additions."""
+        """Note that values were stored in the blocks, with a factor of 1, after ``additions`` additions."""
         self.additions = additions
         if self.multiplied:
             self.factor.fill_(1.0)
@@ -159,7 +161,7 @@ class GradientTensor(BlockScaledTensor):
                 this.nonfinite.zero_()
                 return this.written_()
             if func in (aten.detach.default, aten.alias.default):
-                this.own_factor()  # which the alias shares: multiplying one multiplies the other
+                this.own_factor()  # the alias shares the factor: multiplying one multiplies the other
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):
             return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
         if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
@@ -192,7 +194,7 @@ def _foreach(func: Any, args: tuple[Any, ...], change: Any) -> None:
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """Euclidean norms, one a tensor."""
+    """The Euclidean norm of each tensor."""
     ours = [t for t in tensors if isinstance(t, GradientTensor)]
     kernels = block_kernels() if ours[0].is_cuda else None
     if kernels is not None:
@@ -202,7 +204,7 @@ def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
     found = {id(g): n for g, n in zip(ours, norms, strict=True)}
     plain = [t for t in tensors if id(t) not in found]
     if plain:
-        norms = torch._foreach_norm(plain, dtype=torch.float32)  # half ones overflow
+        norms = torch._foreach_norm(plain, dtype=torch.float32)  # squares of half values overflow
         found |= {id(t): n for t, n in zip(plain, norms, strict=True)}
     return [found[id(t)].to(dtype or torch.float32) for t in tensors]
 
@@ -216,7 +218,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))
-    # In their order, which is that of every process: they may ask the others.
+    # In the order of the gradients, which is the same on every process: ``overflowed`` may be a collective.
     for overflowed in dict.fromkeys(g.overflowed for g in ours if g.overflowed is not None):
         found = overflowed(bad)
         bad = bad if found is None else found

@@ -1,16 +1,16 @@
 """Tensors that are stored in one format and read as another: the base of FP8 weights, FP16 weights and FP8 gradients.
 
-Any torch operation reads the values; an in-place one, and assigning to elements (``g[0] = 0``), writes them back,
-rounded anew. A view (``w[0]``, ``w.t()``) is a copy of the values, and writing into it an error.
+Any torch operation reads the values. An in-place operation, and assigning to elements (``g[0] = 0``), rounds the new
+values and stores them. A view (``w[0]``, ``w.t()``) is a copy of the values; writing into a view is an error.
 
-A weight that has a master (the attribute ``master_weight``) is written through it: an in-place operation starts from
-the master's values, changes the master, and rounds the weight from it. ``detach()``, ``data`` and ``clone()`` take the
-master (or a copy of it) along, so that ``weight.data += delta`` is as exact.
+A weight with a master (the attribute ``master_weight``) is written through the master: an in-place operation starts
+from the master's values, changes the master, and rounds the weight from the master. The results of ``detach()``,
+``data`` and ``clone()`` have the master (or a copy of it), so that ``weight.data += delta`` is as exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from nemo_lowprec.formats.floats import FloatFormat
-from nemo_lowprec.tensors.readonly_view import as_readonly_view, is_view
+from nemo_lowprec.tensors.readonly_view import arguments_of, as_readonly_view, is_view, written_by
 
-__all__ = ["MASTER", "QuantizedTensor"]
+__all__ = ["MASTER", "QuantizedTensor", "stored_data"]
 
 MASTER = "master_weight"
 
@@ -29,14 +29,14 @@ aten = torch.ops.aten
 
 
 class QuantizedTensor(Tensor):
-    """Base class. A subclass names its inner tensors and knows how to decode and how to encode them.
+    """Base class. A subclass names its inner tensors, and decodes and encodes them.
 
     Attributes:
-        PARTS: names of the inner tensors; the first holds an element for each of the tensor's.
-        SETTINGS: names of the plain attributes that go with them.
-        copied_in_fp32: whether a copy of this parameter (``copy.deepcopy``, pickle) is a plain FP32 one of its exact
-            values, which are its ``master_weight``'s where it has one: nobody keeps a copy in step with a master, and
-            an average of weights needs more bits than they have.
+        PARTS: names of the inner tensors; the first has the tensor's shape.
+        SETTINGS: names of the plain attributes.
+        copied_in_fp32: whether ``copy.deepcopy`` and pickle make a plain FP32 tensor of the exact values, the
+            master's where there is one: no optimizer would update a quantized copy with its master, and averages of
+            weights need FP32.
     """
 
     PARTS: ClassVar[tuple[str, ...]]
@@ -85,13 +85,13 @@ class QuantizedTensor(Tensor):
         return self._with(*(change(part) for part in self.parts()))
 
     def _take_along(self, other: Any, change: Callable[[Tensor], Tensor] = lambda master: master) -> Any:
-        """``other``, an alias or a copy of this tensor, with this tensor's master, or with a copy of that."""
+        """Give ``other``, an alias or a copy of this tensor, this tensor's master, or with ``change`` a copy of it."""
         if MASTER in self.__dict__:
             other.__dict__[MASTER] = change(self.__dict__[MASTER])
         return other
 
     def exact(self) -> Tensor:
-        """The values that a write starts from, FP32: the master's where there is one."""
+        """The values that a write starts from, FP32: those of the master where there is one."""
         master = self.__dict__.get(MASTER, self)
         if isinstance(master, QuantizedTensor):
             return master.dequantize(torch.float32)
@@ -99,7 +99,7 @@ class QuantizedTensor(Tensor):
 
     @torch.no_grad()
     def write_(self, values: Tensor) -> Any:
-        """Store ``values`` (same shape) in the master, if there is one, and here; returns the tensor itself."""
+        """Store ``values`` (same shape) here and in the master, if there is one; returns the tensor itself."""
         master = self.__dict__.get(MASTER)
         if master is None:
             return self.quantize_(values)
@@ -109,8 +109,8 @@ class QuantizedTensor(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, reads as {self.dtype})"
 
-    # module.to() assigns .data (without __tensor_flatten__ it does not swap the parameter for another object, whose
-    # attributes and hooks would be lost), so .data carries the storage over.
+    # module.to() assigns .data, so the setter takes over the storage. (With __tensor_flatten__ it would put another
+    # object in the parameter's place, without the parameter's attributes and hooks.)
     def _get_data(self) -> Tensor:
         return self.detach()
 
@@ -121,10 +121,10 @@ class QuantizedTensor(Tensor):
                     f"A parameter {tuple(self.shape)} that is stored in blocks or in FP16 takes no data of shape "
                     f"{tuple(other.shape)}. FSDP gives it such: shard with strategy='lowprec_sharded' instead."
                 )
-            # Into storage of its own: what ``.data`` gave out before keeps the old values.
+            # Into new storage: tensors that ``.data`` returned before keep the old values.
             values = other.dequantize(torch.float32) if isinstance(other, QuantizedTensor) else other
             fresh: QuantizedTensor = self._each(torch.clone)
-            # ``module.float()`` sets values that were read here: they are rounded, and no news for a master.
+            # ``module.float()`` sets the values that it has read from this tensor: a master has more bits, and stays.
             if MASTER in self.__dict__ and not torch.equal(values, self.dequantize().to(values)):
                 self._take_along(fresh, _copied).write_(values)
             elif MASTER not in self.__dict__:
@@ -155,7 +155,7 @@ class QuantizedTensor(Tensor):
         self.write_(values)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values as an array, which is a copy and read-only."""
+        """A read-only copy of the values as a NumPy array."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy() of a tensor that requires grad: use tensor.detach().numpy().")
         values = self.dequantize().detach().clone().numpy(force=force)
@@ -183,7 +183,7 @@ class QuantizedTensor(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether the inner tensors are in shared memory, as all of a GPU's are."""
+        """Whether the inner tensors are in shared memory; tensors on a GPU always are."""
         return all(part.is_shared() for part in self.parts())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -192,7 +192,7 @@ class QuantizedTensor(Tensor):
         return self._as_parts()
 
     def _as_parts(self) -> Any:
-        # As bytes where torch.save knows no other way for a dtype, and with settings as plain values.
+        # 8-bit parts as bytes: torch.save does not know every float8 dtype. Settings as plain values.
         parts = [(part.view(torch.uint8) if part.element_size() == 1 else part, part.dtype) for part in self.parts()]
         kind = next(c for c in type(self).__mro__ if "PARTS" in c.__dict__)
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -207,7 +207,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that a subclass does on its storage; NotImplemented for any other."""
+        """The result of an operation that the subclass computes on its storage; NotImplemented for other operations."""
         return NotImplemented
 
     @classmethod
@@ -223,7 +223,7 @@ class QuantizedTensor(Tensor):
             if func is aten.clone.default:
                 return this._take_along(this._each(torch.clone), torch.clone)
             if func is aten.empty_like.default and not kwargs.keys() - {"pin_memory", "memory_format"}:
-                return this._each(torch.clone)  # what is kept in it comes back to the last bit
+                return this._each(torch.clone)  # callers that back values up in it get every bit back
             if func is aten._to_copy.default and kwargs.get("dtype", this.dtype) in (None, this.dtype):
                 device = kwargs.get("device", this.device)
                 return this._each(lambda part: part.to(device, copy=True))
@@ -237,6 +237,11 @@ class QuantizedTensor(Tensor):
         if func._schema.name.startswith("aten::_foreach_"):
             return _one_by_one(func, args, kwargs)
         return _on_values(func, args, kwargs)
+
+
+def stored_data(tensor: Tensor) -> Tensor:
+    """The plain tensor that holds the elements of ``tensor``: its first part, or the tensor itself if it is plain."""
+    return tensor.parts()[0] if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _copied(master: Tensor) -> Tensor:
@@ -256,14 +261,14 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
     if func._schema.is_mutable and any(
-        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in _written(func, args, kwargs)
+        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in written_by(func, args, kwargs)
     ):
         plain_args, plain_kwargs = _exact_arguments(func, args, kwargs)
     else:
         plain_args, plain_kwargs = tree_map(read, args), tree_map(read, kwargs)
     result = func(*plain_args, **plain_kwargs)
     if not func._schema.is_mutable:
-        # In a forward pass nobody writes into a view; and autograd would not let them.
+        # In a forward pass autograd refuses writes into a view already.
         protect = is_view(func) and not (torch.is_grad_enabled() and args[0].requires_grad)
         return tree_map(as_readonly_view, result) if protect else result
     stored = _write_back(func, args, kwargs, plain_args, plain_kwargs)
@@ -271,7 +276,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same for an operation on lists, so that the values of one tensor at a time are there in full."""
+    """``_on_values`` for an operation on lists: one tensor at a time is dequantized, which takes less memory."""
     count = next(len(a) for a in args if isinstance(a, (list, tuple)))
     results = []
     for i in range(count):
@@ -283,25 +288,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return None if results and results[0] is None else [r for result in results for r in result]
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """(position or name, value, whether the operation writes it) of each argument."""
-    for i, argument in enumerate(func._schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if i < len(args):
-            yield i, args[i], writes
-        elif argument.name in kwargs:
-            yield argument.name, kwargs[argument.name], writes
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an operation writes."""
-    found = (value for _, value, writes in _arguments(func, args, kwargs) if writes)
-    return [x for value in found for x in (value if isinstance(value, (list, tuple)) else [value])]
-
-
 def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for an operation that writes masters: FP32 for all that read as the weight does, and are read only."""
-    dtype = next(x for x in _written(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
+    """Arguments of an operation that writes masters: tensors of the weight's dtype that are only read become FP32."""
+    dtype = next(x for x in written_by(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
 
     def exact(x: Any) -> Any:
         if isinstance(x, QuantizedTensor):
@@ -312,17 +301,17 @@ def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict
         return x.exact() if isinstance(x, QuantizedTensor) else x
 
     plain_args, plain_kwargs = list(args), dict(kwargs)
-    for place, value, writes in _arguments(func, args, kwargs):
+    for place, value, writes in arguments_of(func, args, kwargs):
         chosen: Any = plain_args if isinstance(place, int) else plain_kwargs
         chosen[place] = tree_map(keep if writes else exact, value)
     return plain_args, plain_kwargs
 
 
 def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> dict[int, QuantizedTensor]:
-    """Store what an operation wrote into plain stand-ins; return the tensors they stood for, by the stand-in's id."""
+    """Store the values that an operation wrote into plain stand-ins; return the stored tensors by the stand-in's id."""
     stored = {}
-    stand_ins = _written(func, plain_args, plain_kwargs)
-    for tensor, values in zip(_written(func, args, kwargs), stand_ins, strict=True):
+    stand_ins = written_by(func, plain_args, plain_kwargs)
+    for tensor, values in zip(written_by(func, args, kwargs), stand_ins, strict=True):
         if isinstance(tensor, QuantizedTensor):
             stored[id(values)] = tensor.write_(values)
     return stored
@@ -333,7 +322,7 @@ def _as(tensor: QuantizedTensor, requires_grad: bool, parameter: bool) -> Any:
 
 
 def _send(tensor: QuantizedTensor) -> Any:
-    """Hand a tensor to another process as torch.multiprocessing does: with its storage, which becomes shared memory."""
+    """Pickle a tensor for another process as torch.multiprocessing does: the storage moves to shared memory."""
     return tensor._as_parts()
 
 

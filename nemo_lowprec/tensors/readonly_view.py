@@ -1,14 +1,15 @@
-"""What a view of a stored tensor is: a copy of its values, which must not be mistaken for the tensor."""
+"""The result of a view operation on a quantized tensor: a plain copy of the values that refuses to be written."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["ReadonlyView", "as_readonly_view", "is_view"]
+__all__ = ["ReadonlyView", "arguments_of", "as_readonly_view", "is_view", "written_by"]
 
 
 def is_view(func: Any) -> bool:
@@ -16,8 +17,24 @@ def is_view(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
 
 
+def arguments_of(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """(position or name, value, whether the operation writes it) of each argument."""
+    for i, argument in enumerate(func._schema.arguments):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if i < len(args):
+            yield i, args[i], writes
+        elif argument.name in kwargs:
+            yield argument.name, kwargs[argument.name], writes
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operation writes."""
+    found = (value for _, value, writes in arguments_of(func, args, kwargs) if writes)
+    return [x for value in found for x in (value if isinstance(value, (list, tuple)) else [value])]
+
+
 class ReadonlyView(Tensor):
-    """The values of a part of a stored tensor. Any operation reads them and gives plain tensors; none writes them."""
+    """A copy of values of a quantized tensor. Operations read the copy and return plain tensors; none writes."""
 
     _plain: Tensor
 
@@ -49,16 +66,11 @@ class ReadonlyView(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for i, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[i] if i < len(args) else kwargs.get(argument.name)
-                if any(
-                    isinstance(t, ReadonlyView) for t in (written if isinstance(written, (list, tuple)) else [written])
-                ):
-                    raise RuntimeError(
-                        "A view of a tensor that is stored in low precision is a copy of its values: writing into it "
-                        "would be lost. Write to the tensor itself, as in grad[0] = 0 or grad[mask] *= 2."
-                    )
+        if any(isinstance(tensor, ReadonlyView) for tensor in written_by(func, args, kwargs)):
+            raise RuntimeError(
+                "A view of a tensor that is stored in low precision is a copy of its values: writing into it would be "
+                "lost. Write to the tensor itself, as in grad[0] = 0 or grad[mask] *= 2."
+            )
 
         def read(x: Any) -> Any:
             return x._plain if isinstance(x, ReadonlyView) else x
@@ -68,5 +80,5 @@ class ReadonlyView(Tensor):
 
 
 def as_readonly_view(x: Any) -> Any:
-    """A plain tensor as a part; anything else as it is."""
+    """A plain tensor as a ``ReadonlyView``; anything else as it is."""
     return ReadonlyView(x) if type(x) is Tensor else x

@@ -1,7 +1,7 @@
-"""Shards: the rows of a parameter that one process holds, and what FSDP2 gathers of them for forward and backward.
+"""Shards: the rows of a parameter that one process holds, as the local tensor of FSDP2's DTensor.
 
-A shard is the master; what is gathered is the weight, and lives for one layer's computation. All shards read as FP32,
-since FSDP2 wants one dtype for the parameters that it gathers together.
+A shard is the master. FSDP2 gathers its data in a low-precision format; the gathered tensor is the weight, and lives
+for one layer's computation. All shards read as FP32, since FSDP2 gathers parameters of one dtype together.
 
 Source: the extension points ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of torch's ``fully_shard``.
 """
@@ -27,25 +27,25 @@ __all__ = ["BlockShard", "Fp8Gathered", "FullShard", "HalfShard", "PlainShard", 
 
 
 class Shard(QuantizedTensor):
-    """What all shards can do: be padded and cut by FSDP2, and be gathered."""
+    """Base of all shards: FSDP2 pads, cuts and gathers them."""
 
     def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> Any:
         """A shard of zeros of the same kind."""
-        raise NotImplementedError
+        return self._each(lambda part: part.new_zeros(shape))
 
     def gathered(self) -> tuple[Tensor, Any]:
-        """(what is sent, of the shard's shape; what goes along with it)."""
+        """(the data to gather, of the shard's shape; metadata that stays on this process, such as a scale)."""
         raise NotImplementedError
 
     def weight(self, data: Tensor, along: Any) -> Tensor:
-        """The weight of data that were gathered."""
+        """The weight made of gathered data, [rows of all processes, ...], and of the metadata ``along``."""
         raise NotImplementedError
 
     def renew(self, weight: Any, along: Any) -> None:
-        """Take over what goes along with data that were gathered into the storage of an earlier weight."""
+        """Update ``weight``, whose storage FSDP2 has filled with new data, from the metadata ``along``."""
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the elements: FSDP2 asks whether it has another one by now."""
+        """The storage of the elements. FSDP2 compares it to notice that a parameter has other data."""
         return self.parts()[0].untyped_storage()
 
     def fsdp_pre_all_gather(
@@ -61,7 +61,7 @@ class Shard(QuantizedTensor):
         self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         rows, along = metadata
-        if out is not None:  # its storage was filled
+        if out is not None:  # FSDP2 has filled the storage of this weight
             self.renew(out, along)
             return None
         return self.weight(outputs[0][:rows], along), ()
@@ -74,7 +74,7 @@ class Shard(QuantizedTensor):
                 return this.zeros_of(args[1])
             if func is aten.slice.Tensor and (args[1] if len(args) > 1 else 0) == 0:
                 return this._each(lambda part: func(part, *args[1:]) if part.dim() else part)
-            if func is aten.view.default:  # FSDP2 keeps a flat view, and reads nothing from it
+            if func is aten.view.default:  # FSDP2 keeps a flat view, and never reads it
                 return this._each(lambda part: part)
         return super()._special(func, args, kwargs)
 
@@ -94,9 +94,6 @@ class HalfShard(Shard, Fp16Weight):
     def __new__(cls, data_fp16: Tensor, gathers_as: torch.dtype):
         return cls._wrap((data_fp16,), {"gathers_as": gathers_as}, torch.float32)
 
-    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> HalfShard:
-        return HalfShard(self.data_fp16.new_zeros(shape), self.gathers_as)
-
     def gathered(self) -> tuple[Tensor, Any]:
         return self.data_fp16, None
 
@@ -108,7 +105,7 @@ class FullShard(Shard):
     """FP32, gathered in FP32 whatever the other parameters of its FSDP2 unit are gathered in.
 
     Attributes:
-        data_fp32: the values, which any operation reads and writes.
+        data_fp32: the values.
     """
 
     PARTS = ("data_fp32",)
@@ -117,9 +114,6 @@ class FullShard(Shard):
     @staticmethod
     def __new__(cls, data_fp32: Tensor):
         return cls._wrap((data_fp32,), {}, torch.float32)
-
-    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> FullShard:
-        return FullShard(self.data_fp32.new_zeros(shape))
 
     def gathered(self) -> tuple[Tensor, Any]:
         return self.data_fp32, None
@@ -132,20 +126,21 @@ class FullShard(Shard):
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> Any:
-        if values.data_ptr() != self.data_fp32.data_ptr():  # an operation has written there already
+        if values.data_ptr() != self.data_fp32.data_ptr():  # equal where an operation has written in place
             self.data_fp32.copy_(values)
         return self
 
 
 class Fp8Gathered(Shard):
-    """A shard whose weight is E4M3 with one scale, that of the whole matrix: all processes agree on its amax.
+    """A shard whose weight is E4M3 with one scale, computed from the amax of the whole matrix over all processes.
 
     Attributes:
         scale, scale_inv: FP32 [1], set by ``set_scales`` before the first weight is gathered.
         gathers_as: dtype that the gathered weight reads as.
         margin: the scale is divided by 2**margin.
-        power_of_two: the scale is one.
-        amax_of_step: what a fused optimizer step has found out about the values that it wrote; None where none has.
+        power_of_two: whether the scale is a power of two.
+        amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
+            measured them.
     """
 
     amax_of_step: Tensor | None = None
@@ -162,10 +157,10 @@ class Fp8Gathered(Shard):
 
     @staticmethod
     def set_scales(shards: Sequence[Fp8Gathered], amax: Tensor) -> None:
-        """Scales for matrices whose largest magnitudes are ``amax`` (FP32 [shards]); shards of one kind and margin."""
+        """Set the scales of ``shards``, all of one kind and margin, for matrices of these amaxes (FP32 [shards])."""
         power_of_two, margin = shards[0].power_of_two, shards[0].margin
         scale = power_of_two_scale(amax, E4M3, margin) if power_of_two else compute_scale(amax, E4M3.max, margin)
-        # Here, and not where shards are gathered: that is on another stream, which would reuse its memory too early.
+        # The inverse is computed here: gathering runs on another stream, which would reuse its memory too early.
         scale_inv = scale.reciprocal()
         for shard, *both in zip(shards, scale.split(1), scale_inv.split(1), strict=True):
             assert (shard.power_of_two, shard.margin) == (power_of_two, margin)
@@ -233,6 +228,3 @@ class PlainShard(Fp8Gathered, FullShard):
         matrix = self.data_fp32.reshape(self.shape[0], self.shape[1:].numel())
         data, _, _ = kernels.quantize(matrix, self.scale, E4M3, rowwise=True, columnwise=False, record=None)
         return data.view(self.shape)
-
-    def zeros_of(self, shape: torch.Size | tuple[int, ...]) -> PlainShard:
-        return PlainShard(self.data_fp32.new_zeros(shape), self.gathers_as, self.margin)

@@ -1,4 +1,4 @@
-"""What a parameter or its gradient calls, without keeping the called object alive."""
+"""Hooks of parameters and gradients that do not keep the hook's object alive."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["weakly"]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a bound method for as long as its object lives, and returns None afterwards.
+    """A function that calls a bound method while the method's object lives, and returns None afterwards.
 
-    For hooks of parameters and for attributes of gradients: torch shows neither to Python's garbage collector, so that
-    a parameter which the method's object holds would never be freed.
+    torch does not show hooks of parameters and attributes of gradients to Python's garbage collector. With the bound
+    method itself as a hook, a parameter that the method's object holds would never be freed.
     """
     held = WeakMethod(method)
 

@@ -282,3 +282,85 @@ def test_nothing_keeps_a_graph_alive(backward, is_leaf):
             (q * k).float().sum().backward()
         del q, k, x
         assert held() is None
+
+
+# Operands that the producer of a tensor hands over
+
+
+def produced(block, x, offers=True, record=True):
+    """A tensor of a producer that has quantized it for ``block.q``, as a fused norm would."""
+    out, plan = x * 1.0, block.q.gemm_plan
+    if offers:
+        backend, operand = ReferenceBackend(), plan.operand("input")
+        rows = out.detach().to(plan.half)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % backend.row_multiple))
+        data = backend.quantize(rows, operand, rowwise=True, columnwise=True, record=record)
+        plan.inputs.offer(
+            plan.backend, out, data, operand, shape=tuple(rows.shape), dtype=plan.half, rowwise=True, columnwise=True,
+            record=record,
+        )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("arguments", [{}, {"fp8_amax_compute_algo": "most_recent", "fp8_amax_history_len": 2}])
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_layers_use_the_operand_of_a_producer_and_quantize_none(scaling, arguments):
+    runs = []
+    for offers in (True, False):
+        block, backend, histories = converted(scaling, **(arguments if scaling == "delayed" else {}))
+        optimizer, results = torch.optim.SGD(block.parameters(), lr=0.1), []
+        for step in range(4):
+            leaf = (inputs()[:13] * (step + 1)).requires_grad_()  # rows that need padding
+            out = block(produced(block, leaf, offers))
+            out.float().pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results += [out.detach(), leaf.grad]
+            if histories is not None:
+                histories.update()
+        runs.append((results, list(block.parameters()), histories.state_dict() if histories else None, backend.inputs))
+    (got, params, state, quantized), (want, want_params, want_state, all_quantized) = runs
+    assert all(torch.equal(g, w) for g, w in zip(got + params, want + want_params, strict=True))
+    assert (quantized, all_quantized) == (4, 8)  # ``out`` reads another tensor
+    if state is not None:
+        for name, operand in state["operands"].items():
+            for key in ("amax_history", "scale", "cold"):
+                assert torch.equal(*(torch.as_tensor(o[key]) for o in (operand, want_state["operands"][name]))), name
+
+
+def test_the_operand_of_a_producer_is_what_the_gemms_read():
+    block, backend, _ = converted("current")
+    out = produced(block, inputs().requires_grad_())
+    operand = block.q.gemm_plan.inputs._quantized.get(out).data
+    operand.rowwise.data.copy_(torch.zeros_like(operand.rowwise.data, dtype=torch.float32))
+    results = [layer(out) for layer in (block.q, block.k)]
+    assert all(torch.equal(r, layer.bias.expand(16, 32)) for r, layer in zip(results, (block.q, block.k), strict=True))
+    sum(r.float().sum() for r in results).backward()
+    assert block.q.weight.grad.abs().max() == 0 and backend.inputs == 0
+
+
+@pytest.mark.parametrize("change", ["in place", "evaluation", "a restarted history", "an inference tensor"])
+def test_an_operand_that_does_not_fit_is_not_used(change):
+    block, backend, histories = converted("delayed")
+    block(inputs())
+    histories.update()
+    block(inputs())
+    before = backend.inputs
+    with torch.inference_mode(change == "an inference tensor"):
+        out = produced(block, inputs())
+        if change == "in place":
+            out.detach().add_(1)
+        elif change == "evaluation":
+            block.eval()
+        elif change == "a restarted history":
+            block.q.gemm_plan.operand("input").slot.restart()
+        got, want = block.q(out), block.q(out.clone())
+    assert torch.equal(got, want) and backend.inputs == before + 2
+
+
+def test_a_frozen_parameter_that_layers_read_may_change_its_storage():
+    block, _, _ = converted("current")
+    latents, other = (nn.Parameter(inputs(), requires_grad=False) for _ in range(2))
+    block.q(latents)
+    torch.utils.swap_tensors(latents, other)  # refuses tensors with weak references
+    assert torch.equal(block.q(latents), block.q(inputs()))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import LAYOUT, grid, nearest_even, value_of
 
-from nemo_lowprec.formats import E4M3, E5M2, cast, decode, get_format
+from nemo_lowprec.formats import E4M3, E5M2, cast, decode
 
 FORMATS = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 
@@ -99,9 +99,3 @@ def test_shapes_without_elements_and_without_dimensions(fmt, shape):
 def test_decode_of_a_transposed_tensor_keeps_positions(fmt):
     data = cast(torch.arange(6.0).view(2, 3), fmt).t()
     assert torch.equal(decode(data), torch.arange(6.0).view(2, 3).t())
-
-
-def test_get_format_knows_its_names_only():
-    assert get_format("e4m3") is E4M3 and get_format("e5m2") is E5M2
-    with pytest.raises(ValueError, match=r"'e3m4'.*e4m3, e5m2"):
-        get_format("e3m4")

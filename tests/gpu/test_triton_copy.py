@@ -6,9 +6,9 @@ from support import CASES, Overflowing, foreach_adamw, fused_adamw, kernels_or_s
 from torch import nn
 
 import nemo_lowprec
-from nemo_lowprec.compute.weight_scales import WeightScales, weight_data
+from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.kernels.loader import copy_kernels
-from nemo_lowprec.tensors import Fp8Weight
+from nemo_lowprec.tensors import Fp8Weight, stored_data
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -67,7 +67,7 @@ def renewals(monkeypatch):
         left = all("amax_of_step" in weight.__dict__ for weight in plain)
         renew(self)
         for weight, amax in zip(weights, self.amax, strict=True):
-            assert isinstance(weight, Fp8Weight) or amax == weight_data(weight).float().abs().max()
+            assert isinstance(weight, Fp8Weight) or amax == stored_data(weight).float().abs().max()
         seen.append(left)
 
     monkeypatch.setattr(WeightScales, "renew", checked)

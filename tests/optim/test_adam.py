@@ -1,6 +1,8 @@
 """The step of the low-bit Adam and AdamW, against torch's."""
 
+import gc
 from itertools import product
+from weakref import ref
 
 import pytest
 import torch
@@ -317,6 +319,58 @@ def test_step_param_is_the_step_of_one():
         for param in reversed(apart):
             optimizers[1].step_param(param)
     assert all(torch.equal(p, q) for p, q in zip(whole, apart, strict=True))
+
+
+def test_step_param_follows_groups_that_were_loaded_or_changed():
+    first, second = params = make_params(shapes=[(4, 8), (4, 8)])
+    optimizer = AdamW(params, lr=1e-2)
+    set_grads(params, 0)
+    assert optimizer.step_param(first) and optimizer.step_param(second)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0], "lr": 0.0}]})
+    before = first.detach().clone()
+    optimizer.step_param(first)
+    assert torch.equal(first, before)  # the loaded group's learning rate
+    optimizer.param_groups[0]["params"] = [second]
+    assert not optimizer.step_param(first) and optimizer.step_param(second)
+    assert not AdamW([second]).step_param(nn.Parameter(second.detach()))
+
+
+@pytest.mark.parametrize("by_param", [False, True])
+def test_a_parameter_that_was_taken_out_is_freed_with_its_master(by_param):
+    params = make_params(torch.float16, shapes=[(4, 8), (4, 8)])
+    optimizer = AdamW(params, master_weight_dtype="fp32")
+    set_grads(params, 0)
+    if by_param:
+        assert all(optimizer.step_param(p) for p in params)
+    else:
+        optimizer.step()
+    gone = params.pop()
+    optimizer.param_groups[0]["params"].pop()
+    held = [ref(gone), ref(optimizer.state.pop(gone)["master_weight"])]
+    del gone
+    gc.collect()
+    assert [there() for there in held] == [None, None]
+
+
+def test_a_new_parameter_in_the_place_of_a_freed_one_gets_its_own_master():
+    """Python gives the id of a freed parameter to the next one."""
+    [param] = params = make_params(torch.float16, shapes=[(4, 8)])
+    optimizer = AdamW(params, lr=0.0, master_weight_dtype="fp32", weight_decay=0.0)
+    old = id(param)
+    set_grads(params, 0)
+    optimizer.step_param(param)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"].clear()
+    params.clear()
+    del param
+    new = next((p for p in (nn.Parameter(torch.ones(4, 8).half()) for _ in range(1000)) if id(p) == old), None)
+    assert new is not None, "the old parameter is alive"
+    new.grad = torch.ones_like(new)
+    assert not optimizer.step_param(new)
+    optimizer.param_groups[0]["params"].append(new)
+    assert optimizer.step_param(new)
+    assert torch.equal(optimizer.state[new]["master_weight"], torch.ones(4, 8)) and torch.equal(new, torch.ones(4, 8))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

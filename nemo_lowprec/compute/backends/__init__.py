@@ -59,7 +59,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
 
 
 def _say(choice: str) -> None:
-    """Log the choice, on the first process: they all have the same GPUs and packages."""
+    """Log the choice, on the first process: all processes have the same GPUs and packages."""
     if not (dist.is_initialized() and dist.get_rank()):
         log.info("GEMM backend: %s", choice)
 

@@ -1,7 +1,7 @@
-"""What a backend does: quantize operands and run the three GEMMs of a linear layer.
+"""The interface of a backend: it quantizes operands and runs the three GEMMs of a linear layer.
 
-Rowwise data serve the GEMM that contracts the last dimension, columnwise data (the transpose) the one that
-contracts the first:
+A GEMM that contracts an operand's last dimension reads rowwise data; a GEMM that contracts the first dimension reads
+columnwise data, the transpose:
 
     fprop   input.rowwise [M, K]         weight.rowwise [N, K]        contracts K
     dgrad   grad_output.rowwise [M, N]   weight.columnwise [K, N]     contracts N
@@ -28,7 +28,7 @@ __all__ = ["Backend", "Orientation", "QuantizedOperand", "is_transformed", "rms_
 
 
 def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` or ``torch.jit.trace`` is at work, which know torch's operations only."""
+    """Whether ``torch.func`` or ``torch.jit.trace`` is transforming the call; both know torch's operations only."""
     return _are_functorch_transforms_active() or _get_tracing_state() is not None
 
 
@@ -43,7 +43,13 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) 
 
 
 class Orientation(NamedTuple):
-    """One orientation of a quantized operand: ``data`` [rows, contracted], and its scales."""
+    """One orientation of a quantized operand.
+
+    Attributes:
+        data: [rows, contracted dimension], an 8-bit format; FP32 with E2M1 values for NVFP4 on the reference backend.
+        scale_inv: FP32, [1] for a scale per tensor, else as ``layout`` says; value = data * scale_inv.
+        layout: the blocks; None for a scale per tensor.
+    """
 
     data: Tensor
     scale_inv: Tensor
@@ -52,7 +58,7 @@ class Orientation(NamedTuple):
 
 @dataclass
 class QuantizedOperand:
-    """A quantized operand in the orientations that its GEMMs need."""
+    """A quantized operand in the orientations that its GEMMs read; None for an orientation that no GEMM reads."""
 
     rowwise: Orientation | None = None
     columnwise: Orientation | None = None
@@ -64,7 +70,7 @@ class Backend(ABC):
     Attributes:
         name: as in ``backend=``.
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
-        scalings: ways of scaling that the backend has kernels for.
+        scalings: the scalings that the backend has kernels for.
     """
 
     name: str
@@ -72,7 +78,7 @@ class Backend(ABC):
     scalings: frozenset[str] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        return self  # nothing in it is a model's own, and modules of TE cannot be copied
+        return self  # a backend holds nothing of a model, and modules of TE cannot be copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
@@ -80,11 +86,11 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
-        """Why this machine cannot run ``recipe`` on this backend, with the way out; None where it can."""
+        """Why this machine cannot run ``recipe`` on this backend, and what to do; None where it can."""
 
     @abstractmethod
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
-        """Quantize a 2-D tensor; with ``record`` its amax enters the operand's history."""
+        """Quantize ``values`` [rows, features]; with ``record`` enter the amax into the operand's history."""
 
     @abstractmethod
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:
@@ -96,7 +102,7 @@ class Backend(ABC):
 
     @abstractmethod
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        """Return [M, K] = grad_output @ weight + total; ``total``, of the output's dtype, is the caller's no more."""
+        """Return [M, K] = grad_output @ weight + total. ``total`` has the output's dtype, and may be overwritten."""
 
     @abstractmethod
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
@@ -107,11 +113,11 @@ class Backend(ABC):
         return torch.mm(a, b).to(out_dtype)
 
     def columnwise_only(self, operand: Any) -> Any:
-        """The operand without its rowwise orientation, which backward does not need."""
+        """The operand without its rowwise orientation, which backward does not read."""
         return QuantizedOperand(None, operand.columnwise)
 
     def copy_operand(self, operand: Any) -> Any:
-        """The same data for another layer to take apart."""
+        """An operand of the same data, for another layer, which may drop an orientation of it."""
         return operand
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
@@ -119,22 +125,21 @@ class Backend(ABC):
         return rms_norm(x, weight, eps, zero_centered)
 
     def describe(self, operand: Any) -> str:
-        """The chart's name of an operand's format, read off its data."""
+        """The chart's name of an operand's format."""
         part = operand.rowwise or operand.columnwise
         if part.layout is not None and part.layout.scale in _BLOCK_FORMATS:
             return _BLOCK_FORMATS[part.layout.scale]
         return "fp8" if part.data.element_size() == 1 else str(part.data.dtype).removeprefix("torch.")
 
-    # Operands cross from forward to backward as plain tensors, so that activation checkpointing and offloading
-    # see them.
+    # Operands go from forward to backward as plain tensors, which activation checkpointing and offloading see.
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
-        """Take an operand apart into tensors and a description."""
+        """Split an operand into plain tensors and a description."""
         parts = (operand.rowwise, operand.columnwise)
         tensors = [t for p in parts for t in ((p.data, p.scale_inv) if p is not None else (None, None))]
         return tensors, [p.layout if p is not None else None for p in parts]
 
     def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
-        """Put an operand together again."""
+        """The operand of which ``save`` has returned ``tensors`` and ``meta``."""
         parts = []
         for i, layout in enumerate(meta):
             data, scale_inv = tensors[2 * i], tensors[2 * i + 1]

@@ -1,4 +1,4 @@
-"""The reference backend: plain torch on any device. It defines the numerics that the other backends are held to.
+"""The reference backend: plain torch on any device. It defines the numerics; other backends are tested against it.
 
 Operands are rounded to the recipe's format and multiplied in FP32; half-precision GEMMs round operands and results
 to half and accumulate in FP32, as tensor cores do. (On CPUs without half-precision instructions this is also
@@ -119,7 +119,7 @@ def _values(part: Orientation) -> Tensor:
 
 
 def _hadamard(values: Tensor) -> Tensor:
-    """Rotate groups of 16 along the last dimension, so that outliers spread; both wgrad operands, so it cancels."""
+    """Rotate groups of 16 along the last dimension, which spreads outliers. In wgrad both rotations cancel."""
     matrix = torch.ones(1, 1, device=values.device)
     for _ in range(4):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

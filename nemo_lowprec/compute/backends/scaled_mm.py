@@ -34,7 +34,7 @@ class ScaledMMBackend(ReferenceBackend):
 
     @staticmethod
     def _orient(part: Orientation, rowwise: bool, columnwise: bool) -> QuantizedOperand:
-        # Hopper's FP8 GEMM contracts the contiguous dimension of both operands: a transpose is a copy.
+        # Hopper's FP8 GEMM contracts the contiguous dimension of both operands, so columnwise data are a copy.
         row = Orientation(part.data.contiguous(), part.scale_inv, None) if rowwise else None
         return QuantizedOperand(
             row, Orientation(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None
@@ -87,9 +87,9 @@ class ScaledMMBackend(ReferenceBackend):
 
 
 def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator itself, not rounded to half first.
+    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator, not rounded to half before.
 
-    In a graph it is rounded: the GEMM that does not round may have no derivative.
+    An operand that requires a gradient gives a rounded result: torch's GEMM with ``out_dtype`` may have no derivative.
     """
     mixed = out_dtype == torch.float32 and a.dtype != out_dtype and a.is_cuda and a.numel() > 0 and b.numel() > 0
     mixed = mixed and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))

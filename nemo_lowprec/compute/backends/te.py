@@ -1,10 +1,10 @@
 """The ``te`` backend: Transformer Engine's quantization kernels and FP8 GEMMs.
 
-Only TE's stateless parts are used, its quantizers and ``general_gemm``; scales and histories stay those of the
-operands. TE is imported when a backend is asked for, never with this module.
+Only TE's stateless parts are used, its quantizers and ``general_gemm``; scales and histories belong to the operands.
+TE is imported when a backend is made, never with this module.
 
-Large tensors wanted in both orientations go through the fused kernel of formats/, which is the faster one on an H200
-(``benchmarks/backends.py``); smaller ones do not, since TE's launches cost the host less.
+Large tensors that are wanted in both orientations are quantized by the fused kernel of kernels/, which is faster on an
+H200 (``benchmarks/backends.py``); small ones by TE's, whose launches cost the host less.
 
 Where TE's kernels differ from the reference: they skip NaN when they take an amax. A tensor that holds a NaN is
 recorded with, and under current scaling scaled by, the largest of its other elements, where the reference records
@@ -33,7 +33,7 @@ from nemo_lowprec.tensors import Fp8Weight
 __all__ = ["TEBackend"]
 
 _INSTALL = "install a transformer-engine[pytorch] that matches this PyTorch and CUDA, or use backend='torch'"
-# Which of TE's own checks speaks for a way of scaling.
+# TE's own check of each scaling.
 _CHECKS = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
@@ -46,7 +46,7 @@ _CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8
 
 
 class _Empty(NamedTuple):
-    """An operand without elements: no kernel is launched for it."""
+    """An operand without elements, for which no kernel is launched."""
 
     rows: int
     cols: int
@@ -54,7 +54,7 @@ class _Empty(NamedTuple):
 
 
 class TEBackend(Backend):
-    """All five ways of scaling. QuantizedOperand operands are TE's tensor storages."""
+    """All five scalings. Quantized operands are TE's tensor storages, not ``QuantizedOperand``."""
 
     name = "te"
     # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
@@ -64,7 +64,7 @@ class TEBackend(Backend):
 
     def __init__(self) -> None:
         self._te = _load()
-        # By slot and use. The slot is kept beside its quantizer, so that no other takes its id.
+        # By the slot's id and use. The slot is kept beside its quantizer, so that no other slot gets the same id.
         self._quantizers: dict[tuple[Any, ...], tuple[AmaxSlot, Any]] = {}
 
     @classmethod
@@ -100,7 +100,7 @@ class TEBackend(Backend):
                 fp8_dtype=self._te.dtype[operand.fmt.dtype],
                 fake_dtype=values.dtype,
             )
-        # The per-tensor and 128x128 kernels write the rowwise data in any case.
+        # TE's per-tensor and 128x128 kernels always write rowwise data.
         spare = columnwise and not rowwise and (operand.layout is None or operand.kind == "weight")
         quantizer = self._quantizer(values, operand, rowwise or spare, columnwise, record)
         storage = self._te.tex.quantize(values, quantizer)
@@ -113,8 +113,8 @@ class TEBackend(Backend):
         if slot is None and (operand.layout is not None or operand.margin == 0):
             scheme = (operand.scaling, operand.kind, operand.fmt)
             return _stateless_quantizer(*scheme, rowwise, columnwise, values.device)
-        # TE's kernels take the maximum of the amax that is there and the tensor's own, which is what a slot wants.
-        # They always write it: what is not to be recorded goes to a buffer that nobody reads.
+        # TE's kernels raise the amax buffer to the tensor's amax, as a slot needs it. They always write one: an amax
+        # that is not recorded goes to a buffer that nobody reads.
         if slot is not None and not slot.cold:
             key = (id(slot), rowwise, columnwise, record)
             held = self._quantizers.get(key)
@@ -148,8 +148,8 @@ class TEBackend(Backend):
         storage.update_usage(rowwise_usage=rowwise, columnwise_usage=columnwise)  # transposes where the GPU needs it
         return storage
 
-    # TE writes GEMMs as cuBLAS does: A is the operand with the output's last dimension. The accumulators are those of
-    # TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
+    # TE's GEMMs take operands as cuBLAS does: A is the operand with the output's last dimension. The accumulators are
+    # those of TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if isinstance(x, _Empty):
@@ -197,7 +197,7 @@ class TEBackend(Backend):
     def copy_operand(self, operand: Any) -> Any:
         if isinstance(operand, _Empty):
             return operand
-        # Saving and columnwise_only take a storage's tensors away.
+        # ``save`` and ``columnwise_only`` remove tensors from a storage.
         storage = object.__new__(type(operand))
         storage.__dict__.update(operand.__dict__)
         return storage
@@ -211,7 +211,7 @@ class TEBackend(Backend):
     def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
         if isinstance(meta, _Empty):
             return meta
-        # Into a copy: with retain_graph the same description is restored again, and must not hold on to the tensors.
+        # Into a copy: with retain_graph ``meta`` is restored again, and must not keep the tensors alive.
         storage = self.copy_operand(meta)
         storage.restore_from_saved(list(tensors))
         return storage
@@ -240,7 +240,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm_gradients(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -> Iterator[Tensor | None]:
-    """The same of torch's own norm, which has further derivatives."""
+    """The gradients of ``_RMSNorm`` by torch's own norm, which has further derivatives."""
     needed = ctx.needs_input_grad[:2]
     wanted = [t for t, need in zip((x, weight), needed, strict=True) if need]
     create_graph = torch.is_grad_enabled()
@@ -274,7 +274,7 @@ def _import_error() -> str | None:
     except AttributeError as error:
         return f"this Transformer Engine is too old ({error}); {_INSTALL}"
     except (OSError, RuntimeError) as error:
-        # Also what comes of importing it after something else has loaded cuDNN.
+        # An import after another package has loaded cuDNN may fail in this way, too.
         return f"Transformer Engine cannot be loaded ({error}); import it before any CUDA work, {_INSTALL}"
     return None
 

@@ -1,0 +1,66 @@
+"""Gives a module another class and a few attributes, and takes both back exactly.
+
+The module object stays: parents, parameters, hooks and names go on pointing at it. ``own_forward`` and
+``dtype_obstacle`` say why a module cannot take another class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["dtype_obstacle", "is_converted", "own_forward", "revert_layers", "swap"]
+
+_ORIGINAL = "_lowprec_original"  # on a converted module: (its class, earlier values of attributes, the new class)
+
+
+class _ABSENT:
+    """The value of an attribute that was not there; a class, since copies and pickles of a module keep its identity."""
+
+
+def swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
+    """Make ``module`` an instance of ``cls`` with these attributes. ``revert_layers`` undoes all swaps of a module."""
+    original, earlier, _ = module.__dict__.get(_ORIGINAL, (type(module), {}, None))
+    before = {name: module.__dict__.get(name, _ABSENT) for name in attributes}
+    # Through __dict__: nn.Module.__setattr__ would register modules and parameters among the attributes.
+    module.__dict__.update(attributes)
+    module.__dict__[_ORIGINAL] = (original, {**before, **earlier}, cls)
+    module.__class__ = cls
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether any module of ``model`` is converted."""
+    return any(_ORIGINAL in m.__dict__ for m in model.modules())
+
+
+def revert_layers(model: nn.Module) -> None:
+    """Give every converted module of ``model`` its own class and attributes back."""
+    for module in model.modules():
+        if _ORIGINAL in module.__dict__:
+            original, before, ours = module.__dict__.pop(_ORIGINAL)
+            for name, value in before.items():
+                if value is _ABSENT:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = value
+            module.__class__ = original if type(module) is ours else _rebased(type(module), original)
+
+
+def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """``cls``, which a parametrization has derived from a class of this package, derived from ``original`` instead."""
+    inherited = ("__dict__", "__weakref__")
+    return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
+
+
+def own_forward(module: nn.Module) -> str | None:
+    """The reason to leave a module alone whose forward is not its class's; None for any other module."""
+    return f"{type(module).__name__} has a forward of its own" if "forward" in module.__dict__ else None
+
+
+def dtype_obstacle(weight: Tensor) -> str | None:
+    """The reason to leave a layer with this weight alone; None for FP32 and half weights."""
+    if weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return f"its weight is {str(weight.dtype).removeprefix('torch.')}"

@@ -1,0 +1,118 @@
+"""Patterns: modules that are computed in another way than layer by layer, over the parameters that they have.
+
+Conversion asks the patterns of ``PATTERNS`` in order; the first one that recognises a module computes it. A pattern is
+one file here. To add one, such as a norm that hands its quantized output to the GEMM behind it:
+
+1. Write ``patterns/norm_linear.py`` with a subclass of ``Pattern``; give it a ``name``.
+2. ``is_candidate(module)``: a cheap look at the class or the names of the children.
+3. ``recognise(module)``: run the module's own forward on small random parameters and inputs with ``run_with``, and
+   compare the output with the formula. Return a ``Match`` that names the linear layers and norms which the pattern
+   computes (``Match(linears=("proj",), norms=("norm",))``), or a sentence that says why it computes none.
+4. Write a subclass of ``nn.Module`` with the fused forward. It reads the parameters of the module's children, and of
+   each linear layer its ``gemm_plan``: backend, dtype, operands. Operands that the class has quantized go to the next
+   linear layer by ``SharedInput.offer``. A child that is read and not called runs no hooks.
+5. ``apply(module, match, backend)``: ``swap(module, YourClass)``. ``revert_layers`` undoes this swap.
+6. Add an instance to ``PATTERNS``, before the patterns of its parts. Test outputs and gradients against the unfused
+   module bit for bit on the reference backend, as ``tests/compute/test_patterns.py`` does.
+
+A parent (``is_parent``) is fused on top of its linear layers, which are converted as ever: names, scales, histories and
+the weights' storage do not change, and a checkpoint fits with and without the pattern. It is left alone where one of
+its linear layers or norms is left in half precision. ``Conversion.fused`` names the parents with their patterns, and
+``Conversion.unfused`` says of the other candidates why; norms that a pattern computes are in ``Conversion.norms``. A
+module without linear layers (a norm) is chosen by its name as a linear layer is; ``Conversion.kept`` has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.class_swap import own_forward
+from nemo_lowprec.compute.filters import full_name
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, Norms
+from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
+
+if TYPE_CHECKING:
+    from nemo_lowprec.compute.convert import Conversion
+
+__all__ = [
+    "PATTERNS",
+    "Candidate",
+    "LowPrecisionLayerNorm",
+    "LowPrecisionRMSNorm",
+    "Match",
+    "Pattern",
+    "apply_patterns",
+    "candidates",
+    "run_with",
+]
+
+PATTERNS: list[Pattern] = [Norms()]
+
+
+@dataclass
+class Candidate:
+    """A module that patterns may compute.
+
+    Attributes:
+        patterns: the patterns to ask, in the order of ``PATTERNS``.
+        pattern: the first pattern that matches; the first of all where none does.
+        outcome: the match, or the reason why no pattern computes the module.
+    """
+
+    module: nn.Module
+    patterns: list[Pattern]
+    outcome: Match | str = ""
+
+    def __post_init__(self) -> None:
+        self.pattern = self.patterns[0]
+
+    def recognise(self, refused: str | None) -> None:
+        """Find pattern and outcome. ``refused`` is the user's reason to leave the module alone."""
+        self.outcome = refused or own_forward(self.module) or ""
+        for pattern in () if self.outcome else self.patterns:
+            outcome = pattern.recognise(self.module)
+            if isinstance(outcome, Match):
+                self.pattern, self.outcome = pattern, outcome
+                return
+            self.outcome = self.outcome or outcome
+
+
+def candidates(model: nn.Module) -> dict[str, Candidate]:
+    """Modules of ``model`` that a pattern may compute, by name; a parent comes before its children."""
+    found = {name: (m, [p for p in PATTERNS if p.is_candidate(m)]) for name, m in model.named_modules()}
+    return {name: Candidate(module, patterns) for name, (module, patterns) in found.items() if patterns}
+
+
+def apply_patterns(
+    found: dict[str, Candidate], refused: Container[str], backend: Backend, conversion: Conversion
+) -> None:
+    """Swap the forwards of the modules that match, and enter all modules into ``conversion``.
+
+    Args:
+        found: modules by name, parents first. A module that is part of a matched parent is not matched again.
+        refused: names of norms that the user keeps.
+        conversion: lists the linear layers that are converted by now.
+    """
+    free, computed = set(conversion.low), set[str]()
+    for name, candidate in found.items():
+        pattern, outcome = candidate.pattern, candidate.outcome
+        if name in computed:
+            continue
+        if isinstance(outcome, Match):
+            linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))
+            left = [part for part in linears if part not in free] + [norm for norm in norms if norm in refused]
+            if not left:
+                pattern.apply(candidate.module, outcome, backend)
+                free.difference_update(linears)
+                computed.update(norms)
+                conversion.norms += norms
+                if pattern.is_parent:
+                    conversion.fused[name] = pattern.name
+                continue
+            outcome = f"{left[0]} is in half precision, or part of another pattern"
+        (conversion.unfused if pattern.is_parent else conversion.kept)[name] = outcome

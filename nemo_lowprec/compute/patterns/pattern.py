@@ -1,0 +1,93 @@
+"""The protocol of a pattern, and the probe by which a pattern recognises a module."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.backends.base import Backend
+
+__all__ = ["Match", "Pattern", "run_with"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a pattern has found out about a module that it can compute. Names are relative to the module.
+
+    Attributes:
+        linears: names of the linear layers whose GEMMs the pattern runs, as ``Conversion.low`` has them.
+        norms: names of the norms that the pattern computes; ``""`` is the module itself.
+        settings: anything that ``apply`` needs.
+    """
+
+    linears: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class Pattern(ABC):
+    """Recognises modules by what they compute, and computes them in another way from the same parameters.
+
+    Attributes:
+        name: shown in the table of layers where ``is_parent``.
+        is_parent: whether the modules hold linear layers. A parent is fused on top of its converted linear layers; a
+            module without linear layers (a norm) is a layer, which users choose by name.
+    """
+
+    name: str
+    is_parent: bool = True
+
+    @abstractmethod
+    def is_candidate(self, module: nn.Module) -> bool:
+        """Whether to look at ``module`` at all, by its class or its children's names; reads no values."""
+
+    @abstractmethod
+    def recognise(self, module: nn.Module) -> Match | str:
+        """The match, or why the pattern cannot compute ``module``. Changes nothing; no layer is converted yet."""
+
+    @abstractmethod
+    def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
+        """Give ``module`` a class with another forward, by ``swap``; the linear layers of ``match`` are converted."""
+
+
+def run_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor | None:
+    """Run the forward of ``module`` in evaluation with other parameters, and without hooks; ``module`` stays as it is.
+
+    Args:
+        parameters: by the names in ``module.named_parameters()``, all of them. Shapes may be smaller than the module's.
+
+    Returns:
+        The output; None where the module has other parameters, fails, or returns anything but a tensor.
+    """
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    if sorted(names) != sorted(parameters):
+        return None
+    try:
+        twin = _twin(module, parameters, "")
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            out = type(module).forward(twin, *inputs)
+    except Exception:  # any failure means: another function
+        return None
+    return out if isinstance(out, Tensor) else None
+
+
+def _twin(module: nn.Module, parameters: dict[str, Tensor], prefix: str) -> nn.Module:
+    """A copy of ``module`` that shares all but parameters, submodules and hooks."""
+    twin = copy.copy(module)
+    state = twin.__dict__
+    state.update({name: type(value)() for name, value in state.items() if name.endswith("_hooks")})
+    state["training"] = False
+    state["_parameters"] = {
+        name: param if param is None else nn.Parameter(parameters[prefix + name])
+        for name, param in module._parameters.items()
+    }
+    state["_modules"] = {
+        name: child if child is None else _twin(child, parameters, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+    }
+    return twin
