@@ -7,13 +7,14 @@ and the address of that tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from nemo_lowprec.formats.block_scale_128 import block_grid
 
-__all__ = ["TILES", "PointerTable", "TileTable"]
+__all__ = ["TILES", "PointerTable", "TileTable", "tile_table"]
 
 TILES = 16  # tiles per entry of the table of tensors, which a program waits for before it reads anything else
 
@@ -47,6 +48,12 @@ class TileTable:
         self.grid = torch.tensor(grid, dtype=torch.int64).to(device)
         index = torch.arange(len(counts), dtype=torch.int32)
         self.tensor_of = index.repeat_interleave(torch.tensor(counts)).to(device)
+
+
+@lru_cache(maxsize=64)
+def tile_table(shapes: tuple[torch.Size, ...], blocks: int, device: torch.device) -> TileTable:
+    """The ``TileTable`` of these arguments, uploaded once: the host waits for an upload."""
+    return TileTable(shapes, blocks, device)
 
 
 class PointerTable:

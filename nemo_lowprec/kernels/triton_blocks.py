@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
-from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, TileTable
+from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
 from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
@@ -265,7 +265,7 @@ def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     found = torch.zeros(len(gradients), device=device)
     if full:
         chosen = [gradients[i] for i in full]
-        table = TileTable([data.shape for data, _, _ in chosen], _NORM_BLOCKS, device)
+        table = tile_table(tuple(data.shape for data, _, _ in chosen), _NORM_BLOCKS, device)
         addresses = PointerTable().get([g[:2] for g in chosen], device)
         factors = PointerTable().get([g[2:] for g in chosen], device)
         partial = torch.empty(table.tiles, device=device)

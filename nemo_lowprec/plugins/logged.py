@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,7 +71,9 @@ class LevelLog:
         several = len(trainer.optimizers) > 1
         suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""
         metrics: dict[str, Any] = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale}
-        metrics["skipped_steps"] = float(self.skipped_steps)
+        metrics["skipped_steps"] = self.skipped_steps
         for name, value in metrics.items():
             if value is not None:
+                # Lightning would copy a number to the GPU, and wait for the copy.
+                value = value if isinstance(value, Tensor) else torch.full((), float(value), device=module.device)
                 module.log(name, value, on_step=True, on_epoch=False)

@@ -52,7 +52,7 @@ class Llama(pl.LightningModule):
 
 
 class Allocated(Callback):
-    """Bytes right after the second step's backward, when its activations are gone and its gradients there."""
+    """Bytes after the second step's backward, when its activations are gone; FP16 gradients become FP32 after that."""
 
     def __init__(self):
         self.bytes = 0
@@ -61,7 +61,10 @@ class Allocated(Callback):
         if trainer.global_step == 1:
             gc.collect()
             torch.cuda.synchronize()
-            self.bytes = torch.cuda.memory_allocated()
+            self.bytes = max(self.bytes, torch.cuda.memory_allocated())
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.on_after_backward(trainer, module)
 
 
 def fit(case, callback, **options):
