@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,15 +25,14 @@ from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
-from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
-from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.averaging import AVERAGING, average_exactly
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
 from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
-from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
+from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
-from nemo_lowprec.plugins.summary import print_summary, summarize_as_before, summarize_true_size
+from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
 
 __all__ = ["SKIPPED", "LowPrecision"]
 
@@ -70,6 +69,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._resume = ResumeState()
         self._partial = PartialGradients()
         self.log = LevelLog()
+        self.undo = ExitStack()  # puts back, at teardown, the attributes of other objects that a run has replaced
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
         self._manual: ManualPasses | None = None
@@ -106,7 +106,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def follow(self, module: pl.LightningModule) -> None:
         """Save, restore and log what belongs to the run of ``module``; for a strategy that runs without hooks, too."""
         self._module = module
-        self.log.begin(module, self.level.name, self._given())
+        self.log.begin(module, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
@@ -120,10 +120,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
         """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
-        if self._signals is not None:
-            self._signals.remove()
         several = trainer.world_size > 1
-        self._signals = StopTogether(trainer, evaluates_in_step, between_steps) if several else None
+        self._signals = StopTogether(trainer, self.undo, evaluates_in_step, between_steps) if several else None
         self._compared = False
 
     def before_evaluation_step(self) -> None:
@@ -149,11 +147,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if trainer is not None and trainer.state.fn == "fit":
             assert isinstance(module, pl.LightningModule)
             processes.prepare(module, trainer.strategy, self.engine)
-            use_own_io(trainer.strategy)
-            summarize_true_size(trainer)
+            summarize_true_size(trainer, self.undo)
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
-                average_exactly(trainer, module)
+                average_exactly(trainer, module, self.undo)
         if trainer is not None and self.engine.low_bit.gradient_release:
             _check_release(trainer)
         self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
@@ -178,7 +175,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self.follow(module)
-            hold_back_skipped(module, self.engine, lr_schedulers)
+            hold_back_skipped(module, self.engine, lr_schedulers, self.undo)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
@@ -190,6 +187,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def teardown(self) -> None:
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
+        self.undo.close()
+        self._signals = None
         if self._manual is not None:
             self._manual.remove()
             self._manual = None
@@ -197,16 +196,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._partial.forget()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
-        if self._signals is not None:
-            self._signals.remove()
-            self._signals = None
         self.engine.sharding = None  # another Trainer may have another strategy
-        if self._module is not None:
-            self.log.end(self._module)
-            release_schedulers(self._module)
-            if self._module._trainer is not None:
-                average_as_before(self._module.trainer)
-                summarize_as_before(self._module.trainer)
 
     # A step
 

@@ -28,8 +28,8 @@ from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
-from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
-from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_as_before, summarize_true_size
+from nemo_lowprec.plugins.schedulers import hold_back_skipped
+from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.between_steps import check_saves
 
@@ -183,9 +183,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         plugin.follow(module)
-        hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs)  # type: ignore[arg-type]
+        hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs, plugin.undo)  # type: ignore[arg-type]
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
-            summarize_true_size(trainer)
+            summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
             layers, problem = layers_table(chunks, settings, plugin.parsed.recipe, engine.converted)
@@ -366,14 +366,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     def teardown(self) -> None:
         module, engine = self.lightning_module, self._engine
         built = engine is not None and engine.is_pipelined
-        if module is not None:
-            release_schedulers(module)
-            if isinstance(self.precision_plugin, LowPrecision):
-                self.precision_plugin.log.end(module)
-            summarize_as_before(module.trainer)
-            if engine is not None:
-                # Where a process has failed, the others cannot be waited for.
-                engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
+        if module is not None and engine is not None:
+            # A process that has failed does not come to a collective.
+            engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
         self._engine, self._pending = None, []
         if built:
             self._lightning_module = None  # Lightning would move it to the CPU, where there are no FP8 weights

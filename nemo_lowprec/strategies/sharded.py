@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +27,6 @@ from nemo_lowprec.checkpoint.background import BackgroundWriter
 from nemo_lowprec.checkpoint.sharded_folder import in_full, is_folder, read_folder, restore, write_folder
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
-from nemo_lowprec.plugins.checkpoint_io import failing_together, use_own_io
 from nemo_lowprec.plugins.partial import partial_gradients
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
@@ -89,6 +88,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         self._writer: BackgroundWriter | None = None
         self._reshard = reshard_after_forward
         self._shard_size = shard_size
+        self._undo = ExitStack()  # gives the model its own steps back
         self.require_backward_grad_sync = True
 
     @contextmanager
@@ -153,7 +153,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
             self.model.__dict__[_CUT_WITH] = self._shard_size, self._reshard
         refuse_second_derivatives(self.model)
-        gather_around_steps(self.model)
+        gather_around_steps(self.model, self._undo)
         self.model_to_device()
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -205,7 +205,8 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
     def teardown(self) -> None:
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is left gathered after evaluation
+                module.reshard()  # an evaluation leaves weights gathered
+        self._undo.close()
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -242,9 +243,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         else:
             gradients = partial_gradients(checkpoint)
             gradients.update(in_full(gradients))
-            with failing_together(self):
-                if self.is_global_zero:
-                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+            Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # of ``plugins.checkpoint_io``
 
     def _trains(self) -> bool:
         module = self.lightning_module
@@ -276,8 +275,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         if is_folder(path):
             checkpoint = read_folder(path, self.model, self.optimizers)
         elif path.is_file():
-            use_own_io(self)
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = Strategy.load_checkpoint(self, path, weights_only=weights_only)
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)

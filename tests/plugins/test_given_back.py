@@ -112,24 +112,27 @@ class Save(Callback):
 
 
 def test_a_strategy_has_the_checkpoint_io_that_it_had(tmp_path):
+    def with_plugin(case, *callbacks, **options):
+        strategy.precision_plugin = None  # Lightning takes no second one
+        return trainer(case and plugin(case), *callbacks, accelerator="auto", strategy=strategy, **options)
+
     theirs = TorchCheckpointIO()
     strategy = Looking()
     strategy.checkpoint_io = theirs
     model, path = Net(), tmp_path / "x.ckpt"
-    run = trainer(plugin("bf16_mixed"), Save(path), strategy=strategy, max_steps=1)
+    run = with_plugin("bf16_mixed", Save(path), max_steps=1)
     run.fit(model, loader())
     assert AtomicCheckpointIO in strategy.seen and strategy._checkpoint_io is theirs
     for use in (
         lambda: run.save_checkpoint(tmp_path / "y.ckpt"),
         lambda: run.validate(model, loader(), ckpt_path=path, verbose=False),
-        lambda: trainer(plugin("msamp_o2"), strategy=strategy, max_steps=2).fit(model, loader(), ckpt_path=path),
+        lambda: with_plugin("msamp_o2", max_steps=2).fit(model, loader(), ckpt_path=path),
     ):
         strategy.seen.clear()
         use()
         assert AtomicCheckpointIO in strategy.seen and strategy._checkpoint_io is theirs
     strategy.seen.clear()
-    other = trainer(None, Save(tmp_path / "z.ckpt"), strategy=strategy, max_steps=3)
-    other.fit(Net(), loader(), ckpt_path=path)
+    with_plugin(None, Save(tmp_path / "z.ckpt"), max_steps=3).fit(Net(), loader(), ckpt_path=path)
     assert set(strategy.seen) == {TorchCheckpointIO} and strategy._checkpoint_io is theirs
 
 
