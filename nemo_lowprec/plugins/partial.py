@@ -1,41 +1,33 @@
-"""The gradients of a step whose micro-batches have not all run, in a checkpoint that is written between two of them.
+"""Checkpoints that are written between two micro-batches of a step: they hold the step's gradients, or are refused.
 
 Validation in the middle of a step (``val_check_interval`` that ``accumulate_grad_batches`` does not divide), a signal
-or ``trainer.save_checkpoint`` write such a checkpoint. Without these gradients, the resumed run would step on those of
-the micro-batches that are left.
+or ``trainer.save_checkpoint`` write such a checkpoint. Without the gradients so far, the resumed run would step on the
+gradients of the remaining micro-batches alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from nemo_lowprec.checkpoint.partial_gradients import KEY, restore_gradients, saved_gradients
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
-from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
-__all__ = ["PartialGradients", "partial_gradients"]
-
-_KEY = "partial_gradients"
+__all__ = ["PartialGradients", "check_saves"]
 
 
 class PartialGradients:
-    """Saves the gradients of an unfinished step, and puts them back before the first step of the resumed run.
+    """Saves the gradients of an unfinished step, and sets them before the first step of the resumed run.
 
-    One process saves the bits that it has. Several save the mean of theirs, in FP32: that each of them starts from
-    it again has the same mean at the step's end, up to the rounding of sums, on any number of processes. Of sharded
-    parameters each process saves its rows of the mean, and goes on from them. Gradients in Megatron-core's buffers are
-    not saved, which is said.
+    Gradients in Megatron-core's buffers are not saved: a warning says so.
 
     Attributes:
         pending: whether a backward pass has run since the last step.
-        running: whether a backward pass or a step has begun and not ended, as where an error has stopped it.
+        running: whether a backward pass or a step has begun and not ended, as an error may leave it.
     """
 
     def __init__(self) -> None:
@@ -43,139 +35,44 @@ class PartialGradients:
         self._saved: dict[str, Any] | None = None
         self._warned = False
 
-    @torch.no_grad()
     def state_dict(
         self, engine: Engine, module: pl.LightningModule | None, new: set[int] | None = None
     ) -> dict[str, Any]:
-        """Plain values, and shards; nothing between two steps. Called on all processes.
+        """Gradients as plain values or shards; {} between two steps. Called on all processes.
 
         Args:
-            new: ids of parameters whose gradients no step has used; None for all that have one, if ``pending``.
+            new: ids of parameters whose gradients no step has used; None for all with a gradient, if ``pending``.
         """
         if module is None or module._trainer is None or module.trainer.state.fn != "fit":
             return {}
-        pending = self.pending if new is None else bool(new)
-        if self.running or engine.model is None:
-            # Megatron-core's strategy runs without the plugin's hooks.
-            loop = module.trainer.fit_loop.epoch_loop
-            unfinished = pending if engine.model is not None else loop._should_accumulate()
-            unfinished = unfinished or self.running
-            if unfinished and not self._warned:
-                self._warned = True
-                _warn("saved")
-            return {_KEY: {}} if unfinished else {}
-        params, waiting = _parameters(engine, module), engine.unreduced_gradients()
-        mine = {
-            name: param for name, param in params.items()
-            if pending and (new is None or id(param) in new) and (param.grad is not None or id(param) in waiting)
-        }  # fmt: skip
-        grads: dict[str, Any] = {}
-        if module.trainer.world_size == 1 and engine.shards is None:
-            grads = {name: _plain(param.grad) for name, param in mine.items()}
-        elif names := _of_all(mine):
-            if engine.histories is not None:
-                engine.histories.nonfinite()  # this step's amaxes become everybody's, as at its end
-            for name in names:
-                mean = _mean(params[name], name in mine, waiting)
-                if mean is not None:
-                    grads[name] = mean
-        scale = engine.loss_scale.used if engine.loss_scale is not None else 1.0
-        return {_KEY: {"scale": scale, "grads": grads}} if grads else {}
+        if engine.model is not None and not self.running:
+            return saved_gradients(engine, module, new if new is not None or self.pending else set())
+        # With Megatron-core's strategy, which calls no hooks of the plugin, only the loop knows.
+        unfinished = self.running or module.trainer.fit_loop.epoch_loop._should_accumulate()
+        if unfinished and not self._warned:
+            self._warned = True
+            _warn("saved")
+        return {KEY: {}} if unfinished else {}
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
-        """Keep what was saved for the first step."""
+        """Keep the saved gradients for the first step."""
         if module is not None and module.trainer.state.fn == "fit":
-            self._saved = state.get(_KEY)
+            self._saved = state.get(KEY)
 
-    @torch.no_grad()
     def before_first_step(self, engine: Engine, module: pl.LightningModule | None) -> list[Tensor]:
-        """Called before every training step. Returns the parameters that were given a gradient."""
+        """Called before every training step. Returns the parameters that have got a gradient."""
         if self._saved is None or module is None:
             return []
         saved, self._saved = self._saved, None
         if not saved or engine.model is None:
             _warn("resumed")
             return []
-        factor = (engine.loss_scale.used if engine.loss_scale is not None else 1.0) / saved["scale"]
-        params = _parameters(engine, module)
-        found = {name: p for name, p in params.items() if name in saved["grads"] and p.requires_grad}
-        for name, param in found.items():
-            param.grad = _as_stored(saved["grads"][name], param, factor, engine)
         self.pending = True
-        return list(found.values())
+        return restore_gradients(saved, engine, module)
 
     def forget(self) -> None:
         """The run is over."""
         self.pending, self.running, self._saved = False, False, None
-
-
-def partial_gradients(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Gradients by parameter name, the dict itself that ``checkpoint`` holds in the plugin's state; {} for none."""
-    states = (value for value in checkpoint.values() if isinstance(value, dict))
-    return next((state[_KEY].get("grads", {}) for state in states if _KEY in state), {})
-
-
-def _parameters(engine: Engine, module: pl.LightningModule) -> dict[str, Any]:
-    return dict(module.named_parameters()) if engine.shards is None else engine.shards.named()
-
-
-def _plain(grad: Tensor) -> Any:
-    if isinstance(grad, GradientTensor):
-        parts = [part.cpu().clone() for part in grad.parts()]
-        return {"parts": parts, "multiplied": grad.multiplied, "additions": grad.additions}
-    return grad.detach().cpu().clone()
-
-
-def _values(grad: Tensor) -> Tensor:
-    values = grad.dequantize() if isinstance(grad, QuantizedTensor) else grad.detach()
-    return (values.to_dense() if values.is_sparse else values).float()
-
-
-def _of_all(names: Iterable[str]) -> list[str]:
-    """The names that any process has, in the same order on all."""
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, list(names))
-    return list(dict.fromkeys(name for theirs in found for name in theirs))
-
-
-def _mean(param: Any, is_mine: bool, waiting: dict[int, Tensor]) -> Tensor | None:
-    """Of a parameter's gradients over the processes, in FP32: on the first process, or cut as ``param`` is.
-
-    Args:
-        is_mine: whether this process has one; not all need.
-        waiting: of sharded parameters, what is to be added to the gradients that were reduced onto shards.
-    """
-    mine = waiting.get(id(param)) if is_sharded(param) else param.grad
-    total = torch.zeros(param.shape, device=param.device) if mine is None or not is_mine else _values(mine).clone()
-    total /= dist.get_world_size()
-    if not is_sharded(param):
-        dist.reduce(total, 0)
-        return total.cpu() if dist.get_rank() == 0 else None
-    dist.all_reduce(total)
-    rows = local_rows(total, param).clone()
-    if is_mine and param.grad is not None:
-        rows += _values(local_shard(param.grad))
-    return as_dtensor_like(rows, param)
-
-
-def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tensor:
-    """A gradient in the format that this level stores it in: the very bits where they were saved in that one."""
-    weights = engine.stored if engine.shards is None else engine.shards
-    in_fp8 = weights is not None and weights.is_matrix(param)
-    if isinstance(saved, dict):
-        grad = GradientTensor(*(part.to(param.device) for part in saved["parts"]))
-        grad.multiplied, grad.additions = saved["multiplied"], saved["additions"]
-        if not in_fp8 or factor != 1 or engine.shards is not None:
-            saved = grad.dequantize()
-    if not isinstance(saved, dict):
-        values = local_rows(saved, param).to(param.device)
-        values = values * factor if factor != 1 else values
-        if not in_fp8:
-            return as_dtensor_like(values.to(param.grad_dtype or torch.float32), param)
-        grad = GradientTensor.from_float(values)
-    if engine.gradients is not None:
-        grad.overflowed = engine.gradients.overflowed
-    return as_dtensor_like(grad, param)
 
 
 def _warn(when: str) -> None:
@@ -185,3 +82,40 @@ def _warn(when: str) -> None:
         "(ModelCheckpoint's every_n_train_steps, a val_check_interval that accumulate_grad_batches divides), or use "
         "lowprec_ddp or lowprec_sharded, whose checkpoints hold them."
     )
+
+
+def check_saves(trainer: pl.Trainer) -> None:
+    """Refuse a ``ModelCheckpoint`` between two micro-batches, for a strategy that does not save these gradients.
+
+    Called when the training starts.
+
+    Raises:
+        ValueError: a ``ModelCheckpoint`` would save between two micro-batches of a step.
+    """
+    in_step = trainer.accumulate_grad_batches
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = [callback for callback in every if isinstance(callback, ModelCheckpoint)]
+    if in_step == 1 or not savers:
+        return
+    lost = f"between two micro-batches of a step (accumulate_grad_batches={in_step}), whose gradients it would not hold"
+    if any(saver._train_time_interval is not None for saver in savers):
+        raise ValueError(f"ModelCheckpoint(train_time_interval=...) may save {lost}. Use every_n_train_steps.")
+    if not trainer.enable_validation:
+        return
+    seconds = vars(trainer).get("_val_check_time_interval")
+    if seconds is not None:
+        raise ValueError(
+            f"A val_check_interval of {seconds:.0f} s may validate, and ModelCheckpoint save, "
+            f"{lost}. Use a number of batches, a multiple of {in_step}."
+        )
+    batches, between = trainer.num_training_batches, trainer.val_check_batch
+    through = trainer.check_val_every_n_epoch is None  # batches are counted through the epochs, whose last steps may
+    shorter = through and batches != float("inf") and batches % in_step  # have fewer of them
+    if between is None or between == float("inf") or (between == batches and not through):
+        return
+    if between % in_step or shorter:
+        reason = f", and an epoch of {batches} batches ends with a shorter step" if shorter else ""
+        raise ValueError(
+            f"Validation after every {between:.0f} batches{reason}: ModelCheckpoint would save {lost}. Set "
+            f"val_check_interval to a multiple of {in_step}, with epochs of whole steps."
+        )

@@ -20,18 +20,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.atomic_rename import recover, remove
+from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
+from nemo_lowprec.plugins.partial import check_saves
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
-from nemo_lowprec.strategies.between_steps import check_saves
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron import MegatronSettings
@@ -333,14 +333,14 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        from nemo_lowprec.strategies.megatron_checkpoint import save
+        from nemo_lowprec.megatron.checkpoint import save
 
         self.engine.sync_weights()
         save(checkpoint, Path(self.broadcast(filepath)), self.engine, self.checkpoint_form)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from nemo_lowprec.strategies.megatron_checkpoint import load
+        from nemo_lowprec.megatron.checkpoint import load
 
         self.agree_on_resume(checkpoint_path)
         path = Path(self.broadcast(checkpoint_path))

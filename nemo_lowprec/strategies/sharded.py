@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.atomic_rename import recover, remove
 from nemo_lowprec.checkpoint.background import BackgroundWriter
+from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.sharded_folder import in_full, is_folder, read_folder, restore, write_folder
+from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
-from nemo_lowprec.plugins.partial import partial_gradients
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.materialize import obstacle

@@ -6,8 +6,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from nemo_lowprec.checkpoint.atomic_rename import part_of, put_in_place, recover, remove, start_part
 from nemo_lowprec.checkpoint.sharded_folder import is_folder
+from nemo_lowprec.checkpoint.writing import part_of, put_in_place, recover, remove, start_part
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models.saved_weights import open_checkpoint
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace, sharded_checkpoint
