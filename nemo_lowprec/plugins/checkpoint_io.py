@@ -66,21 +66,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 # Lightning restores weights before it calls any hook of a Precision plugin, and saves without calling one. So the two
-# methods of the class are wrapped; a strategy without a level is left as it is.
+# methods of the class are wrapped, for strategies whose plugin has an ``own_checkpoint_io``.
 
 _load_checkpoint, _save_checkpoint = Strategy.load_checkpoint, Strategy.save_checkpoint
 
 
-def _has_level(strategy: Strategy) -> bool:
-    return getattr(strategy.precision_plugin, "reads_with_own_io", False)
+def _of_plugin(strategy: Strategy) -> type[TorchCheckpointIO] | None:
+    return getattr(strategy.precision_plugin, "own_checkpoint_io", None)
 
 
 @contextmanager
 def _own_io(strategy: Strategy) -> Iterator[None]:
-    """Replace Lightning's own CheckpointIO by ``AtomicCheckpointIO``; any other CheckpointIO is the user's choice."""
-    before = strategy.checkpoint_io
-    if type(before) is TorchCheckpointIO:
-        strategy.checkpoint_io = AtomicCheckpointIO()
+    """Replace Lightning's default CheckpointIO by the plugin's; any other CheckpointIO is the user's choice."""
+    before, own = strategy.checkpoint_io, _of_plugin(strategy)
+    if own is not None and type(before) is TorchCheckpointIO:
+        strategy.checkpoint_io = own()
     try:
         yield
     finally:
@@ -89,18 +89,17 @@ def _own_io(strategy: Strategy) -> Iterator[None]:
 
 @wraps(_load_checkpoint)
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    if not _has_level(self):
-        return _load_checkpoint(self, *args, **kwargs)
-    if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # it reads with Lightning's own CheckpointIO
-        return AtomicCheckpointIO().load_checkpoint(*args, **kwargs)
+    own = _of_plugin(self)
+    if own is not None and isinstance(self.checkpoint_io, AsyncCheckpointIO):  # it would read with Lightning's default
+        return own().load_checkpoint(*args, **kwargs)
     with _own_io(self):
         return _load_checkpoint(self, *args, **kwargs)
 
 
 @wraps(_save_checkpoint)
 def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
-    """Raises NotWrittenError on all processes, where one could not write: the others would wait for it."""
-    if not _has_level(self):
+    """Raise the NotWrittenError of one process on all processes: the others would wait for this process."""
+    if _of_plugin(self) is None:
         _save_checkpoint(self, *args, **kwargs)
         return
     error: NotWrittenError | None = None

@@ -26,6 +26,7 @@ from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
 from nemo_lowprec.plugins.averaging import AVERAGING, average_exactly
+from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
 from nemo_lowprec.plugins.partial import PartialGradients
@@ -54,7 +55,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         TypeError: an argument that the level does not take.
     """
 
-    reads_with_own_io = True  # see checkpoint_io.py
+    own_checkpoint_io = AtomicCheckpointIO  # for the strategy, see checkpoint_io.py
     meets_at_start = True  # see agreement.py
 
     def __init__(self, level: str, **options: Any) -> None:
