@@ -43,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """A checkpoint whose checksums hold.
 
         Raises:
-            ValueError: what is wrong with ``path``, in one sentence.
+            ValueError: one sentence about the damage, or the kind of file.
         """
         if "://" in str(path):
             return self._load_remote(str(path), *args, **kwargs)

@@ -47,18 +47,18 @@ _CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after
 
 
 class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
-    """Each process holds a part of the model: masters and optimizer states of its rows of every parameter.
+    """Each process holds some rows of every parameter, with their masters and optimizer states.
 
-    Weights are gathered for each block's forward and backward in the level's format, gradients reduced onto their
-    shards in that of its column Comm. The model's repeated blocks are sharded by themselves; a model that was sharded
-    in ``configure_model`` keeps its units. One that is too large for each process's memory is made within
+    Weights are gathered in the level's format for each block's forward and backward. Gradients are reduced onto their
+    shards in the format of the column Comm. Each of the model's repeated blocks is a unit of its own; a model that was
+    sharded in ``configure_model`` keeps its units. A model that is too large for each process's memory is made within
     ``init_on_first_process``, or on torch's meta device by modules that have a ``reset_parameters``.
 
     Args:
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
         shard_size: processes that hold one copy of the model among them, for hybrid sharding; None for all.
         async_checkpoints: whether checkpoints are written while training goes on, from copies in the CPU's memory.
-        options: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
+        options: options of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
     Raises:
@@ -93,10 +93,10 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     @contextmanager
     def init_on_first_process(self) -> Generator[None, None, None]:
-        """For ``configure_model``: the first process makes the weights, and the others get them, block by block.
+        """For ``configure_model``: the first process makes the weights, and sends them to the others block by block.
 
-        Theirs are made on torch's meta device, so that a machine holds one copy of the model in its CPU's memory at
-        most, whatever the number of its GPUs::
+        The others make their models on torch's meta device, so that a machine holds at most one copy of the model in
+        its CPU's memory, whatever the number of its GPUs::
 
             def configure_model(self):
                 with self.trainer.strategy.init_on_first_process():
@@ -112,7 +112,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         super().setup_environment()
 
     def agreement(self) -> dict[str, Any]:
-        """Settings that all processes must have the same of."""
+        """Settings that must be the same on all processes."""
         return {
             "reshard_after_forward": self._reshard,
             "shard_size": self._shard_size,
@@ -144,7 +144,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             self.model = plugin.convert_module(self.model)
             found = obstacle(self.model, self.is_global_zero)
             problem = ValueError(found) if found else None
-        except ValueError as error:  # of values, which perhaps the first process only has
+        except ValueError as error:  # about a value, which only the first process may have
             problem = error
         raise_together(problem)
         if own is not None:
@@ -164,10 +164,10 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _take_over(self, model: nn.Module) -> None:
-        """What a user has sharded: give it memory where it has none.
+        """Give memory to the parameters on the meta device of a model that the user has sharded.
 
         Raises:
-            ValueError: on all processes, what has no effect on it, or cannot get values.
+            ValueError: on all processes, for an option without effect, or a tensor that cannot get values.
         """
         if (self._shard_size, self._reshard) != model.__dict__.get(_CUT_WITH, (None, True)):
             raise ValueError(
@@ -235,7 +235,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
                 self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
             if not self._trains():
-                self._writer.wait()  # nobody would later
+                self._writer.wait()  # no later call would
         elif self._save_distributed_checkpoint:
             write_folder(checkpoint, path)
         elif self.broadcast(path.is_dir()):
@@ -243,7 +243,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         else:
             gradients = partial_gradients(checkpoint)
             gradients.update(in_full(gradients))
-            Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # of ``plugins.checkpoint_io``
+            Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # as ``plugins.checkpoint_io`` wraps it
 
     def _trains(self) -> bool:
         module = self.lightning_module
@@ -279,7 +279,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
-        engine.weights_were_written()  # what a resumed run knows of them is loaded next
+        engine.weights_were_written()  # Lightning loads the plugin's state of the weights next
         return checkpoint
 
     @classmethod
