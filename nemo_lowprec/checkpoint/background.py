@@ -52,7 +52,7 @@ class BackgroundWriter:
             remove(self._removed.pop())
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint; an earlier one not before the checkpoint in the thread is complete."""
+        """Remove a checkpoint, once the checkpoint in the thread is complete."""
         self._removed.append(path)
         if self._pending is None or path == self._path or self._pending.done():
             self.wait()

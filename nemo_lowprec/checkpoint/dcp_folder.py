@@ -65,7 +65,7 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 
 
 def _made_by(kind: Any) -> type:
-    """A class that makes objects of ``kind``: a pickle that changes the class changes this one, and not ``kind``."""
+    """A new class that makes objects of ``kind``: a pickle that changes its class leaves ``kind`` as it is."""
     return type("_Made", (), {"__new__": lambda cls, *args: object.__new__(kind)})
 
 

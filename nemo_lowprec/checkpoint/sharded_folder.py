@@ -75,7 +75,7 @@ def is_folder(path: Path) -> bool:
 
 
 def in_full(tree: Any) -> Any:
-    """Nested dicts and lists with each sharded tensor replaced by the whole one on the CPU. On all processes."""
+    """A copy of nested dicts and lists, with whole tensors on the CPU for sharded tensors; called on all processes."""
     if isinstance(tree, dict):
         return {k: in_full(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):

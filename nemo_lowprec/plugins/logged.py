@@ -20,11 +20,11 @@ class LevelLog:
 
     Hyperparameters: ``precision_level``, and ``precision_options`` where there are any. Metrics: ``grad_norm``, the L2
     norm of the true gradients of all processes before clipping (``grad_norm/0``, ... with several optimizers);
-    ``loss_scale`` of this step, at levels that have one; ``skipped_steps``, how many steps were skipped so far because
-    a gradient was not finite.
+    ``loss_scale`` of this step, at levels with a loss scale; ``skipped_steps``, the number of steps so far that were
+    skipped because a gradient was not finite.
 
     Attributes:
-        skipped_steps: counted from the start of the training, those before a resume included.
+        skipped_steps: counted from the start of the training, with the steps before a resume.
     """
 
     def __init__(self) -> None:

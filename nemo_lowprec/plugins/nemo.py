@@ -142,7 +142,7 @@ def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -
 def before_build(level: PrecisionLevel) -> None:
     """Before a model is built, whose layers may ask Megatron-core for a recipe: see ``megatron.delayed``.
 
-    NeMo has imported Transformer Engine by then, where there is one.
+    NeMo has imported Transformer Engine by then, if it is installed.
     """
     if level.scaling == "delayed" and all(map(sys.modules.get, ("megatron.core", "transformer_engine.pytorch"))):
         from nemo_lowprec.megatron.delayed import mend_delayed_scaling

@@ -176,7 +176,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self.follow(module)
-            hold_back_skipped(module, self.engine, lr_schedulers, self.undo)
+            hold_back_skipped(module, self.engine.skipped, lr_schedulers, self.undo)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)

@@ -40,7 +40,7 @@ def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Mo
 
 @rank_zero_only
 def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
-    """Print the level and its arguments, then the tables; and warn of ``problem`` where there is one."""
+    """Print the level and its arguments, then the tables; and warn of ``problem``, if any."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
     for table in tables:

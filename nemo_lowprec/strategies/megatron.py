@@ -182,8 +182,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         self.setup_optimizers(trainer)
         check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
+        assert engine.optimizer is not None
         plugin.follow(module)
-        hold_back_skipped(module, engine.optimizer, self.lr_scheduler_configs, plugin.undo)  # type: ignore[arg-type]
+        hold_back_skipped(module, engine.optimizer.skipped, self.lr_scheduler_configs, plugin.undo)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
             summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
