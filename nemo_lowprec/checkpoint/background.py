@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_lowprec.checkpoint.sharded_folder import FolderContents, start_folder
+from nemo_lowprec.checkpoint.sharded_folder import begin_sharded
 from nemo_lowprec.checkpoint.writing import NotWrittenError, remove
 
 __all__ = ["BackgroundWriter"]
@@ -39,15 +40,13 @@ class BackgroundWriter:
             RuntimeError: the checkpoint before could not be written.
         """
         self.wait()
-        contents = FolderContents(checkpoint, copied=True)
-        start_folder(path)
-        self._path, self._pending = path, self._thread.submit(self._write, contents, path)
+        finish = begin_sharded(checkpoint, path, copied=True)
+        self._path, self._pending = path, self._thread.submit(self._remove_earlier, finish)
 
-    def _write(self, contents: FolderContents, path: Path) -> None:
-        contents.write(path, self._group)
-        self._remove_all()
-
-    def _remove_all(self) -> None:
+    def _remove_earlier(self, finish: Callable[..., None] | None = None) -> None:
+        """Remove the checkpoints that are to be removed, once ``finish`` has written the new one."""
+        if finish is not None:
+            finish(self._group)
         while self._removed:
             remove(self._removed.pop())
 
@@ -71,7 +70,7 @@ class BackgroundWriter:
             raise
         except Exception as error:
             raise RuntimeError(f"{self._path} could not be written; an earlier checkpoint is as it was.") from error
-        self._remove_all()
+        self._remove_earlier()
 
     def close(self) -> None:
         """Wait, and end the thread."""

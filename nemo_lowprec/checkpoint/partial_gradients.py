@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_lowprec.checkpoint.by_rank import by_rank
+from nemo_lowprec.comm import by_rank
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard

@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from nemo_lowprec.checkpoint.dcp_folder import (
-    INDEX,
-    CheckedReader,
-    FolderWriter,
-    read_index,
-    read_tensors,
-    write_checksums,
-)
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, read_index, read_tensors, write_checksums
 from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.torch_zip import load
 from nemo_lowprec.checkpoint.writing import (
@@ -37,7 +30,6 @@ from nemo_lowprec.checkpoint.writing import (
     part_of,
     put_in_place,
     start_part,
-    sync_file,
     system_error,
     writing,
 )
@@ -48,8 +40,8 @@ from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows
 
 __all__ = [
     "META",
-    "FolderContents",
-    "complete_folder",
+    "begin_folder",
+    "begin_sharded",
     "in_full",
     "is_folder",
     "on_first",
@@ -58,9 +50,6 @@ __all__ = [
     "read_folder",
     "read_weights",
     "restore",
-    "serialized",
-    "start_folder",
-    "write_folder",
 ]
 
 META = "meta.pt"
@@ -71,7 +60,7 @@ _READ_AT_ONCE = 1 << 30  # bytes; a read goes through the whole index, so a read
 
 def is_folder(path: Path) -> bool:
     """Whether ``path`` is a complete sharded checkpoint."""
-    return path.is_dir() and (path / INDEX).is_file() and (path / META).is_file()
+    return path.is_dir() and (path / ".metadata").is_file() and (path / META).is_file()
 
 
 def in_full(tree: Any) -> Any:
@@ -83,88 +72,71 @@ def in_full(tree: Any) -> Any:
     return tree.full_tensor().cpu() if is_sharded(tree) else tree
 
 
-class FolderContents:
-    """The tensors by key, and the rest as bytes, of a checkpoint that Lightning has dumped; made on all processes.
+def begin_sharded(checkpoint: dict[str, Any], path: Path, copied: bool = False) -> Callable[..., None]:
+    """``begin_folder`` for a checkpoint as Lightning dumps it.
 
     Args:
         checkpoint: loses its weights, optimizer states and partial gradients.
+        path: of the folder.
         copied: whether tensors are copied to the CPU's memory, as training goes on while the folder is written.
     """
+    states = checkpoint.pop("optimizer_states", [])
+    tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+    rest = []
+    for i, state in enumerate(states):
+        plain: dict[int, dict[str, Any]] = {}
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{i}.{key}.{name}"] = value
+                else:
+                    plain.setdefault(key, {})[name] = value
+        rest.append({"state": plain, "param_groups": state["param_groups"]})
+    gradients = partial_gradients(checkpoint)
+    tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
+    gradients.clear()
+    if copied:
+        tensors = {key: _copied(value) if isinstance(value, Tensor) else value for key, value in tensors.items()}
 
-    def __init__(self, checkpoint: dict[str, Any], copied: bool = False) -> None:
-        states = checkpoint.pop("optimizer_states", [])
-        tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
-        rest = []
-        for i, state in enumerate(states):
-            plain: dict[int, dict[str, Any]] = {}
-            for key, values in state["state"].items():
-                for name, value in values.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"optimizer.{i}.{key}.{name}"] = value
-                    else:
-                        plain.setdefault(key, {})[name] = value
-            rest.append({"state": plain, "param_groups": state["param_groups"]})
-        gradients = partial_gradients(checkpoint)
-        tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
-        gradients.clear()
-        self._tensors = (
-            {k: _copied(v) if isinstance(v, Tensor) else v for k, v in tensors.items()} if copied else tensors
-        )
-        self._rest = serialized({**checkpoint, "optimizer_states": rest})  # now: callbacks and loops change it
+    def write(part: Path, group: dist.ProcessGroup | None) -> None:  # the first process returns when all have written
+        dcp.save(tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
-    def write(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Write the folder that ``start_folder`` has begun, on all processes of ``group``."""
-
-        def write(part: Path) -> None:  # returns on the first process when all have written
-            dcp.save(self._tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
-
-        complete_folder(path, write, self._rest, group)
+    return begin_folder(path, {**checkpoint, "optimizer_states": rest}, write)
 
 
-def serialized(tree: Any) -> bytes:
-    """The bytes that ``torch.save`` writes."""
-    buffer = io.BytesIO()
-    torch.save(tree, buffer)
-    return buffer.getvalue()
+def _copied(tensor: Tensor) -> Tensor:
+    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
 
 
-def start_folder(path: Path) -> None:
-    """Make the empty folder beside ``path`` in which ``complete_folder`` writes; called on all processes.
+def begin_folder(
+    path: Path, rest: dict[str, Any], write: Callable[[Path, dist.ProcessGroup | None], None]
+) -> Callable[..., None]:
+    """Make the folder beside ``path``, on all processes. Returns the function that completes and renames the folder.
 
-    Raises:
-        NotWrittenError: on all processes.
-    """
-    with _writing_folder(path):
-        on_first(lambda: start_part(path))
-
-
-def complete_folder(
-    path: Path, write: Callable[[Path], None], rest: bytes, group: dist.ProcessGroup | None = None
-) -> None:
-    """Write tensors and ``meta.pt`` into the folder beside ``path``, and rename the folder to ``path``.
+    The function takes the processes that call it, a group (None for all). It and this one raise NotWrittenError on all
+    processes, and leave nothing of the folder then.
 
     Args:
         path: of the checkpoint.
-        write: writes the tensors of all processes into the folder that is its argument.
-        rest: the bytes of ``meta.pt``.
-        group: the processes that call this.
-
-    Raises:
-        NotWrittenError: on all processes; nothing is left of the folder beside ``path``.
+        rest: the contents of ``meta.pt``, serialized at once.
+        write: writes the tensors of all processes into the folder.
     """
-    part = part_of(path)
+    part, serialized = part_of(path), io.BytesIO()
+    torch.save(rest, serialized)
 
     def complete() -> None:
-        (part / META).write_bytes(rest)
+        (part / META).write_bytes(serialized.getvalue())
         write_checksums(part)
-        for file in part.iterdir():
-            if file.suffix != ".distcp":  # torch has synced these files
-                sync_file(file)
         put_in_place(path)
 
-    with _writing_folder(path, group):
-        write(part)
-        on_first(complete, group)
+    def finish(group: dist.ProcessGroup | None = None) -> None:
+        with _writing_folder(path, group):
+            write(part, group)
+            on_first(complete, group)
+
+    with _writing_folder(path):
+        on_first(lambda: start_part(path))
+    return finish
 
 
 @contextmanager
@@ -208,17 +180,6 @@ def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -
     raise_together(error, group)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
-
-
-def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint as Lightning dumps it, called on all processes."""
-    contents = FolderContents(checkpoint)
-    start_folder(path)
-    contents.write(path)
-
-
 def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """A checkpoint as Lightning dumps it, with each process's shards; called on all processes.
 
@@ -233,34 +194,25 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
         problem = error
     raise_together(problem)
     found = {k: m for k, m in reader.index.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     params = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    checkpoint["state_dict"], gradients = {}, partial_gradients(checkpoint)
     tensors: dict[str, Tensor] = {}
+    places: dict[str, tuple[dict[str, Any], str]] = {}
     for key, meta in found.items():
         kind, _, name = key.partition(".")
-        if kind == "partial" and not optimizers:
-            continue
-        if kind in ("model", "partial"):
-            like = named.get(name)
-        else:
-            index, number, _ = name.split(".", 2)
-            like = params[int(index)][int(number)] if int(index) < len(params) else None
-        tensors[key] = _empty(meta, like)
-    read_tensors(reader, tensors)
-    states = checkpoint["optimizer_states"]
-    checkpoint["state_dict"] = {}
-    for key, value in tensors.items():
-        kind, _, name = key.partition(".")
-        if kind == "model":
-            checkpoint["state_dict"][name] = value
-        elif kind == "partial":
-            partial_gradients(checkpoint)[name] = value
-        else:
+        if kind == "optimizer":
             index, number, name = name.split(".", 2)
-            states[int(index)]["state"].setdefault(int(number), {})[name] = value
+            like = params[int(index)][int(number)] if int(index) < len(params) else None
+            place = checkpoint["optimizer_states"][int(index)]["state"].setdefault(int(number), {})
+        elif kind == "partial" and not optimizers:
+            continue
+        else:
+            like, place = named.get(name), checkpoint["state_dict"] if kind == "model" else gradients
+        tensors[key], places[key] = _empty(meta, like), (place, name)
+    read_tensors(reader, tensors)
+    for key, (place, name) in places.items():
+        place[name] = tensors[key]
     return checkpoint
 
 

@@ -164,8 +164,14 @@ def start_part(path: Path) -> None:
 
 
 def put_in_place(path: Path) -> None:
-    """Rename ``part_of(path)``, which is complete, to ``path``, and remove the earlier file or folder at ``path``."""
+    """Rename ``part_of(path)``, which is complete, to ``path``, and remove the earlier file or folder at ``path``.
+
+    torch has synced the ``.distcp`` files in the folder; the other files are synced here.
+    """
     part, old = part_of(path), _old_of(path)
+    for file in part.iterdir():
+        if file.suffix != ".distcp":
+            sync_file(file)
     was_there = os.path.lexists(path)
     if was_there and _exchange(part, path):
         old = part

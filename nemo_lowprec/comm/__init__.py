@@ -1,6 +1,6 @@
 """Column Comm: gradients averaged over processes in the level's format, on stock collectives."""
 
-from nemo_lowprec.comm.agree import any_rank_, broadcast_weights, check_same, meet, raise_together, reduce_amax
+from nemo_lowprec.comm.agree import any_rank_, broadcast_weights, by_rank, check_same, meet, raise_together, reduce_amax
 from nemo_lowprec.comm.buckets import Fp8ShardBucket
 from nemo_lowprec.comm.ddp import give_back_to_ddp, leave_to_ddp, take_from_ddp
 from nemo_lowprec.comm.reducer import GradientReducer
@@ -10,6 +10,7 @@ __all__ = [
     "GradientReducer",
     "any_rank_",
     "broadcast_weights",
+    "by_rank",
     "check_same",
     "give_back_to_ddp",
     "leave_to_ddp",

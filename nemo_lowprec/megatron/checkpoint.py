@@ -23,19 +23,10 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from nemo_lowprec.checkpoint.by_rank import by_rank
 from nemo_lowprec.checkpoint.dcp_folder import check_folder
-from nemo_lowprec.checkpoint.sharded_folder import (
-    META,
-    complete_folder,
-    is_folder,
-    on_first,
-    probe,
-    serialized,
-    start_folder,
-)
+from nemo_lowprec.checkpoint.sharded_folder import META, begin_folder, is_folder, on_first, probe
 from nemo_lowprec.checkpoint.torch_zip import load as load_file
-from nemo_lowprec.comm import raise_together
+from nemo_lowprec.comm import by_rank, raise_together
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.formats import FP16
 from nemo_lowprec.megatron.chunks import unwrapped
@@ -59,15 +50,14 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.gradient_unit
     rest[_RNG] = by_rank(tensor_parallel.get_cuda_rng_tracker().get_states())  # of dropout, apart on each process
 
-    def write(part: Path) -> None:
+    def write(part: Path, group: dist.ProcessGroup | None) -> None:
         # Megatron-core's first process writes some files alone; on a full disk the others would wait for it.
         on_first(lambda: probe(part))
         with _reported_here():
             dist_checkpointing.save(sharded, str(part))
         dist.barrier()
 
-    start_folder(path)
-    complete_folder(path, write, serialized(rest))
+    begin_folder(path, rest, write)()
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from nemo_lowprec.plugins.averaging import AVERAGING, average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
-from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
@@ -68,7 +67,6 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             attention=parsed.attention,
         )  # fmt: skip
         self._resume = ResumeState()
-        self._partial = PartialGradients()
         self.log = LevelLog()
         self.undo = ExitStack()  # puts back, at teardown, the attributes of other objects that a run has replaced
         self._module: pl.LightningModule | None = None
@@ -114,8 +112,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if not self._compared and self._module is not None and self._module._trainer is not None:
             self._compared = True
             processes.check_batches(self._module.trainer)
-        self._resume.before_first_step(self._module)
-        restored = self._partial.before_first_step(self.engine, self._module)
+        restored = self._resume.before_first_step(self.engine, self._module)
         if restored and self._manual is not None:
             self._manual.take_restored(restored)
 
@@ -194,7 +191,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             self._manual.remove()
             self._manual = None
         self.engine.revert()
-        self._partial.forget()
+        self._resume.forget()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
         self.engine.sharding = None  # another Trainer may have another strategy
@@ -239,12 +236,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        self._partial.running = True
+        self._resume.running = True
         return super().pre_backward(self.engine.scale(tensor), module)
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        self._partial.pending, self._partial.running = True, False
+        self._resume.pending, self._resume.running = True, False
         return super().post_backward(tensor, module)
 
     @override
@@ -267,7 +264,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         else:
             with self._manual.step_of(optimizer):
                 result = self._step(optimizer, model, closure, **kwargs)
-        self._partial.pending = self._partial.running = False
+        self._resume.pending = self._resume.running = False
         return result
 
     def _step(self, optimizer: Optimizer, model: pl.LightningModule, run: Callable[[], Any], **kwargs: Any) -> Any:
@@ -284,7 +281,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         result = closure()
         if result is None and model.automatic_optimization:
             return None  # training_step asked to skip the batch
-        self._partial.running = True
+        self._resume.running = True
         self.engine.unscale(optimizer)
         self._after_closure(model, optimizer)
         is_logged = self.log.is_due(model)
@@ -323,16 +320,15 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         new = None if self._manual is None else self._manual.new_gradients()
-        partial = self._partial.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
+        resume = self._resume.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
         counted = {"skipped_steps": self.log.skipped_steps}
-        return {**self.engine.state_dict(), **counted, **self._resume.state_dict(self._module), **partial}
+        return {**self.engine.state_dict(), **counted, **resume}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self.log.skipped_steps = int(state_dict.get("skipped_steps", 0))
         self._resume.load_state_dict(state_dict, self._module)
-        self._partial.load_state_dict(state_dict, self._module)
 
 
 def _check_callbacks(trainer: pl.Trainer, level: str, sharded: bool) -> None:

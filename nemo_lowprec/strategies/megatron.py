@@ -27,8 +27,8 @@ from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
-from nemo_lowprec.plugins.partial import check_saves
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
+from nemo_lowprec.plugins.resume import check_saves
 from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume

@@ -24,7 +24,7 @@ from typing_extensions import override
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.background import BackgroundWriter
 from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
-from nemo_lowprec.checkpoint.sharded_folder import in_full, is_folder, read_folder, restore, write_folder
+from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
 from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
@@ -237,7 +237,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             if not self._trains():
                 self._writer.wait()  # no later call would
         elif self._save_distributed_checkpoint:
-            write_folder(checkpoint, path)
+            begin_sharded(checkpoint, path)()
         elif self.broadcast(path.is_dir()):
             raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
         else:

@@ -79,7 +79,7 @@ def broken_on_first(rank, folder):
         with pytest.raises(RuntimeError, match=r"step=2\.ckpt could not be written") as found:
             fit(rank, folder, max_steps=6)
         with pytest.raises(OSError, match="read-only"):
-            sharded_folder.write_folder({"state_dict": {"weight": torch.ones(3)}}, folder / "now.ckpt")
+            sharded_folder.begin_sharded({"state_dict": {"weight": torch.ones(3)}}, folder / "now.ckpt")()
         return str(found.value.__cause__)
     finally:
         sharded_folder.put_in_place = whole
