@@ -94,7 +94,8 @@ def read_index(folder: Path) -> Metadata:
     """The index of ``folder``: where each tensor lies.
 
     Raises:
-        ValueError: the index is damaged, or holds an object whose opening might run code.
+        ValueError: the index is damaged, or holds an object whose opening might run code; or a file of the folder is
+            missing or cut short.
     """
     path = folder / INDEX
     check_regular(path)
@@ -102,10 +103,13 @@ def read_index(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             index = _Index(file).load()
-        files = {info.relative_path for info in index.storage_data.values() if isinstance(info, _StorageInfo)}
+        ends: dict[str, int] = {}
+        for info in index.storage_data.values():
+            if isinstance(info, _StorageInfo):
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
             raise TypeError(f"a {type(index).__name__}")
-        if any(Path(name).name != name for name in files):
+        if any(Path(name).name != name for name in ends):
             raise ValueError("files of other folders")
     except _ForeignError as error:
         raise ValueError(
@@ -114,11 +118,13 @@ def read_index(folder: Path) -> Metadata:
         ) from error
     except Exception as error:  # any, for bytes that are no index
         raise ValueError(f"{path} is damaged: it is no index of a checkpoint ({error}).") from error
-    for name in sorted(files):
+    for name, end in sorted(ends.items()):
         try:
             check_regular(folder / name)
         except ValueError as error:
             raise ValueError(f"{folder} is incomplete or damaged: {error}") from error
+        if (folder / name).stat().st_size < end:
+            raise ValueError(f"{folder} is incomplete: {name} is cut short. Copy it again, or take another.")
     return index
 
 

@@ -224,23 +224,14 @@ def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         of the meta device (shape and dtype), or None for a value that is no tensor.
 
     Raises:
-        ValueError: a file with weights is missing, cut short or damaged.
+        ValueError: a file is missing, cut short or damaged.
     """
     checkpoint: dict[str, Any] = load(path / META)
     checkpoint.pop("optimizer_states", None)
-    metadata = read_index(path)
-    ends: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        if index.fqn.startswith(_MODEL):
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size < end:
-            raise ValueError(f"{path} is incomplete: {name} is missing or cut short. Copy it again, or take another.")
     return checkpoint, {
         key.removeprefix(_MODEL): torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
         if isinstance(meta, TensorStorageMetadata) else None
-        for key, meta in metadata.state_dict_metadata.items() if key.startswith(_MODEL)
+        for key, meta in read_index(path).state_dict_metadata.items() if key.startswith(_MODEL)
     }  # fmt: skip
 
 
@@ -281,7 +272,7 @@ def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optim
             checkpoint do not share, where ``strict``; of another shape; or with values that the model cannot keep.
     """
     saved = checkpoint["state_dict"]
-    own = dict(_entries(model))
+    own = _entries(model)
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The checkpoint and the model differ. Missing: {missing}; unexpected: {unexpected}.")
@@ -321,11 +312,7 @@ def _as_own(value: Tensor, param: Any) -> Tensor:
     return as_dtensor_like(local_rows(value, param).to(param.device), param)
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _entries(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by name, as the model's ``state_dict`` holds them."""
-    keys = set(model.state_dict().keys())
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-    ]:  # fmt: skip
-        if name in keys:
-            yield name, tensor
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: tensors[name] for name in model.state_dict() if name in tensors}
