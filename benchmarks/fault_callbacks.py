@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from nemo_lowprec.checkpoint import writing
 from nemo_lowprec.comm.buckets import Fp8Bucket, Fp8ShardBucket
-from nemo_lowprec.strategies import MegatronStrategy, replace
+from nemo_lowprec.strategies import MegatronStrategy
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
@@ -59,7 +60,7 @@ class Killer(Callback):
             (Fp8ShardBucket, "advance", "reduction"),
             (os, "fsync", "writing"),  # tensors are written, and what says where they are is not
             (os, "replace", "checkpoint"),
-            (replace, "_exchange", "checkpoint"),
+            (writing, "_exchange", "checkpoint"),
         ):
             self._before(trainer, owner, name, phase)
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
-from nemo_lowprec.checkpoint.atomic_rename import recover
 from nemo_lowprec.checkpoint.torch_zip import check_regular
+from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.display import own_display
 from nemo_lowprec.lines import pair_lines

@@ -1,1 +1,1 @@
-"""The saved form: what is written is there in full or not at all, and what is read is what was written."""
+"""The saved form: files and folders that are complete or absent, and whose checksums are compared on load."""

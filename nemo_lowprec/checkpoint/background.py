@@ -1,7 +1,8 @@
-"""Checkpoint folders that are written while training goes on."""
+"""Writes a sharded folder in a thread while training goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -9,9 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from nemo_lowprec.checkpoint.atomic_rename import remove
-from nemo_lowprec.checkpoint.sharded_folder import FolderContents
-from nemo_lowprec.checkpoint.writing import NotWrittenError
+from nemo_lowprec.checkpoint.sharded_folder import begin_sharded
+from nemo_lowprec.checkpoint.writing import NotWrittenError, remove
 
 __all__ = ["BackgroundWriter"]
 
@@ -19,11 +19,11 @@ __all__ = ["BackgroundWriter"]
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread, from copies in the CPU's memory; made on all processes.
 
-    A process group of gloo is the thread's own, since the training's collectives go on beside it. A checkpoint that
-    is to be removed meanwhile is removed when the new one is complete.
+    The thread has a process group of gloo, as the training calls collectives at the same time. A checkpoint that is to
+    be removed meanwhile is removed when the new checkpoint is complete.
 
     Args:
-        timeout: after which a process that waits for another one stops with an error; None for gloo's own.
+        timeout: of the collectives in the thread; None for gloo's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -34,48 +34,43 @@ class BackgroundWriter:
         self._removed: list[Path] = []
 
     def write(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Copy what is to be written, and return; called on all processes.
+        """Copy the tensors of ``checkpoint``, start to write, and return; called on all processes.
 
         Raises:
-            RuntimeError: an earlier checkpoint could not be written.
+            RuntimeError: the checkpoint before could not be written.
         """
         self.wait()
-        contents = FolderContents(checkpoint, copied=True)
-        contents.start(path)
-        self._path, self._pending = path, self._thread.submit(self._write, contents, path)
+        finish = begin_sharded(checkpoint, path, copied=True)
+        self._path, self._pending = path, self._thread.submit(self._remove_earlier, finish)
 
-    def _write(self, contents: FolderContents, path: Path) -> None:
-        contents.finish(path, self._group)
+    def _remove_earlier(self, finish: Callable[..., None] | None = None) -> None:
+        """Remove the checkpoints that are to be removed, once ``finish`` has written the new one."""
+        if finish is not None:
+            finish(self._group)
         while self._removed:
             remove(self._removed.pop())
 
     def remove(self, path: Path) -> None:
-        """Remove an earlier checkpoint; not before the one that is being written is complete."""
-        if self._pending is None or path == self._path:
-            self.wait()
-            remove(path)
-            return
+        """Remove a checkpoint, once the checkpoint in the thread is complete."""
         self._removed.append(path)
-        if self._pending.done():  # perhaps before it saw the list
+        if self._pending is None or path == self._path or self._pending.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written.
+        """Wait for the thread.
 
         Raises:
-            RuntimeError: it could not be written.
+            RuntimeError: its checkpoint could not be written.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
         try:
-            pending.result()
+            if pending is not None:
+                pending.result()
         except NotWrittenError:
             raise
         except Exception as error:
             raise RuntimeError(f"{self._path} could not be written; an earlier checkpoint is as it was.") from error
-        while self._removed:
-            remove(self._removed.pop())
+        self._remove_earlier()
 
     def close(self) -> None:
         """Wait, and end the thread."""

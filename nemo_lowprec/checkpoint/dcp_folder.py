@@ -1,7 +1,7 @@
-"""A folder of ``torch.distributed.checkpoint``, read without running what is in it and without taking damage over.
+"""A folder of ``torch.distributed.checkpoint``: a reader that runs no code of a file and loads no damaged tensor.
 
-``.metadata`` is a pickle that says where each tensor lies: it is opened with the few classes that it is made of, and
-its checksum lies in ``checksums.json``. The ``.distcp`` files hold a zip with checksums for each tensor.
+``.metadata``, the index, is a pickle of the place of each tensor. It is opened with the few classes of an index, and
+its checksum lies in ``checksums.json``. A ``.distcp`` file holds, for each tensor, a zip with checksums.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import warnings
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -35,15 +36,15 @@ __all__ = [
     "FolderWriter",
     "check_folder",
     "check_sums",
-    "one_sentence",
     "read_index",
+    "read_tensors",
     "write_checksums",
 ]
 
 INDEX = ".metadata"
 _CHECKSUMS = "checksums.json"
 _PIECE = 1 << 24  # bytes that are read at once
-_SUMMED = (INDEX, "metadata.json")  # the files without checksums of their own; the second is Megatron-core's
+_SUMMED = (INDEX, "metadata.json")  # files without checksums of their own; the second is Megatron-core's
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _CLASSES = {
@@ -64,23 +65,23 @@ _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"
 
 
 def _made_by(kind: Any) -> type:
-    """A class whose new objects are ``kind``'s: what a pickle does to the class itself is done to this one."""
+    """A new class that makes objects of ``kind``: a pickle that changes its class leaves ``kind`` as it is."""
     return type("_Made", (), {"__new__": lambda cls, *args: object.__new__(kind)})
 
 
 class _ForeignError(Exception):
-    """A class or function that no index is made of."""
+    """A class or function that no index needs."""
 
 
 class _Index(pickle.Unpickler):
-    """Opens ``.metadata`` with the classes that it is made of."""
+    """Opens ``.metadata`` with the classes of an index only."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            return lambda *parts: "/".join(map(str, parts))  # of the folder when it was written, which nobody reads
+            return lambda *parts: "/".join(map(str, parts))  # the folder at the time of writing, which nobody reads
         if (module, name) in _FUNCTIONS:
             found = getattr(import_module(module), name)
             return lambda *args: found(*args)
@@ -90,10 +91,11 @@ class _Index(pickle.Unpickler):
 
 
 def read_index(folder: Path) -> Metadata:
-    """Where the tensors of ``folder`` lie.
+    """The index of ``folder``: where each tensor lies.
 
     Raises:
-        ValueError: it is damaged, or holds anything else, whose opening might run code.
+        ValueError: the index is damaged, or holds an object whose opening might run code; or a file of the folder is
+            missing or cut short.
     """
     path = folder / INDEX
     check_regular(path)
@@ -101,10 +103,13 @@ def read_index(folder: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             index = _Index(file).load()
-        files = {info.relative_path for info in index.storage_data.values() if isinstance(info, _StorageInfo)}
+        ends: dict[str, int] = {}
+        for info in index.storage_data.values():
+            if isinstance(info, _StorageInfo):
+                ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
             raise TypeError(f"a {type(index).__name__}")
-        if any(Path(name).name != name for name in files):
+        if any(Path(name).name != name for name in ends):
             raise ValueError("files of other folders")
     except _ForeignError as error:
         raise ValueError(
@@ -113,11 +118,13 @@ def read_index(folder: Path) -> Metadata:
         ) from error
     except Exception as error:  # any, for bytes that are no index
         raise ValueError(f"{path} is damaged: it is no index of a checkpoint ({error}).") from error
-    for name in sorted(files):
+    for name, end in sorted(ends.items()):
         try:
             check_regular(folder / name)
         except ValueError as error:
             raise ValueError(f"{folder} is incomplete or damaged: {error}") from error
+        if (folder / name).stat().st_size < end:
+            raise ValueError(f"{folder} is incomplete: {name} is cut short. Copy it again, or take another.")
     return index
 
 
@@ -130,20 +137,21 @@ def _sum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
-    """Write the CRC-32 of files in ``folder`` whose own format has no checksum; call it when they are complete.
+    """Write ``checksums.json``: the CRC-32 of files in ``folder`` whose own format has no checksum.
 
     Args:
-        names: of the files; by default those of a checkpoint. One that is not there is left out.
+        folder: with complete files.
+        names: of the files; by default those of a checkpoint. A file that does not exist is left out.
     """
     sums = {name: _sum(folder / name) for name in names if (folder / name).is_file()}
     (folder / _CHECKSUMS).write_text(json.dumps(sums))
 
 
 def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
-    """Compare files with their checksums; folders of earlier versions and of other programs have none.
+    """Compare files with ``checksums.json``, which folders of earlier versions and of other programs do not have.
 
     Raises:
-        ValueError: a file is not what was written.
+        ValueError: a file has changed since it was written.
     """
     path = folder / _CHECKSUMS
     if not path.exists():
@@ -170,10 +178,10 @@ def _check_item(folder: Path, index: MetadataIndex, info: _StorageInfo) -> None:
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader of a folder, which compares a tensor's checksums before it reads the tensor.
+    """torch's reader of a folder, with a comparison of each tensor's checksums before the tensor is read.
 
     Raises:
-        ValueError: the folder's index is damaged, or holds what may run code.
+        ValueError: the folder's index is damaged, or holds an object that may run code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -195,23 +203,23 @@ class CheckedReader(dcp.FileSystemReader):
 
 
 class FolderWriter(dcp.FileSystemWriter):
-    """torch's writer of a folder, whose errors reach the other processes as the system's."""
+    """torch's writer of a folder; the other processes get the system's error, and not torch's."""
 
     @override
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            found = system_error(error)  # which torch has hidden, and pickling would leave behind
+            found = system_error(error)  # in the context of torch's error, which pickling loses
             if found is None:
                 raise
             raise OSError(found.errno, found.strerror) from error
 
 
 def check_folder(folder: Path) -> None:
-    """Compare all checksums, and look that objects beside tensors are plain: for a reader that does neither.
+    """Compare all checksums, and refuse objects that may run code: for Megatron-core's reader, which does neither.
 
-    Called on all processes, each of which takes its part of the tensors.
+    Called on all processes; each process takes its part of the tensors.
 
     Raises:
         ValueError: on all processes, naming the file and the tensor.
@@ -240,18 +248,24 @@ def _check_plain(folder: Path, item: MetadataIndex, info: _StorageInfo) -> None:
         torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
-@contextmanager
-def one_sentence(folder: Path) -> Iterator[None]:
-    """Around ``dcp.load``, which puts the errors of all processes into one of many lines.
+def read_tensors(reader: CheckedReader, tensors: dict[str, Tensor], alone: bool = False) -> None:
+    """Read the values of ``tensors`` by key, on all processes together.
+
+    Args:
+        reader: of the folder.
+        tensors: memory to read into; a DTensor gets the rows of its process.
+        alone: whether this process reads without the others and without a process group.
 
     Raises:
-        ValueError: the first of ours; else what torch says, naming ``folder``.
+        ValueError: the first error of all processes, in one sentence; torch raises all of them, in many lines.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+            dcp.load(tensors, storage_reader=reader, no_dist=alone)
     except CheckpointException as error:
         found = [failure[0] for failure in error.failures.values()]
         ours = [e for e in found if isinstance(e, ValueError)]
         if ours:
             raise ValueError(str(ours[0])) from error
-        raise ValueError(f"{folder} cannot be read: {(str(found[0]).splitlines() or [''])[0]}") from error
+        raise ValueError(f"{reader.folder} cannot be read: {(str(found[0]).splitlines() or [''])[0]}") from error

@@ -1,14 +1,13 @@
-"""Checkpoints of a sharded run: a folder that every process writes its part of, or one file like any other run's.
+"""Checkpoints of a sharded run: a folder, to which every process writes its shards, or one file as of any other run.
 
-A folder holds tensors in the form of ``torch.distributed.checkpoint`` and the rest in ``meta.pt``. It is written beside
-its place and renamed when it is complete. Both hold the values that the processes' shards stand for, under the
-model's own names and the optimizer's own numbers, so that either opens at any level on any number of processes.
+A folder holds tensors in the form of ``torch.distributed.checkpoint``, and the rest in ``meta.pt``. A folder and a file
+hold the values of the shards, under the model's own names and the optimizer's own numbers, so that both open at any
+level on any number of processes.
 """
 
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +21,27 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from nemo_lowprec.checkpoint.atomic_rename import clear, part_of, put_in_place, start_part
-from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, one_sentence, read_index, write_checksums
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, FolderWriter, read_index, read_tensors, write_checksums
+from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.torch_zip import load
-from nemo_lowprec.checkpoint.writing import NotWrittenError, sync_file, system_error, writing
+from nemo_lowprec.checkpoint.writing import (
+    NotWrittenError,
+    clear,
+    part_of,
+    put_in_place,
+    start_part,
+    system_error,
+    writing,
+)
 from nemo_lowprec.comm import raise_together
 from nemo_lowprec.formats import FP16, compute_amax
-from nemo_lowprec.plugins.partial import partial_gradients
 from nemo_lowprec.tensors import BlockShard, HalfShard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
 __all__ = [
     "META",
-    "FolderContents",
-    "finish_part",
+    "begin_folder",
+    "begin_sharded",
     "in_full",
     "is_folder",
     "on_first",
@@ -44,14 +50,12 @@ __all__ = [
     "read_folder",
     "read_weights",
     "restore",
-    "write_folder",
-    "writing_folder",
 ]
 
 META = "meta.pt"
-# Prefixes of the tensors' keys: of weights, and of an unfinished step's gradients. The other keys are the optimizers'.
+# Prefixes of the keys of weights and of an unfinished step's gradients; the other keys belong to optimizer states.
 _MODEL, _PARTIAL = "model.", "partial."
-_READ_AT_ONCE = 1 << 30  # bytes; each read goes through the whole index, so one for every tensor would be slow
+_READ_AT_ONCE = 1 << 30  # bytes; a read goes through the whole index, so a read of each tensor would be slow
 
 
 def is_folder(path: Path) -> bool:
@@ -60,7 +64,7 @@ def is_folder(path: Path) -> bool:
 
 
 def in_full(tree: Any) -> Any:
-    """Nested dicts and lists with whole tensors on the CPU in the place of sharded ones; called on all processes."""
+    """A copy of nested dicts and lists, with whole tensors on the CPU for sharded tensors; called on all processes."""
     if isinstance(tree, dict):
         return {k: in_full(v) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
@@ -68,57 +72,76 @@ def in_full(tree: Any) -> Any:
     return tree.full_tensor().cpu() if is_sharded(tree) else tree
 
 
-class FolderContents:
-    """What goes into a folder, from a checkpoint as Lightning dumps it; used on all processes alike.
+def begin_sharded(checkpoint: dict[str, Any], path: Path, copied: bool = False) -> Callable[..., None]:
+    """``begin_folder`` for a checkpoint as Lightning dumps it.
 
     Args:
-        copied: whether training goes on while this is written: tensors are copied to the CPU's memory.
+        checkpoint: loses its weights, optimizer states and partial gradients.
+        path: of the folder.
+        copied: whether tensors are copied to the CPU's memory, as training goes on while the folder is written.
     """
+    states = checkpoint.pop("optimizer_states", [])
+    tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
+    rest = []
+    for i, state in enumerate(states):
+        plain: dict[int, dict[str, Any]] = {}
+        for key, values in state["state"].items():
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{i}.{key}.{name}"] = value
+                else:
+                    plain.setdefault(key, {})[name] = value
+        rest.append({"state": plain, "param_groups": state["param_groups"]})
+    gradients = partial_gradients(checkpoint)
+    tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
+    gradients.clear()
+    if copied:
+        tensors = {key: _copied(value) if isinstance(value, Tensor) else value for key, value in tensors.items()}
 
-    def __init__(self, checkpoint: dict[str, Any], copied: bool = False) -> None:
-        states = checkpoint.pop("optimizer_states", [])
-        tensors = {f"{_MODEL}{name}": value for name, value in checkpoint.pop("state_dict").items()}
-        rest = []
-        for i, state in enumerate(states):
-            plain: dict[int, dict[str, Any]] = {}
-            for key, values in state["state"].items():
-                for name, value in values.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"optimizer.{i}.{key}.{name}"] = value
-                    else:
-                        plain.setdefault(key, {})[name] = value
-            rest.append({"state": plain, "param_groups": state["param_groups"]})
-        gradients = partial_gradients(checkpoint)
-        tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
-        gradients.clear()
-        self._tensors = (
-            {k: _copied(v) if isinstance(v, Tensor) else v for k, v in tensors.items()} if copied else tensors
-        )
-        # Small, and full of what callbacks and loops change: taken down at once.
-        self._rest = io.BytesIO()
-        torch.save({**checkpoint, "optimizer_states": rest}, self._rest)
+    def write(part: Path, group: dist.ProcessGroup | None) -> None:  # the first process returns when all have written
+        dcp.save(tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
-    def start(self, path: Path) -> None:
-        """Make the folder beside ``path`` to write in."""
-        with writing_folder(path):
-            on_first(lambda: start_part(path))
+    return begin_folder(path, {**checkpoint, "optimizer_states": rest}, write)
 
-    def finish(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Write all, and rename the folder when it is complete, which it is when this returns."""
-        part = part_of(path)
-        with writing_folder(path, group):
-            dcp.save(self._tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
-            def complete() -> None:  # dcp.save returns on the first process when all have written
-                (part / META).write_bytes(self._rest.getvalue())
-                finish_part(path)
+def _copied(tensor: Tensor) -> Tensor:
+    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
 
+
+def begin_folder(
+    path: Path, rest: dict[str, Any], write: Callable[[Path, dist.ProcessGroup | None], None]
+) -> Callable[..., None]:
+    """Make the folder beside ``path``, on all processes. Returns the function that completes and renames the folder.
+
+    The function takes the processes that call it, a group (None for all). It and this one raise NotWrittenError on all
+    processes, and leave nothing of the folder then.
+
+    Args:
+        path: of the checkpoint.
+        rest: the contents of ``meta.pt``, serialized at once.
+        write: writes the tensors of all processes into the folder.
+    """
+    part, serialized = part_of(path), io.BytesIO()
+    torch.save(rest, serialized)
+
+    def complete() -> None:
+        (part / META).write_bytes(serialized.getvalue())
+        write_checksums(part)
+        put_in_place(path)
+
+    def finish(group: dist.ProcessGroup | None = None) -> None:
+        with _writing_folder(path, group):
+            write(part, group)
             on_first(complete, group)
+
+    with _writing_folder(path):
+        on_first(lambda: start_part(path))
+    return finish
 
 
 @contextmanager
-def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Around what writes the folder beside ``path``, on all processes: where it fails, nothing is left of it.
+def _writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """For a block of all processes that writes the folder beside ``path``: an error removes this folder.
 
     Raises:
         NotWrittenError: on all processes, naming ``path`` and the cause.
@@ -129,20 +152,16 @@ def writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Iterat
                 yield
             except (RuntimeError, CheckpointException) as error:
                 if system_error(error) is None:
-                    probe(part_of(path))  # Megatron-core writes in other processes, and loses their errors
+                    probe(part_of(path))  # Megatron-core writes in other processes, whose errors are lost
                 raise
     except NotWrittenError:
-        if dist.get_rank(group) == 0:  # all have stopped: the error is everybody's
+        if dist.get_rank(group) == 0:  # no process writes any more: all have this error
             clear(part_of(path))
         raise
 
 
 def probe(folder: Path) -> None:
-    """Write a megabyte to ``folder``, and remove it again.
-
-    Raises:
-        OSError: that cannot be done.
-    """
+    """Write a megabyte to ``folder``, and remove it again: OSError where the disk is full or closed."""
     file = folder / ".probe"
     try:
         file.write_bytes(bytes(1 << 20))
@@ -150,22 +169,8 @@ def probe(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def finish_part(path: Path) -> None:
-    """The last files of the folder beside ``path``, and its name, once all processes have written their tensors."""
-    part = part_of(path)
-    write_checksums(part)
-    for file in part.iterdir():
-        if file.suffix != ".distcp":  # those are on the disk already
-            sync_file(file)
-    put_in_place(path)
-
-
 def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -> None:
-    """Let the first process do what all wait for.
-
-    Raises:
-        OSError: on all processes, where it could not.
-    """
+    """Run ``work`` on the first process; the other processes wait. An OSError of ``work`` is raised on all of them."""
     error: OSError | None = None
     if dist.get_rank() == 0:
         try:
@@ -175,22 +180,11 @@ def on_first(work: Callable[[], None], group: dist.ProcessGroup | None = None) -
     raise_together(error, group)
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
-
-
-def write_folder(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint as Lightning dumps it, called on all processes."""
-    contents = FolderContents(checkpoint)
-    contents.start(path)
-    contents.finish(path)
-
-
 def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
     """A checkpoint as Lightning dumps it, with each process's shards; called on all processes.
 
     Raises:
-        ValueError: on all processes, where it is damaged, or holds what may run code.
+        ValueError: on all processes, if the folder is damaged or holds an object that may run code.
     """
     problem: ValueError | None = None
     try:
@@ -200,70 +194,53 @@ def read_folder(path: Path, model: nn.Module, optimizers: list[Optimizer]) -> di
         problem = error
     raise_together(problem)
     found = {k: m for k, m in reader.index.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    named = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     params = [[p for group in o.param_groups for p in group["params"]] for o in optimizers]
+    checkpoint["state_dict"], gradients = {}, partial_gradients(checkpoint)
     tensors: dict[str, Tensor] = {}
+    places: dict[str, tuple[dict[str, Any], str]] = {}
     for key, meta in found.items():
         kind, _, name = key.partition(".")
-        if kind == "partial" and not optimizers:
-            continue
-        if kind in ("model", "partial"):
-            like = named.get(name)
-        else:
-            index, number, _ = name.split(".", 2)
-            like = params[int(index)][int(number)] if int(index) < len(params) else None
-        tensors[key] = _empty(meta, like)
-    with one_sentence(path):
-        dcp.load(tensors, storage_reader=reader)
-    states = checkpoint["optimizer_states"]
-    checkpoint["state_dict"] = {}
-    for key, value in tensors.items():
-        kind, _, name = key.partition(".")
-        if kind == "model":
-            checkpoint["state_dict"][name] = value
-        elif kind == "partial":
-            partial_gradients(checkpoint)[name] = value
-        else:
+        if kind == "optimizer":
             index, number, name = name.split(".", 2)
-            states[int(index)]["state"].setdefault(int(number), {})[name] = value
+            like = params[int(index)][int(number)] if int(index) < len(params) else None
+            place = checkpoint["optimizer_states"][int(index)]["state"].setdefault(int(number), {})
+        elif kind == "partial" and not optimizers:
+            continue
+        else:
+            like, place = named.get(name), checkpoint["state_dict"] if kind == "model" else gradients
+        tensors[key], places[key] = _empty(meta, like), (place, name)
+    read_tensors(reader, tensors)
+    for key, (place, name) in places.items():
+        place[name] = tensors[key]
     return checkpoint
 
 
 def open_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a folder holds beside tensors, and what ``read_weights`` finds there; by a process alone, without a group.
+    """The checkpoint's ``meta.pt``, and the names of its weights for ``read_weights``; needs no process group.
 
     Returns:
         the checkpoint without weights and optimizer states; and for each name of the model's ``state_dict`` a tensor
-        of the meta device (shape and dtype), or None for what is no tensor.
+        of the meta device (shape and dtype), or None for a value that is no tensor.
 
     Raises:
-        ValueError: a file that holds a part of the weights is missing or cut short, or one is damaged.
+        ValueError: a file is missing, cut short or damaged.
     """
     checkpoint: dict[str, Any] = load(path / META)
     checkpoint.pop("optimizer_states", None)
-    metadata = read_index(path)
-    ends: dict[str, int] = {}
-    for index, info in metadata.storage_data.items():
-        if index.fqn.startswith(_MODEL):
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in ends.items():
-        file = path / name
-        if not file.is_file() or file.stat().st_size < end:
-            raise ValueError(f"{path} is incomplete: {name} is missing or cut short. Copy it again, or take another.")
     return checkpoint, {
         key.removeprefix(_MODEL): torch.empty(meta.size, dtype=meta.properties.dtype, device="meta")
         if isinstance(meta, TensorStorageMetadata) else None
-        for key, meta in metadata.state_dict_metadata.items() if key.startswith(_MODEL)
+        for key, meta in read_index(path).state_dict_metadata.items() if key.startswith(_MODEL)
     }  # fmt: skip
 
 
 def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights by name, in the order of ``weights`` (of ``open_folder``), about a gigabyte of them at a time.
+    """Whole weights by name, about a gigabyte at a time, without the optimizer states.
 
-    Optimizer states are not read.
+    Args:
+        path: of the folder.
+        weights: names, shapes and dtypes, from ``open_folder``; the order is kept.
     """
     batch: dict[str, Tensor] = {}
     names = list(weights)
@@ -271,9 +248,7 @@ def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, 
         batch[name] = torch.empty_like(weights[name], device="cpu")
         if i + 1 == len(names) or sum(t.nbytes for t in batch.values()) >= _READ_AT_ONCE:
             tensors = {_MODEL + n: t for n, t in batch.items()}
-            with warnings.catch_warnings(), one_sentence(path):
-                warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-                dcp.load(tensors, storage_reader=CheckedReader(path), no_dist=True)
+            read_tensors(CheckedReader(path), tensors, alone=True)
             batch.clear()
             while tensors:
                 key = next(iter(tensors))
@@ -281,7 +256,7 @@ def read_weights(path: Path, weights: dict[str, Tensor]) -> Iterator[tuple[str, 
 
 
 def _empty(meta: TensorStorageMetadata, like: Any) -> Tensor:
-    """To be read into: sharded as the parameter ``like`` is, where it has that shape."""
+    """Memory to read a tensor into, sharded as the parameter ``like`` if it has the shape of ``like``."""
     if like is not None and is_sharded(like) and tuple(like.shape) == tuple(meta.size):
         return as_dtensor_like(
             torch.empty(local_shard(like).shape, dtype=meta.properties.dtype, device=like.device), like
@@ -290,14 +265,14 @@ def _empty(meta: TensorStorageMetadata, like: Any) -> Tensor:
 
 
 def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
-    """Take over the weights and optimizer states of a checkpoint, whole or sharded.
+    """Load the weights and optimizer states of a checkpoint, whole or sharded, into the model and the optimizers.
 
     Raises:
         RuntimeError: on all processes, before anything is changed: parameters or buffers that the model and the
             checkpoint do not share, where ``strict``; of another shape; or with values that the model cannot keep.
     """
     saved = checkpoint["state_dict"]
-    own = dict(_entries(model))
+    own = _entries(model)
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The checkpoint and the model differ. Missing: {missing}; unexpected: {unexpected}.")
@@ -320,7 +295,7 @@ def restore(checkpoint: dict[str, Any], model: nn.Module, optimizers: list[Optim
 
 
 def _problem(name: str, value: Any, own: Any) -> str | None:
-    """Why ``own`` cannot take ``value`` over."""
+    """Why ``value`` cannot be loaded into ``own``; None if it can."""
     if tuple(value.shape) != tuple(own.shape):
         return f"{name} is {tuple(value.shape)} in the checkpoint and {tuple(own.shape)} here."
     if isinstance(local_shard(own), (HalfShard, BlockShard)):
@@ -331,17 +306,13 @@ def _problem(name: str, value: Any, own: Any) -> str | None:
 
 
 def _as_own(value: Tensor, param: Any) -> Tensor:
-    """A state sharded as its parameter is, where it has the parameter's shape."""
+    """An optimizer state, sharded as its parameter ``param`` if it has the parameter's shape."""
     if is_sharded(value) or not is_sharded(param) or value.shape != param.shape:
         return value
     return as_dtensor_like(local_rows(value, param).to(param.device), param)
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What the model's checkpoint holds: parameters and persistent buffers, by their names."""
-    keys = set(model.state_dict().keys())
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)
-    ]:  # fmt: skip
-        if name in keys:
-            yield name, tensor
+def _entries(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, as the model's ``state_dict`` holds them."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return {name: tensors[name] for name in model.state_dict() if name in tensors}

@@ -1,7 +1,7 @@
-"""What ``torch.save`` wrote: a zip file with a CRC-32 of each member, which torch itself never compares.
+"""Reads a file of ``torch.save``, a zip with a CRC-32 of each member, and compares the CRC-32: torch never does.
 
-A sharded folder's ``.distcp`` files hold one such zip a tensor, one after another. Cost: a pass of ``zlib.crc32``
-over the bytes, 2.7 GB/s a thread.
+A ``.distcp`` file of a sharded folder holds such a zip for each tensor, one after another. Cost: a pass of
+``zlib.crc32`` over the bytes, 2.7 GB/s a thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _TAKE_ANOTHER = "Copy it again, or take another one."
 
 
 def check_regular(path: Path) -> None:
-    """Look whether ``path`` is a file that can be read, without waiting for a pipe.
+    """Check that ``path`` is a file that can be read, without waiting for a pipe.
 
     Raises:
-        ValueError: it is not there, or a folder, a pipe, a device, empty, or not to be read by this user.
+        ValueError: ``path`` is missing, a folder, a pipe, a device or empty, or this user may not read the file.
     """
     try:
         found = path.stat()
@@ -54,7 +54,7 @@ def check_regular(path: Path) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """``length`` bytes of an open file from ``start`` on."""
+    """A file object of the ``length`` bytes from ``start`` on in an open file; threads may call ``read_at``."""
 
     def __init__(self, descriptor: int, start: int, length: int) -> None:
         self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
@@ -87,7 +87,7 @@ class _Slice(io.RawIOBase):
 
 
 class _Node(dict[Any, Any]):
-    """Stands for every object in a pickle: holds what it is made of, and runs nothing."""
+    """Replaces every object in a pickle: holds the object's arguments, state and items, and runs no code."""
 
     parts: list[Any]
 
@@ -112,14 +112,14 @@ class _Node(dict[Any, Any]):
 
 
 class _Storage(str):
-    """The number of a storage, which is the name of its member."""
+    """The number of a storage, which is the name of the storage's member in the zip."""
 
 
 class _Structure(pickle.Unpickler):
-    """Reads which storages a pickle of torch refers to, without a class or function of the pickle's own."""
+    """Reads the storages that a pickle of torch refers to, and loads no class or function that the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(name, (_Node,), {})  # one of its own, as a pickle may change a class
+        return type(name, (_Node,), {})  # a new class each time, as a pickle may change a class
 
     def persistent_load(self, pid: Any) -> Any:
         return _Storage(pid[2])
@@ -134,12 +134,12 @@ def _storages(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, value in tree.items():
             yield from _storages(value, f"{path}.{key}")
     elif isinstance(tree, (list, tuple)):
-        for i, part in enumerate(tree):  # a tuple is arguments of what stands for an object
+        for i, part in enumerate(tree):  # a tuple holds the arguments of an object
             yield from _storages(part, f"{path}.{i}" if isinstance(tree, list) else path)
 
 
 def _offset(slice_: _Slice, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: behind its own header, whose length is in it."""
+    """The offset of a member's bytes, behind the member's header, which holds its own length."""
     header = slice_.read_at(member.header_offset, 30)
     if header[:4] != b"PK\x03\x04" or len(header) < 30:
         raise zipfile.BadZipFile(f"no header of {member.filename}")
@@ -162,25 +162,26 @@ def _is_intact(slice_: _Slice, member: zipfile.ZipInfo) -> bool:
 def check_zip(
     descriptor: int, path: Path, name: str = "", start: int = 0, length: int | None = None, only: str | None = None
 ) -> None:
-    """Compare the checksums of a zip that ``torch.save`` wrote with its bytes.
+    """Compare the bytes of a zip of ``torch.save`` with the zip's checksums.
 
-    One without checksums (``torch.serialization.set_crc32_options(False)``) is only looked at.
+    A zip without checksums (``torch.serialization.set_crc32_options(False)``) need only be complete.
 
     Args:
         descriptor: of the open file.
         path: of the file, for the message.
-        name: of the tensor in the zip, where it holds one.
-        start, length: of the zip in the file; None for all.
-        only: a key of the tree that was saved: of the tensors those below it are compared. None for all.
+        name: of the tensor, for a zip of one tensor.
+        start: offset of the zip in the file.
+        length: of the zip; None for the rest of the file.
+        only: a key of the saved tree, whose tensors are compared; None for all tensors.
 
     Raises:
-        ValueError: it is no complete zip, or bytes are others than those written; naming the tensor.
+        ValueError: the zip is not complete, or its bytes have changed; naming the tensor.
     """
     zipped = _Slice(descriptor, start, os.fstat(descriptor).st_size - start if length is None else length)
     of = f"{name} in {path}" if name else f"{path}"
     try:
         members = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(zipped).infolist()}  # type: ignore[arg-type]
-    except Exception as error:  # the module has many, for bytes that make no sense
+    except Exception as error:  # zipfile raises many kinds for damaged bytes
         # The directory of a zip file is written last.
         raise ValueError(
             f"{of} is no complete checkpoint: its writing was cut short, or it is another kind of file, or damaged. "
@@ -207,7 +208,7 @@ def check_zip(
         )
     if not has_checksums:
         return
-    # zlib computes without the interpreter's lock; threads for a small tensor would cost more than it does.
+    # zlib releases the interpreter's lock; threads for a small tensor would cost more time than they save.
     is_large = sum(members[member].file_size for member in wanted) > _PIECE
     with ThreadPoolExecutor(_THREADS) if is_large else nullcontext() as threads:
         each = threads.map if threads is not None else map
@@ -226,7 +227,7 @@ def _names(zipped: _Slice, pickled: zipfile.ZipInfo) -> dict[str, list[str]]:
         data = zipped.read_at(_offset(zipped, pickled), pickled.file_size)
         for number, name in _storages(_Structure(io.BytesIO(data)).load()):
             found.setdefault(f"data/{number}", []).append(name)
-    except Exception:  # of a pickle that is none; loading it says so
+    except Exception:  # the pickle is damaged; ``load`` raises the error
         return {}
     return found
 
@@ -244,10 +245,10 @@ def check_file(path: Path, only: str | None = None) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Around what opens ``path``, which was found whole: errors of torch become one sentence.
+    """For a block that opens ``path`` after ``check_file``: torch's errors become one sentence.
 
     Raises:
-        ValueError: it holds objects whose opening may run code, or is not torch's.
+        ValueError: the file holds objects whose opening may run code, or torch did not write the file.
     """
     try:
         yield
@@ -268,15 +269,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def load(path: Path, only: str | None = None, mmap: bool = False) -> Any:
-    """Open a file that ``torch.save`` wrote, on the CPU, once its checksums hold; no code in it is run.
+    """Compare the checksums of a file of ``torch.save``, and open the file on the CPU; no code in the file is run.
 
     Args:
         path: the file.
         only: see ``check_zip``.
-        mmap: whether tensors are mapped into memory, and read when they are used.
+        mmap: whether tensors are mapped into memory, and read at their first use.
 
     Raises:
-        ValueError: in one sentence, what is wrong with ``path``.
+        ValueError: one sentence about the damage, the kind of file, or the foreign object.
     """
     check_file(path, only)
     with reading(path):

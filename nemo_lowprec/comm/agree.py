@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "any_rank_",
     "bookkeeping",
     "broadcast_weights",
+    "by_rank",
     "check_same",
     "is_bookkeeping",
     "meet",
@@ -87,15 +89,22 @@ def any_rank_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
 
 
+def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all processes of ``group``, in the order of ranks; called on all processes."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
     """Compare what every process of ``group`` is about to train, and with what.
 
     Raises:
         ValueError: on every process, where two differ; naming what differs, and on which processes.
     """
-    gathered: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(gathered, dict(facts), group=group)
-    differences = _differences(gathered)
+    differences = _differences(by_rank(dict(facts), group))
     if differences:
         raise ValueError(differences)
 
@@ -187,8 +196,7 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Raises:
         Exception: on every process, the error of the first one that has one; on that one its own.
     """
-    errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
+    errors = by_rank(error, group)
     if error is not None:
         raise error
     for found in filter(None, errors):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, one_sentence, read_index
+from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, read_index, read_tensors
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.megatron_llama import GptArchitecture, gpt_architecture
 from nemo_lowprec.models.megatron_weights import to_transformers
@@ -80,9 +78,7 @@ def _read(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, 
     tensors: dict[str, Any] = {
         key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys.values()
     }
-    with warnings.catch_warnings(), one_sentence(path):
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        dcp.load(tensors, storage_reader=CheckedReader(path), no_dist=True)
+    read_tensors(CheckedReader(path), tensors, alone=True)
     return {name: tensors[key] for name, key in keys.items()}
 
 

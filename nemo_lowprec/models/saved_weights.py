@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from nemo_lowprec.checkpoint.atomic_rename import recover
 from nemo_lowprec.checkpoint.sharded_folder import META, is_folder, open_folder, read_weights
 from nemo_lowprec.checkpoint.torch_zip import load
+from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
 from nemo_lowprec.models.words import first_of
 

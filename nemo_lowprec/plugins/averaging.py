@@ -1,19 +1,21 @@
-"""Lightning's callbacks that average weights read and write the exact ones."""
+"""Lightning's callbacks that average weights read and write the exact weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from torch import nn
 
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.weights.averaging import ExactWeights
 
-__all__ = ["AVERAGING", "average_as_before", "average_exactly"]
+__all__ = ["AVERAGING", "average_exactly"]
 
-# By name, as NeMo's Lightning 2.4 has the first only. Each with its methods that read or write a model's parameters.
+# Each callback's name, as NeMo's Lightning 2.4 has the first only; and its methods that read or write parameters.
 _METHODS = {
     "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),
     "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
@@ -21,22 +23,14 @@ _METHODS = {
 AVERAGING = tuple(vars(callbacks)[name] for name in _METHODS if name in vars(callbacks))
 
 
-def average_exactly(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Give the averaging callbacks of ``trainer`` the exact weights of ``module``."""
+def average_exactly(trainer: pl.Trainer, module: nn.Module, undo: ExitStack) -> None:
+    """Give the averaging callbacks of ``trainer`` the exact weights of ``module`` until ``undo`` is closed."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, names in _METHODS.items():
             if isinstance(callback, vars(callbacks).get(kind, ())):
                 for name in names:
-                    callback.__dict__[name] = _with_exact(getattr(type(callback), name), callback, name, module)
-
-
-def average_as_before(trainer: pl.Trainer) -> None:
-    """Undo ``average_exactly``."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for names in _METHODS.values():
-            for name in names:
-                if isinstance(callback, AVERAGING):
-                    callback.__dict__.pop(name, None)
+                    method = _with_exact(getattr(type(callback), name), callback, name, module)
+                    replace_attribute(undo, callback, name, method)
 
 
 def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: nn.Module) -> Any:
@@ -51,7 +45,7 @@ def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: 
         return result
 
     def swap(pl_module: nn.Module) -> None:
-        # The model holds averages in the level's formats while it is validated; they come back as they went.
+        # The model holds the averages in the level's formats during a validation; the callback gets them back exactly.
         params = list(callback._average_model.module.parameters())
         come_back, averages[:] = averages[:], [] if averages else [param.detach().clone() for param in params]
         method(pl_module)

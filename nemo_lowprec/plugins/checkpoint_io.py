@@ -1,4 +1,4 @@
-"""Checkpoints that are there in full or not at all, and that are read as they were written."""
+"""Lightning's CheckpointIO for a level: whole files only, and checksums that are compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nemo_lowprec.checkpoint.torch_zip import check_file, reading
 from nemo_lowprec.checkpoint.writing import NotWrittenError, file_in_place
 from nemo_lowprec.comm import raise_together
 
-__all__ = ["AtomicCheckpointIO", "failing_together", "use_own_io"]
+__all__ = ["AtomicCheckpointIO"]
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, renames it when it is on the disk, and reads none that is damaged.
+    """Writes a checkpoint beside its place, renames it when it is on the disk, and reads no damaged checkpoint.
 
-    Lightning writes to the folder of temporary files, from where a file that goes to another disk is copied, over the
-    one that was there; and compares no checksums. Remote paths (``s3://``) are written by Lightning.
+    Lightning writes to the folder of temporary files, copies the file to another disk over the earlier checkpoint, and
+    compares no checksums. Lightning still writes remote paths (``s3://``).
     """
 
     @override
@@ -43,7 +43,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """A checkpoint whose checksums hold.
 
         Raises:
-            ValueError: what is wrong with ``path``, in one sentence.
+            ValueError: one sentence about the damage, or the kind of file.
         """
         if "://" in str(path):
             return self._load_remote(str(path), *args, **kwargs)
@@ -55,7 +55,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
     def _load_remote(self, url: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """By way of a file of this machine, whose checksums are compared."""
+        """Download the checkpoint, and read the local file."""
         with TemporaryDirectory() as folder:
             local = Path(folder) / "checkpoint.ckpt"
             get_filesystem(url).get_file(url, str(local))
@@ -65,53 +65,50 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 raise ValueError(str(error).replace(str(local), url)) from error
 
 
-def use_own_io(strategy: Strategy) -> None:
-    """Let ``strategy`` read and write with ``AtomicCheckpointIO``, unless its user has chosen another way."""
-    if type(strategy.checkpoint_io) is TorchCheckpointIO:
-        strategy.checkpoint_io = AtomicCheckpointIO()
-
-
-# Lightning restores weights before it calls anything of a Precision plugin, and saves without asking one: only in the
-# strategy can a level's own way be put in. Strategies without a level are left as they are.
+# Lightning restores weights before it calls any hook of a Precision plugin, and saves without calling one. So the two
+# methods of the class are wrapped, for strategies whose plugin has an ``own_checkpoint_io``.
 
 _load_checkpoint, _save_checkpoint = Strategy.load_checkpoint, Strategy.save_checkpoint
 
 
-def _has_level(strategy: Strategy) -> bool:
-    return getattr(strategy.precision_plugin, "reads_with_own_io", False)
+def _of_plugin(strategy: Strategy) -> type[TorchCheckpointIO] | None:
+    return getattr(strategy.precision_plugin, "own_checkpoint_io", None)
+
+
+@contextmanager
+def _own_io(strategy: Strategy) -> Iterator[None]:
+    """Replace Lightning's default CheckpointIO by the plugin's; any other CheckpointIO is the user's choice."""
+    before, own = strategy.checkpoint_io, _of_plugin(strategy)
+    if own is not None and type(before) is TorchCheckpointIO:
+        strategy.checkpoint_io = own()
+    try:
+        yield
+    finally:
+        strategy.checkpoint_io = before
 
 
 @wraps(_load_checkpoint)
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    if _has_level(self):
-        use_own_io(self)
-        if isinstance(self.checkpoint_io, AsyncCheckpointIO):  # the strategy always gives it Lightning's to load with
-            return AtomicCheckpointIO().load_checkpoint(*args, **kwargs)
-    return _load_checkpoint(self, *args, **kwargs)
+    own = _of_plugin(self)
+    if own is not None and isinstance(self.checkpoint_io, AsyncCheckpointIO):  # it would read with Lightning's default
+        return own().load_checkpoint(*args, **kwargs)
+    with _own_io(self):
+        return _load_checkpoint(self, *args, **kwargs)
 
 
 @wraps(_save_checkpoint)
 def _save_together(self: Strategy, *args: Any, **kwargs: Any) -> None:
-    if not _has_level(self):
+    """Raise the NotWrittenError of one process on all processes: the others would wait for this process."""
+    if _of_plugin(self) is None:
         _save_checkpoint(self, *args, **kwargs)
         return
-    with failing_together(self):
-        _save_checkpoint(self, *args, **kwargs)
-
-
-@contextmanager
-def failing_together(strategy: Strategy) -> Iterator[None]:
-    """Around what one process of ``strategy`` writes and all wait for.
-
-    Raises:
-        NotWrittenError: on all processes, where one could not write.
-    """
     error: NotWrittenError | None = None
     try:
-        yield
+        with _own_io(self):
+            _save_checkpoint(self, *args, **kwargs)
     except NotWrittenError as found:
         error = found
-    if getattr(strategy, "world_size", 1) > 1:
+    if getattr(self, "world_size", 1) > 1:
         raise_together(error)
     elif error is not None:
         raise error

@@ -1,7 +1,8 @@
-"""What the Trainer's loggers are told of a level: its name, the loss scale, skipped steps, and the gradient norm."""
+"""The Trainer's loggers get a level's name, the loss scale, the count of skipped steps, and the gradient norm."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,9 +11,9 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["LevelLog"]
+from nemo_lowprec.plugins.replaced import replace_attribute
 
-_OWN = ("_hparams_initial", "_log_hyperparams")
+__all__ = ["LevelLog"]
 
 
 class LevelLog:
@@ -20,33 +21,24 @@ class LevelLog:
 
     Hyperparameters: ``precision_level``, and ``precision_options`` where there are any. Metrics: ``grad_norm``, the L2
     norm of the true gradients of all processes before clipping (``grad_norm/0``, ... with several optimizers);
-    ``loss_scale`` of this step, at levels that have one; ``skipped_steps``, how many steps were skipped so far because
-    a gradient was not finite.
+    ``loss_scale`` of this step, at levels with a loss scale; ``skipped_steps``, the number of steps so far that were
+    skipped because a gradient was not finite.
 
     Attributes:
-        skipped_steps: counted from the start of the training, those before a resume included.
+        skipped_steps: counted from the start of the training, with the steps before a resume.
     """
 
     def __init__(self) -> None:
         self.skipped_steps = 0
-        self._before: dict[str, Any] | None = None
 
-    def begin(self, module: pl.LightningModule, level: str, options: str) -> None:
-        """Name the level among the hyperparameters that Lightning hands to the loggers after this."""
-        self.end(module)
-        self._before = {name: vars(module)[name] for name in _OWN if name in vars(module)}
+    def begin(self, module: pl.LightningModule, level: str, options: str, undo: ExitStack) -> None:
+        """Add the level to the hyperparameters of ``module``, which Lightning gives to the loggers next.
+
+        The module has its own hyperparameters again when ``undo`` is closed.
+        """
         told = {"precision_level": level} | ({"precision_options": options} if options else {})
-        module._hparams_initial = AttributeDict({**module.hparams_initial, **told})  # type: ignore[assignment]
-        module._log_hyperparams = True
-
-    def end(self, module: pl.LightningModule) -> None:
-        """Leave the module's own hyperparameters as they were."""
-        if self._before is None:
-            return
-        for name in _OWN:
-            vars(module).pop(name, None)
-        vars(module).update(self._before)
-        self._before = None
+        replace_attribute(undo, module, "_hparams_initial", AttributeDict({**module.hparams_initial, **told}))
+        replace_attribute(undo, module, "_log_hyperparams", True)
 
     def is_due(self, module: pl.LightningModule) -> bool:
         """Whether Lightning writes what is logged in this step: the same on all processes."""

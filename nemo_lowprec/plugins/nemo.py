@@ -1,7 +1,7 @@
 """The levels under NeMo 2's own MegatronStrategy.
 
-It builds, wraps, scales and steps the model with Megatron-core, told what by the plugin's ``dtype_config``. A precision
-plugin has little left to do there, and an engine of this package nothing.
+NeMo's strategy builds, wraps, scales and steps the model with Megatron-core, by the plugin's ``dtype_config``. A
+precision plugin casts the model there, and no engine of this package runs.
 
 Source: nemo-toolkit 2.7.3 (``MegatronStrategy``, ``MegatronParallel``, ``MegatronMixedPrecision``).
 """
@@ -9,6 +9,7 @@ Source: nemo-toolkit 2.7.3 (``MegatronStrategy``, ``MegatronParallel``, ``Megatr
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -25,11 +26,11 @@ __all__ = ["NemoPrecision", "SavedByNemo", "before_build", "runs", "take_over"]
 
 
 class NemoPrecision(Precision):
-    """What stands in for the user's plugin from the time that NeMo's strategy converts the model.
+    """Replaces the user's plugin from the conversion of the model by NeMo's strategy to the strategy's teardown.
 
     Args:
         level: the row.
-        dtype_config: of that plugin.
+        dtype_config: the configuration of the user's plugin.
     """
 
     def __init__(self, level: PrecisionLevel, dtype_config: DtypeConfig) -> None:
@@ -37,6 +38,7 @@ class NemoPrecision(Precision):
         self.dtype_config = dtype_config
         self.precision = level.name  # type: ignore[assignment]
         self._configs: list[Any] = []
+        self.undo = ExitStack()
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -87,6 +89,10 @@ class NemoPrecision(Precision):
                 "and set clip_grad in OptimizerConfig."
             )
 
+    @override
+    def teardown(self) -> None:
+        self.undo.close()
+
 
 def _check_transformer_engine(level: PrecisionLevel) -> None:
     try:
@@ -99,9 +105,9 @@ def _check_transformer_engine(level: PrecisionLevel) -> None:
 
 
 class _AsConfig:
-    """A plugin's arguments as a config of fiddle: an attribute of plugins, and not of their class.
+    """A plugin's arguments as a config of fiddle. A plugin has this attribute; its class has not.
 
-    NeMo's ``io`` leaves classes alone that have one.
+    NeMo's ``io`` leaves a class alone that has the attribute.
     """
 
     def __get__(self, plugin: Any, owner: type) -> Any:
@@ -113,7 +119,7 @@ class _AsConfig:
 
 
 class SavedByNemo:
-    """Has NeMo's ``io`` save a plugin beside a checkpoint as a config, as it opens no pickles of our classes."""
+    """Has NeMo's ``io`` save a plugin beside a checkpoint as a config, as NeMo opens no pickles of our classes."""
 
     __io__ = _AsConfig()
     __wrapped_init__ = True  # NeMo would record ``**options`` as an argument of that name
@@ -125,8 +131,9 @@ def runs(strategy: Strategy) -> bool:
 
 
 def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -> NemoPrecision:
-    """Have NeMo's strategy go on with a ``NemoPrecision``, also for the chunks of a pipeline that come next."""
+    """Have NeMo's strategy continue with a ``NemoPrecision`` until its teardown, for all chunks of a pipeline."""
     plugin = NemoPrecision(level, dtype_config)
+    plugin.undo.callback(setattr, strategy, "precision_plugin", strategy.precision_plugin)
     strategy.precision_plugin = strategy.megatron_parallel.precision_plugin = plugin
     strategy.megatron_parallel.convert_module_fn = plugin.convert_module
     return plugin
@@ -135,7 +142,7 @@ def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -
 def before_build(level: PrecisionLevel) -> None:
     """Before a model is built, whose layers may ask Megatron-core for a recipe: see ``megatron.delayed``.
 
-    NeMo has imported Transformer Engine by then, where there is one.
+    NeMo has imported Transformer Engine by then, if it is installed.
     """
     if level.scaling == "delayed" and all(map(sys.modules.get, ("megatron.core", "transformer_engine.pytorch"))):
         from nemo_lowprec.megatron.delayed import mend_delayed_scaling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,15 +26,14 @@ from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import nemo, processes
-from nemo_lowprec.plugins.averaging import AVERAGING, average_as_before, average_exactly
-from nemo_lowprec.plugins.checkpoint_io import use_own_io
+from nemo_lowprec.plugins.averaging import AVERAGING, average_exactly
+from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
-from nemo_lowprec.plugins.partial import PartialGradients
 from nemo_lowprec.plugins.resume import ResumeState
-from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
+from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
-from nemo_lowprec.plugins.summary import print_summary, summarize_as_before, summarize_true_size
+from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
 
 __all__ = ["SKIPPED", "LowPrecision"]
 
@@ -56,7 +55,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         TypeError: an argument that the level does not take.
     """
 
-    reads_with_own_io = True  # see checkpoint_io.py
+    own_checkpoint_io = AtomicCheckpointIO  # for the strategy, see checkpoint_io.py
     meets_at_start = True  # see agreement.py
 
     def __init__(self, level: str, **options: Any) -> None:
@@ -66,8 +65,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self.precision = row.name  # type: ignore[assignment]
         self.engine = Engine(parsed)
         self._resume = ResumeState()
-        self._partial = PartialGradients()
         self.log = LevelLog()
+        self.undo = ExitStack()  # puts back, at teardown, the attributes of other objects that a run has replaced
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
         self._manual: ManualPasses | None = None
@@ -104,24 +103,21 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def follow(self, module: pl.LightningModule) -> None:
         """Save, restore and log what belongs to the run of ``module``; for a strategy that runs without hooks, too."""
         self._module = module
-        self.log.begin(module, self.level.name, self._given())
+        self.log.begin(module, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
         """Called by such a strategy before every step."""
         if not self._compared and self._module is not None and self._module._trainer is not None:
             self._compared = True
             processes.check_batches(self._module.trainer)
-        self._resume.before_first_step(self._module)
-        restored = self._partial.before_first_step(self.engine, self._module)
+        restored = self._resume.before_first_step(self.engine, self._module)
         if restored and self._manual is not None:
             self._manual.take_restored(restored)
 
     def stop_together(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
         """Have the processes of ``trainer`` end or requeue together at a signal, until ``teardown``."""
-        if self._signals is not None:
-            self._signals.remove()
         several = trainer.world_size > 1
-        self._signals = StopTogether(trainer, evaluates_in_step, between_steps) if several else None
+        self._signals = StopTogether(trainer, self.undo, evaluates_in_step, between_steps) if several else None
         self._compared = False
 
     def before_evaluation_step(self) -> None:
@@ -147,11 +143,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if trainer is not None and trainer.state.fn == "fit":
             assert isinstance(module, pl.LightningModule)
             processes.prepare(module, trainer.strategy, self.engine)
-            use_own_io(trainer.strategy)
-            summarize_true_size(trainer)
+            summarize_true_size(trainer, self.undo)
             if self.level.has_half_weights:
                 _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
-                average_exactly(trainer, module)
+                average_exactly(trainer, module, self.undo)
         if trainer is not None and self.parsed.low_bit.gradient_release:
             _check_release(trainer)
         self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
@@ -176,7 +171,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self.follow(module)
-            hold_back_skipped(module, self.engine.step, lr_schedulers)
+            hold_back_skipped(module, self.engine.step.skipped, lr_schedulers, self.undo)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
@@ -188,23 +183,16 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def teardown(self) -> None:
         # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
         # this plugin would train the copies and save the masters.
+        self.undo.close()
+        self._signals = None
         if self._manual is not None:
             self._manual.remove()
             self._manual = None
         self.engine.revert()
-        self._partial.forget()
+        self._resume.forget()
         if self.engine.model is not None:
             give_back_to_ddp(self.engine.model)
-        if self._signals is not None:
-            self._signals.remove()
-            self._signals = None
         self.engine.sharding = None  # another Trainer may have another strategy
-        if self._module is not None:
-            self.log.end(self._module)
-            release_schedulers(self._module)
-            if self._module._trainer is not None:
-                average_as_before(self._module.trainer)
-                summarize_as_before(self._module.trainer)
 
     # A step
 
@@ -246,12 +234,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        self._partial.running = True
+        self._resume.running = True
         return super().pre_backward(self.engine.step.scale(tensor), module)
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        self._partial.pending, self._partial.running = True, False
+        self._resume.pending, self._resume.running = True, False
         return super().post_backward(tensor, module)
 
     @override
@@ -274,7 +262,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         else:
             with self._manual.step_of(optimizer):
                 result = self._step(optimizer, model, closure, **kwargs)
-        self._partial.pending = self._partial.running = False
+        self._resume.pending = self._resume.running = False
         return result
 
     def _step(self, optimizer: Optimizer, model: pl.LightningModule, run: Callable[[], Any], **kwargs: Any) -> Any:
@@ -295,7 +283,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         result = closure()
         if result is None and model.automatic_optimization:
             return None  # training_step asked to skip the batch
-        self._partial.running = True
+        self._resume.running = True
         step = self.engine.step
         step.unscale(optimizer)
         self._after_closure(model, optimizer)
@@ -335,16 +323,15 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         new = None if self._manual is None else self._manual.new_gradients()
-        partial = self._partial.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
+        resume = self._resume.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
         counted = {"skipped_steps": self.log.skipped_steps}
-        return {**self.engine.state_dict(), **counted, **self._resume.state_dict(self._module), **partial}
+        return {**self.engine.state_dict(), **counted, **resume}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.engine.load_state_dict(state_dict)
         self.log.skipped_steps = int(state_dict.get("skipped_steps", 0))
         self._resume.load_state_dict(state_dict, self._module)
-        self._partial.load_state_dict(state_dict, self._module)
 
 
 def _check_callbacks(trainer: pl.Trainer, level: str, sharded: bool) -> None:

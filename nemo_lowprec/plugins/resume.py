@@ -1,55 +1,117 @@
-"""What bit-for-bit resume needs beside weights and scales: random states, and a data loader that knows its place."""
+"""Bit-for-bit resume: random states, and the gradients of a step whose micro-batches have not all run.
+
+Validation in the middle of a step (``val_check_interval`` that ``accumulate_grad_batches`` does not divide), a signal
+or ``trainer.save_checkpoint`` write a checkpoint between two micro-batches. Without the gradients so far, the resumed
+run would step on the gradients of the remaining micro-batches alone.
+"""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
-import torch
-import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
-__all__ = ["ResumeState"]
+from nemo_lowprec.checkpoint.partial_gradients import KEY, restore_gradients, saved_gradients
+from nemo_lowprec.checkpoint.random_states import random_states, set_random_states
+from nemo_lowprec.comm import by_rank
+from nemo_lowprec.engine import Engine
+
+__all__ = ["ResumeState", "check_saves"]
+
+_NO_PLACE = (
+    "This checkpoint is {} in mid-epoch, and the training data loader does not carry its position: the resumed run "
+    "starts the epoch's data over. Use a loader with state_dict() and load_state_dict() (nemo_lowprec.data has one) or "
+    "save at the end of epochs."
+)
+_NO_GRADIENTS = (
+    "This checkpoint is {} between two micro-batches of a step, whose gradients so far it does not hold: the resumed "
+    "run makes that step with the rest of its micro-batches alone. Save at the end of steps (ModelCheckpoint's "
+    "every_n_train_steps, a val_check_interval that accumulate_grad_batches divides), or use lowprec_ddp or "
+    "lowprec_sharded, whose checkpoints hold them."
+)
 
 
 class ResumeState:
-    """Random states in a checkpoint, put back where the interrupted run stood."""
+    """Saves random states and an unfinished step's gradients, and sets them again in the resumed run.
+
+    Gradients in Megatron-core's buffers are not saved: a warning says so.
+
+    Attributes:
+        pending: whether a backward pass has run since the last step.
+        running: whether a backward pass or a step has begun and not ended, as an error may leave it.
+    """
 
     def __init__(self) -> None:
-        self._pending: dict[str, Any] | None = None
-        self._warned = False
+        self.pending = self.running = False
+        self._rng: dict[str, Any] | None = None
+        self._gradients: dict[str, Any] | None = None
+        self._said: set[str] = set()
 
-    def state_dict(self, module: pl.LightningModule | None) -> dict[str, Any]:
-        """Random states as plain values; warns where the data loader will not continue in mid-epoch."""
+    def state_dict(
+        self, engine: Engine, module: pl.LightningModule | None, new: set[int] | None = None
+    ) -> dict[str, Any]:
+        """Plain values and shards. Called on all processes, as Lightning dumps a checkpoint on each process.
+
+        Args:
+            engine: the plugin's.
+            module: the Trainer's.
+            new: ids of parameters whose gradients no step has used; None for all with a gradient, if ``pending``.
+        """
         if module is None or module._trainer is None:
             return {}
         in_mid_epoch = _in_mid_epoch(module.trainer)
-        if in_mid_epoch and not self._warned and not _loader_is_stateful(module.trainer):
-            self._warned = True
-            _warn("saved")
-        return {"rng": _of_all_processes(_rng_states()), "mid_epoch": in_mid_epoch}
+        if in_mid_epoch and not _loader_is_stateful(module.trainer):
+            self._say(_NO_PLACE)
+        state = {"rng": by_rank(random_states()), "mid_epoch": in_mid_epoch}
+        if module.trainer.state.fn != "fit":
+            return state
+        if engine.model is not None and not self.running:
+            return state | saved_gradients(engine, module, new if new is not None or self.pending else set())
+        # With Megatron-core's strategy, which calls no hooks of the plugin, only the loop knows.
+        if not self.running and not module.trainer.fit_loop.epoch_loop._should_accumulate():
+            return state
+        self._say(_NO_GRADIENTS)
+        return state | {KEY: {}}
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_warn(text.format("saved"))
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
-        """Put the random states back, now and once more before the first batch of a continued epoch."""
-        if "rng" not in state or module is None or module.trainer.state.fn != "fit":
+        """Set the random states; keep the gradients, and the random states of a continued epoch, for its first step."""
+        if module is None or module.trainer.state.fn != "fit":
             return
+        self._gradients = state.get(KEY)
         rank = module.trainer.global_rank
-        if rank < len(state["rng"]):  # a process that the interrupted run did not have keeps its own states
+        if rank < len(state.get("rng", ())):  # a process that the interrupted run did not have keeps its own states
             mine = state["rng"][rank]
-            self._pending = mine if state["mid_epoch"] else None
-            _set_rng_states(mine)
+            self._rng = mine if state["mid_epoch"] else None
+            set_random_states(mine)
 
-    def before_first_step(self, module: pl.LightningModule | None) -> None:
-        """Called before every training step."""
-        if self._pending is None or module is None:
-            return
-        state, self._pending = self._pending, None
-        # Making the loader's iterator draws from torch's generator; the interrupted run had done that long before.
-        _set_rng_states(state)
-        if not _loader_is_stateful(module.trainer):
-            _warn("resumed")
+    def before_first_step(self, engine: Engine, module: pl.LightningModule | None) -> list[Tensor]:
+        """Called before every training step. Returns the parameters that have got a gradient."""
+        if module is None:
+            return []
+        (rng, self._rng), (gradients, self._gradients) = (self._rng, None), (self._gradients, None)
+        if rng is not None:
+            # Making the loader's iterator draws from torch's generator; the interrupted run had done so long before.
+            set_random_states(rng)
+            if not _loader_is_stateful(module.trainer):
+                rank_zero_warn(_NO_PLACE.format("resumed"))
+        if gradients and engine.model is not None:
+            self.pending = True
+            return restore_gradients(gradients, engine, module)
+        if gradients is not None:
+            rank_zero_warn(_NO_GRADIENTS.format("resumed"))
+        return []
+
+    def forget(self) -> None:
+        """The run is over."""
+        self.pending, self.running, self._gradients = False, False, None
 
 
 def _in_mid_epoch(trainer: pl.Trainer) -> bool:
@@ -65,43 +127,38 @@ def _loader_is_stateful(trainer: pl.Trainer) -> bool:
     return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 
 
-def _warn(when: str) -> None:
-    rank_zero_warn(
-        f"This checkpoint is {when} in mid-epoch, and the training data loader does not carry its position: the "
-        "resumed run starts the epoch's data over. Use a loader with state_dict() and load_state_dict() "
-        "(nemo_lowprec.data has one) or save at the end of epochs."
-    )
+def check_saves(trainer: pl.Trainer) -> None:
+    """Refuse a ``ModelCheckpoint`` between two micro-batches, for a strategy that does not save these gradients.
 
+    Called when the training starts.
 
-def _of_all_processes(states: dict[str, Any]) -> list[dict[str, Any]]:
-    """By rank; Lightning dumps a checkpoint on every process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [states]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, states)
-    return gathered
-
-
-def _rng_states() -> dict[str, Any]:
-    # Plain values and tensors, so that the file opens with weights_only=True.
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": [version, list(internal), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss),
-                  float(cached)],
-    }  # fmt: skip
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_rng_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"].cpu())
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"].cpu())
+    Raises:
+        ValueError: a ``ModelCheckpoint`` would save between two micro-batches of a step.
+    """
+    in_step = trainer.accumulate_grad_batches
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    savers = [callback for callback in every if isinstance(callback, ModelCheckpoint)]
+    if in_step == 1 or not savers:
+        return
+    lost = f"between two micro-batches of a step (accumulate_grad_batches={in_step}), whose gradients it would not hold"
+    if any(saver._train_time_interval is not None for saver in savers):
+        raise ValueError(f"ModelCheckpoint(train_time_interval=...) may save {lost}. Use every_n_train_steps.")
+    if not trainer.enable_validation:
+        return
+    seconds = vars(trainer).get("_val_check_time_interval")
+    if seconds is not None:
+        raise ValueError(
+            f"A val_check_interval of {seconds:.0f} s may validate, and ModelCheckpoint save, "
+            f"{lost}. Use a number of batches, a multiple of {in_step}."
+        )
+    batches, between = trainer.num_training_batches, trainer.val_check_batch
+    through = trainer.check_val_every_n_epoch is None  # batches are counted through the epochs, whose last steps may
+    shorter = through and batches != float("inf") and batches % in_step  # have fewer of them
+    if between is None or between == float("inf") or (between == batches and not through):
+        return
+    if between % in_step or shorter:
+        reason = f", and an epoch of {batches} batches ends with a shorter step" if shorter else ""
+        raise ValueError(
+            f"Validation after every {between:.0f} batches{reason}: ModelCheckpoint would save {lost}. Set "
+            f"val_check_interval to a multiple of {in_step}, with epochs of whole steps."
+        )

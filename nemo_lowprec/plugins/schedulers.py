@@ -1,29 +1,37 @@
-"""A step that was skipped for gradients that are not finite holds back step-wise learning-rate schedulers too."""
+"""Step-wise learning-rate schedulers wait where the optimizer's step was skipped for gradients that are not finite."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
+from torch.optim import Optimizer
 
-from nemo_lowprec.engine import Step
+from nemo_lowprec.plugins.replaced import replace_attribute
 
-__all__ = ["hold_back_skipped", "release_schedulers"]
+__all__ = ["hold_back_skipped"]
 
 
-def hold_back_skipped(module: pl.LightningModule, step: Step, configs: list[Any]) -> None:
-    """Wrap ``module.lr_scheduler_step``: patching ``scheduler.step`` would end up in the scheduler's state_dict."""
+def hold_back_skipped(
+    module: pl.LightningModule, skipped: Container[Optimizer], configs: list[Any], undo: ExitStack
+) -> None:
+    """Wrap ``module.lr_scheduler_step`` until ``undo`` is closed.
+
+    A wrapped ``scheduler.step`` would be saved in the scheduler's state_dict.
+
+    Args:
+        module: the Trainer's.
+        skipped: the optimizers whose last step was skipped, read at each step.
+        configs: Lightning's configurations of the schedulers.
+        undo: gives the module its own method back when it is closed.
+    """
     stepwise = {id(config.scheduler) for config in configs if config.interval == "step"}
-    original = type(module).lr_scheduler_step
+    original = module.lr_scheduler_step
 
     def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
-        if id(scheduler) in stepwise and scheduler.optimizer in step.skipped:
-            return
-        original(module, scheduler, metric)
+        if id(scheduler) not in stepwise or scheduler.optimizer not in skipped:
+            original(scheduler, metric)
 
-    module.__dict__["lr_scheduler_step"] = lr_scheduler_step
-
-
-def release_schedulers(module: pl.LightningModule) -> None:
-    """Take the wrapper away."""
-    module.__dict__.pop("lr_scheduler_step", None)
+    replace_attribute(undo, module, "lr_scheduler_step", lr_scheduler_step)

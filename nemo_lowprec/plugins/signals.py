@@ -1,12 +1,13 @@
 """Signals that end or requeue a run of several processes: all of them act between the same two training steps.
 
-Lightning's handlers call collectives at once, wherever the signal finds a process: inside another collective, or a
-different number of them behind the other processes. Here handlers note the signal, and the flag that Lightning's loop
-exchanges before each batch carries it.
+Lightning's handlers call collectives at once, wherever the signal finds a process: inside another collective, or some
+collectives behind the other processes. The handlers here note the signal only. Lightning's loop exchanges a flag before
+each batch, and this flag carries the signal.
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,47 +17,44 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.grads import FoundInf
+from nemo_lowprec.plugins.replaced import replace_attribute
 
 __all__ = ["StopTogether"]
 
 _NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # a stronger wish is a larger number
-_EXCHANGE = "_broadcast_sigterm_tensor"  # of Lightning's training loop, from 2.6 on: of what the first process knows
+_EXCHANGE = "_broadcast_sigterm_tensor"  # a method of Lightning's training loop, from 2.6 on
 
 
 class StopTogether:
-    """Takes the place of Lightning's handlers of SIGTERM and of SLURM's requeue signal, while a Trainer runs.
+    """Replaces Lightning's handlers of SIGTERM and of SLURM's requeue signal while a Trainer runs.
 
     Args:
-        trainer: with several processes, whose process group there is.
+        trainer: a Trainer of several processes, whose process group exists.
+        undo: gives Lightning its methods back when it is closed.
         evaluates_in_step: whether every step of an evaluation has collectives, so that a process cannot leave alone.
-        between_steps: whether to wait for the last micro-batch of a step, whose gradients no checkpoint would hold.
+        between_steps: whether to wait for the last micro-batch of a step, as no checkpoint would hold its gradients.
     """
 
-    def __init__(self, trainer: pl.Trainer, evaluates_in_step: bool, between_steps: bool = False) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, undo: ExitStack, evaluates_in_step: bool, between_steps: bool = False
+    ) -> None:
         self.trainer = trainer
         self.evaluates_in_step = evaluates_in_step
         self._between_steps = between_steps
         self._wanted = _NOTHING
         self._signum = 0
-        self._answers: dict[bool, FoundInf] = {}  # of training, and of an evaluation, which is not requeued
+        self._answers: dict[bool, FoundInf] = {}  # in training (False) and in an evaluation (True)
         connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._requeue = connector._slurm_sigusr_handler_fn
-        self._replaced: list[tuple[Any, str]] = []
-        if not hasattr(loop, _EXCHANGE):  # then handlers call no collectives
+        self._acts = hasattr(loop, _EXCHANGE)
+        if not self._acts:  # Lightning's own handlers call no collectives then
             return
         for owner, name, own in (
             (connector, "_sigterm_notifier_fn", self._on_end),
             (connector, "_slurm_sigusr_handler_fn", self._on_requeue),
             (loop, _EXCHANGE, self._before_batch),
         ):
-            owner.__dict__[name] = own
-            self._replaced.append((owner, name))
-
-    def remove(self) -> None:
-        """Give Lightning its methods back; of handlers that are registered still, nothing comes."""
-        for owner, name in self._replaced:
-            owner.__dict__.pop(name, None)
-        self._replaced.clear()
+            replace_attribute(undo, owner, name, own)
 
     def before_evaluation_step(self) -> None:
         """Called on every process before each of its steps of an evaluation.
@@ -64,9 +62,9 @@ class StopTogether:
         Raises:
             SIGTERMException: where the run is to end; on all processes, if they evaluate in step.
         """
-        if self._replaced and self.evaluates_in_step:
+        if self._acts and self.evaluates_in_step:
             self._exchange(self._wanted if self._wanted == _END else _NOTHING, evaluates=True)
-        elif self._replaced and self._wanted == _END:
+        elif self._acts and self._wanted == _END:
             self._end()
 
     def _on_end(self, signum: int, frame: Any) -> None:
@@ -84,7 +82,7 @@ class StopTogether:
         self._exchange(self._wanted)
 
     def _exchange(self, wanted: float, evaluates: bool = False) -> None:
-        """Ask all processes what they want, and do it: on a GPU one step later, when the answer is on the host."""
+        """Reduce the wishes of all processes, and act: on a GPU one step later, when the answer is on the host."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda" and self._act(evaluates):
             return
@@ -96,13 +94,13 @@ class StopTogether:
             self._act(evaluates)
 
     def _act(self, evaluates: bool) -> bool:
-        """Do what the last answer says; whether it said anything."""
+        """Act on the last answer. Returns whether a process had asked for an end or a requeue."""
         answer = self._answers.pop(evaluates, None)
         if answer is None or not answer:
             return False
         if float(answer.on_device) == _END:
             self._end()
-        if self._wanted == _REQUEUE:  # done; an end that was asked for since comes next
+        if self._wanted == _REQUEUE:  # an end that was asked for meanwhile comes next
             self._wanted = _NOTHING
         self._requeue(self._signum, None)  # type: ignore[arg-type]
         return True

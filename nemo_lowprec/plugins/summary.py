@@ -1,9 +1,10 @@
-"""What the Trainer shows at its start: the level, which layers run at it, and the true size of the weights."""
+"""The tables that the Trainer shows at its start: the level, its layers, and the bytes of the weights."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import pair_lines, text_lines
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["level_table", "print_summary", "print_tables", "summarize_as_before", "summarize_true_size", "weight_bytes"]
+__all__ = ["level_table", "print_summary", "print_tables", "summarize_true_size", "weight_bytes"]
 
 
 def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
@@ -38,7 +40,7 @@ def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Mo
 
 @rank_zero_only
 def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
-    """Print the level and its arguments, then the tables; and warn of ``problem`` where there is one."""
+    """Print the level and its arguments, then the tables; and warn of ``problem``, if any."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
     for table in tables:
@@ -61,9 +63,9 @@ def print_summary(engine: Engine, title: object) -> None:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters as they are stored now: scales included, masters and optimizer states not.
+    """Bytes of all parameters as they are stored now, with scales, without masters and optimizer states.
 
-    Of a sharded parameter, those of all shards.
+    A sharded parameter counts with the bytes of all its shards.
     """
     total = 0.0
     for param in module.parameters():
@@ -77,20 +79,15 @@ def weight_bytes(module: nn.Module) -> int:
     return round(total)
 
 
-def summarize_true_size(trainer: pl.Trainer) -> None:
-    """Have the Trainer's model summary say how many bytes the weights have at this level.
+def summarize_true_size(trainer: pl.Trainer, undo: ExitStack) -> None:
+    """Have the Trainer's model summary say how many bytes the weights have at this level, until ``undo`` is closed.
 
-    Lightning's knows the sizes of its own precisions only: it takes 4 bytes a parameter for any other, and warns that
-    this is not accurate (seen in 2.6).
+    Lightning knows the sizes of its own precisions only: it counts 4 bytes a parameter at any other precision, and
+    warns that this is not accurate (seen in 2.6).
     """
-    for callback in _summaries(trainer):
-        callback.__dict__["_summary"] = MethodType(_with_true_size, callback)
-
-
-def summarize_as_before(trainer: pl.Trainer) -> None:
-    """Undo ``summarize_true_size``."""
-    for callback in _summaries(trainer):
-        callback.__dict__.pop("_summary", None)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, ModelSummary):
+            replace_attribute(undo, callback, "_summary", MethodType(_with_true_size, callback))
 
 
 def _with_true_size(callback: ModelSummary, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
@@ -100,10 +97,6 @@ def _with_true_size(callback: ModelSummary, trainer: pl.Trainer, module: pl.Ligh
     count = summary.total_parameters
     summary._precision_megabytes = 1e-6 * weight_bytes(module) / count if count else 0.0
     return summary
-
-
-def _summaries(trainer: pl.Trainer) -> list[ModelSummary]:
-    return [c for c in trainer.callbacks if isinstance(c, ModelSummary)]  # type: ignore[attr-defined]
 
 
 def _has_no_shape(param: nn.Parameter) -> bool:

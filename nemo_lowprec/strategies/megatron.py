@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.atomic_rename import recover, remove
+from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
@@ -28,10 +28,10 @@ from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
-from nemo_lowprec.plugins.schedulers import hold_back_skipped, release_schedulers
-from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_as_before, summarize_true_size
+from nemo_lowprec.plugins.resume import check_saves
+from nemo_lowprec.plugins.schedulers import hold_back_skipped
+from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
-from nemo_lowprec.strategies.between_steps import check_saves
 
 if TYPE_CHECKING:
     from nemo_lowprec.megatron import MegatronSettings
@@ -182,10 +182,11 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         self.setup_optimizers(trainer)
         check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
+        assert engine.optimizer is not None
         plugin.follow(module)
-        hold_back_skipped(module, engine.guard, self.lr_scheduler_configs)
+        hold_back_skipped(module, engine.guard.skipped, self.lr_scheduler_configs, plugin.undo)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
-            summarize_true_size(trainer)
+            summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
             layers, problem = layers_table(
@@ -335,14 +336,14 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        from nemo_lowprec.strategies.megatron_checkpoint import save
+        from nemo_lowprec.megatron.checkpoint import save
 
         self.engine.sync_weights()
         save(checkpoint, Path(self.broadcast(filepath)), self.engine, self.checkpoint_form)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        from nemo_lowprec.strategies.megatron_checkpoint import load
+        from nemo_lowprec.megatron.checkpoint import load
 
         self.agree_on_resume(checkpoint_path)
         path = Path(self.broadcast(checkpoint_path))
@@ -368,14 +369,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     def teardown(self) -> None:
         module, engine = self.lightning_module, self._engine
         built = engine is not None and engine.is_pipelined
-        if module is not None:
-            release_schedulers(module)
-            if isinstance(self.precision_plugin, LowPrecision):
-                self.precision_plugin.log.end(module)
-            summarize_as_before(module.trainer)
-            if engine is not None:
-                # Where a process has failed, the others cannot be waited for.
-                engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
+        if module is not None and engine is not None:
+            # A process that has failed does not come to a collective.
+            engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
         self._engine, self._pending = None, []
         if built:
             self._lightning_module = None  # Lightning would move it to the CPU, where there are no FP8 weights

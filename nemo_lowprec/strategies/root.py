@@ -1,47 +1,53 @@
 """The outermost unit of a sharded LightningModule: its weights are gathered around a whole step.
 
-FSDP2's own ``register_fsdp_forward_method`` frees them twice where a step calls ``forward``, which is hooked too: they
-would be gathered once more for backward.
+FSDP2's own ``register_fsdp_forward_method`` would free the weights twice where a step calls ``forward``, which has
+hooks too, and gather the weights once more for backward.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.plugins.replaced import replace_attribute
 
 __all__ = ["gather_around_steps"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def gather_around_steps(model: nn.Module) -> None:
-    """Gather the weights of ``model`` for each of Lightning's steps, and for ``forward`` outside of them.
+def gather_around_steps(model: nn.Module, undo: ExitStack) -> None:
+    """Gather the weights of ``model`` for each of Lightning's steps and for any other ``forward``.
 
-    With manual optimization ``training_step`` is left out: its backward passes lie inside, and FSDP2 must have seen
-    the output of ``forward`` before them. Nothing is done where an earlier stage has done so.
+    With manual optimization ``training_step`` is left out: a step contains its backward passes, and FSDP2 must see the
+    output of ``forward`` before a backward pass. The model has its own steps again when ``undo`` is closed.
     """
-    if any(name in model.__dict__ for name in _STEPS):
-        return
     assert isinstance(model, FSDPModule)
     state = model._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
     hooks = _Outermost(model, state)
-    state._pre_forward_hook_handle = model.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-    state._post_forward_hook_handle = model.register_forward_hook(hooks.after)
+    _hook(model, state, hooks.before, hooks.after)
+    undo.callback(_hook, model, state, state._pre_forward, state._post_forward)
     steps = _STEPS if getattr(model, "automatic_optimization", True) else _STEPS[1:]
     for name in steps:
         if callable(getattr(model, name, None)):
-            setattr(model, name, hooks.around(model, getattr(model, name)))
+            replace_attribute(undo, model, name, hooks.around(model, getattr(model, name)))
+
+
+def _hook(model: nn.Module, state: Any, before: Any, after: Any) -> None:
+    """Make ``before`` and ``after`` FSDP2's hooks around the forward of ``model``."""
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = model.register_forward_hook(after)
 
 
 class _Outermost:
-    """FSDP2's hooks before and after forward, called for the outermost of nested calls only."""
+    """FSDP2's hooks before and after forward, for the outermost of nested calls only."""
 
     def __init__(self, model: nn.Module, state: Any) -> None:
         self._model, self._state = model, state

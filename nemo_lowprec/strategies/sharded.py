@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,13 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.atomic_rename import recover, remove
 from nemo_lowprec.checkpoint.background import BackgroundWriter
-from nemo_lowprec.checkpoint.sharded_folder import in_full, is_folder, read_folder, restore, write_folder
+from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
+from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
+from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
-from nemo_lowprec.plugins.checkpoint_io import failing_together, use_own_io
-from nemo_lowprec.plugins.partial import partial_gradients
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.materialize import obstacle
@@ -48,18 +47,18 @@ _CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after
 
 
 class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
-    """Each process holds a part of the model: masters and optimizer states of its rows of every parameter.
+    """Each process holds some rows of every parameter, with their masters and optimizer states.
 
-    Weights are gathered for each block's forward and backward in the level's format, gradients reduced onto their
-    shards in that of its column Comm. The model's repeated blocks are sharded by themselves; a model that was sharded
-    in ``configure_model`` keeps its units. One that is too large for each process's memory is made within
+    Weights are gathered in the level's format for each block's forward and backward. Gradients are reduced onto their
+    shards in the format of the column Comm. Each of the model's repeated blocks is a unit of its own; a model that was
+    sharded in ``configure_model`` keeps its units. A model that is too large for each process's memory is made within
     ``init_on_first_process``, or on torch's meta device by modules that have a ``reset_parameters``.
 
     Args:
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
         shard_size: processes that hold one copy of the model among them, for hybrid sharding; None for all.
         async_checkpoints: whether checkpoints are written while training goes on, from copies in the CPU's memory.
-        options: of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
+        options: options of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
             ``process_group_backend``, ``timeout``.
 
     Raises:
@@ -89,14 +88,15 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         self._writer: BackgroundWriter | None = None
         self._reshard = reshard_after_forward
         self._shard_size = shard_size
+        self._undo = ExitStack()  # gives the model its own steps back
         self.require_backward_grad_sync = True
 
     @contextmanager
     def init_on_first_process(self) -> Generator[None, None, None]:
-        """For ``configure_model``: the first process makes the weights, and the others get them, block by block.
+        """For ``configure_model``: the first process makes the weights, and sends them to the others block by block.
 
-        Theirs are made on torch's meta device, so that a machine holds one copy of the model in its CPU's memory at
-        most, whatever the number of its GPUs::
+        The others make their models on torch's meta device, so that a machine holds at most one copy of the model in
+        its CPU's memory, whatever the number of its GPUs::
 
             def configure_model(self):
                 with self.trainer.strategy.init_on_first_process():
@@ -112,7 +112,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         super().setup_environment()
 
     def agreement(self) -> dict[str, Any]:
-        """Settings that all processes must have the same of."""
+        """Settings that must be the same on all processes."""
         return {
             "reshard_after_forward": self._reshard,
             "shard_size": self._shard_size,
@@ -144,7 +144,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             self.model = plugin.convert_module(self.model)
             found = obstacle(self.model, self.is_global_zero)
             problem = ValueError(found) if found else None
-        except ValueError as error:  # of values, which perhaps the first process only has
+        except ValueError as error:  # about a value, which only the first process may have
             problem = error
         raise_together(problem)
         if own is not None:
@@ -153,7 +153,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
             self.model.__dict__[_CUT_WITH] = self._shard_size, self._reshard
         refuse_second_derivatives(self.model)
-        gather_around_steps(self.model)
+        gather_around_steps(self.model, self._undo)
         self.model_to_device()
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -164,10 +164,10 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
 
     def _take_over(self, model: nn.Module) -> None:
-        """What a user has sharded: give it memory where it has none.
+        """Give memory to the parameters on the meta device of a model that the user has sharded.
 
         Raises:
-            ValueError: on all processes, what has no effect on it, or cannot get values.
+            ValueError: on all processes, for an option without effect, or a tensor that cannot get values.
         """
         if (self._shard_size, self._reshard) != model.__dict__.get(_CUT_WITH, (None, True)):
             raise ValueError(
@@ -205,7 +205,8 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
     def teardown(self) -> None:
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is left gathered after evaluation
+                module.reshard()  # an evaluation leaves weights gathered
+        self._undo.close()
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -234,17 +235,15 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
                 self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
             if not self._trains():
-                self._writer.wait()  # nobody would later
+                self._writer.wait()  # no later call would
         elif self._save_distributed_checkpoint:
-            write_folder(checkpoint, path)
+            begin_sharded(checkpoint, path)()
         elif self.broadcast(path.is_dir()):
             raise IsADirectoryError(f"{path} is a folder, and a checkpoint in one file is to be written there.")
         else:
             gradients = partial_gradients(checkpoint)
             gradients.update(in_full(gradients))
-            with failing_together(self):
-                if self.is_global_zero:
-                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+            Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # as ``plugins.checkpoint_io`` wraps it
 
     def _trains(self) -> bool:
         module = self.lightning_module
@@ -276,12 +275,11 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         if is_folder(path):
             checkpoint = read_folder(path, self.model, self.optimizers)
         elif path.is_file():
-            use_own_io(self)
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = Strategy.load_checkpoint(self, path, weights_only=weights_only)
         else:
             raise ValueError(f"{path} is neither a complete sharded checkpoint nor a file.")
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
-        engine.columns.weights.were_written()  # what a resumed run knows of them is loaded next
+        engine.columns.weights.were_written()  # Lightning loads the plugin's state of the weights next
         return checkpoint
 
     @classmethod

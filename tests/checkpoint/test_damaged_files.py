@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from nemo_lowprec.checkpoint.torch_zip import check_file, load
 from nemo_lowprec.cli import main
@@ -161,13 +161,19 @@ def test_files_without_checksums_and_of_plain_lightning_open(checkpoint, tmp_pat
 def test_a_trainer_without_a_level_stays_lightnings(checkpoint, tmp_path):
     seen = []
 
-    class Looks(Callback):
-        def on_fit_start(self, trainer, module):
-            seen.append(type(trainer.strategy.checkpoint_io))
+    class Looks(SingleDeviceStrategy):
+        def _look(self):
+            found = SingleDeviceStrategy.checkpoint_io.fget(self)
+            seen.append(type(found))
+            return found
 
-    for level in (None, plugin(LEVEL)):
-        trainer(level, Looks(), max_steps=2).fit(Net(), loader(), ckpt_path=checkpoint)
-    assert seen == [TorchCheckpointIO, AtomicCheckpointIO]
+        checkpoint_io = property(_look, SingleDeviceStrategy.checkpoint_io.fset)
+
+    for level, own in ((None, TorchCheckpointIO), (plugin(LEVEL), AtomicCheckpointIO)):
+        strategy = Looks(torch.device("cpu"))
+        seen.clear()
+        trainer(level, strategy=strategy, max_steps=2).fit(Net(), loader(), ckpt_path=checkpoint)
+        assert set(seen) == {TorchCheckpointIO, own}
     path = copied(checkpoint, tmp_path)
     BIT_FLIPS["a bit of a tensor"][0](path)
     trainer(None, max_steps=2).fit(Net(), loader(), ckpt_path=path)  # as ever

@@ -51,7 +51,7 @@ HARMS = {
 
 
 def at_work(chunk, stepper):
-    """What ``megatron_checkpoint`` asks of a ``MegatronEngine``, which needs a GPU."""
+    """What ``megatron.checkpoint`` asks of a ``MegatronEngine``, which needs a GPU."""
     guard = stepper.guard
     return SimpleNamespace(
         is_pipelined=False, chunks=[chunk], optimizer=stepper, columns=guard.columns, guard=guard, layout=None
@@ -59,8 +59,8 @@ def at_work(chunk, stepper):
 
 
 def job(rank, place):
+    from nemo_lowprec.megatron.checkpoint import load, save
     from nemo_lowprec.megatron.parallel import ParallelLayout
-    from nemo_lowprec.strategies.megatron_checkpoint import load, save
 
     found, saved = {}, place / "x.ckpt"
     with CpuForCuda():

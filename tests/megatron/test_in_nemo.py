@@ -104,3 +104,5 @@ def test_nemos_megatron_parallel_converts_by_the_level(name: str) -> None:
     assert isinstance(run.model.module, Float16Module)
     assert {p.dtype for p in run.model.parameters()} == {run.model.config.params_dtype}
     assert plugin.engine.model is None
+    strategy.precision_plugin.teardown()
+    assert strategy.precision_plugin is plugin

@@ -224,6 +224,8 @@ def test_it_takes_over_from_the_users_plugin():
     for converted in (chunk, later):
         assert isinstance(converted.module, Float16Module) and converted.module.bf16
         assert {p.dtype for p in converted.parameters()} == {torch.bfloat16}
+    stands.teardown()
+    assert strategy.precision_plugin is plugin
 
 
 def test_a_chunk_is_wrapped_once():

@@ -6,16 +6,17 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from nemo_lowprec.checkpoint.atomic_rename import part_of, put_in_place, recover, remove, start_part
+from nemo_lowprec.checkpoint import sharded_folder, writing
 from nemo_lowprec.checkpoint.sharded_folder import is_folder
+from nemo_lowprec.checkpoint.writing import part_of, put_in_place, recover, remove, start_part
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models.saved_weights import open_checkpoint
-from nemo_lowprec.strategies import LowPrecisionShardedStrategy, replace, sharded_checkpoint
+from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.train import _check_checkpoint
 from tests.processes import on_processes
 from tests.support import Net, Samples, plugin, trainer
 
-dcp = sharded_checkpoint.dcp
+dcp = sharded_folder.dcp
 
 
 class Gate(Callback):
@@ -72,16 +73,16 @@ def broken(rank, folder):
 
 def broken_on_first(rank, folder):
     """What only the first process does fails: (the error of a thread, of a checkpoint that all wait for)."""
-    whole = sharded_checkpoint.put_in_place
-    sharded_checkpoint.put_in_place = lambda path: (_ for _ in ()).throw(OSError("read-only"))
+    whole = sharded_folder.put_in_place
+    sharded_folder.put_in_place = lambda path: (_ for _ in ()).throw(OSError("read-only"))
     try:
         with pytest.raises(RuntimeError, match=r"step=2\.ckpt could not be written") as found:
             fit(rank, folder, max_steps=6)
         with pytest.raises(OSError, match="read-only"):
-            sharded_checkpoint.write_folder({"state_dict": {"weight": torch.ones(3)}}, folder / "now.ckpt")
+            sharded_folder.begin_sharded({"state_dict": {"weight": torch.ones(3)}}, folder / "now.ckpt")()
         return str(found.value.__cause__)
     finally:
-        sharded_checkpoint.put_in_place = whole
+        sharded_folder.put_in_place = whole
 
 
 def after(rank, folder):
@@ -136,7 +137,7 @@ def fill(folder, text):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
     for text in ("first", "second"):
         fill(tmp_path / "a", text)
         put_in_place(tmp_path / "a")
@@ -147,15 +148,15 @@ def test_a_folder_takes_the_place_of_another(tmp_path, monkeypatch, exchange):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_folder_takes_the_place_of_a_file(tmp_path, monkeypatch, exchange):
     """Which is there until the folder is, or is found again."""
-    place, rename, seen = tmp_path / "a", replace.os.replace, []
+    place, rename, seen = tmp_path / "a", writing.os.replace, []
     if not exchange:
-        monkeypatch.setattr(replace, "_exchange", lambda one, other: False)
-    unlink = replace.Path.unlink
-    monkeypatch.setattr(replace.Path, "unlink", lambda path, **o: (seen.append(place.is_dir()), unlink(path, **o))[1])
+        monkeypatch.setattr(writing, "_exchange", lambda one, other: False)
+    unlink = writing.Path.unlink
+    monkeypatch.setattr(writing.Path, "unlink", lambda path, **o: (seen.append(place.is_dir()), unlink(path, **o))[1])
     place.write_text("first")
     fill(place, "second")
     seen.clear()
-    monkeypatch.setattr(replace.os, "replace", lambda *args: (rename(*args), seen.append(found_again(place)))[0])
+    monkeypatch.setattr(writing.os, "replace", lambda *args: (rename(*args), seen.append(found_again(place)))[0])
     put_in_place(place)
     assert (place / "text").read_text() == "second"
     assert all(seen) and len(seen) == (1 if exchange else 3)
@@ -164,13 +165,13 @@ def test_a_folder_takes_the_place_of_a_file(tmp_path, monkeypatch, exchange):
 
 def found_again(place):
     """Whether what is beside ``place`` would be taken back after a kill, or it is there."""
-    return place.is_dir() or replace._old_of(place).read_text() == "first"
+    return place.is_dir() or writing._old_of(place).read_text() == "first"
 
 
 def test_a_file_comes_back_where_a_process_was_killed_between_two_renames(tmp_path):
     (tmp_path / "a").write_text("first")
     fill(tmp_path / "a", "second")
-    replace.os.replace(tmp_path / "a", replace._old_of(tmp_path / "a"))
+    writing.os.replace(tmp_path / "a", writing._old_of(tmp_path / "a"))
     recover(tmp_path / "a")
     assert (tmp_path / "a").read_text() == "first"
 
@@ -178,9 +179,9 @@ def test_a_file_comes_back_where_a_process_was_killed_between_two_renames(tmp_pa
 def test_a_folder_that_is_removed_is_whole_until_it_is_gone(tmp_path, monkeypatch):
     fill(tmp_path / "a", "first")
     put_in_place(tmp_path / "a")
-    rmtree, seen = replace.shutil.rmtree, []
+    rmtree, seen = writing.shutil.rmtree, []
     monkeypatch.setattr(
-        replace.shutil, "rmtree", lambda path, **o: (seen.append((tmp_path / "a").exists()), rmtree(path, **o))[1]
+        writing.shutil, "rmtree", lambda path, **o: (seen.append((tmp_path / "a").exists()), rmtree(path, **o))[1]
     )
     remove(tmp_path / "a")
     assert seen == [False]
@@ -196,7 +197,7 @@ def exported(folder):
 @pytest.mark.parametrize("opener", [recover, _check_checkpoint, exported])
 def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_path, monkeypatch, opener):
     """On a file system without exchange."""
-    folder, rename, calls = tmp_path / "a", replace.os.replace, []
+    folder, rename, calls = tmp_path / "a", writing.os.replace, []
     fill(folder, "first")
     put_in_place(folder)
     fill(folder, "second")
@@ -207,8 +208,8 @@ def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_
         calls.append(rename(*args))
 
     with monkeypatch.context() as patch:
-        patch.setattr(replace, "_exchange", lambda one, other: False)
-        patch.setattr(replace.os, "replace", killed)
+        patch.setattr(writing, "_exchange", lambda one, other: False)
+        patch.setattr(writing.os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
             put_in_place(folder)
     assert not folder.exists()

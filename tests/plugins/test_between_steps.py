@@ -8,7 +8,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from nemo_lowprec.strategies.between_steps import check_saves
+from nemo_lowprec.plugins.resume import check_saves
 from tests.processes import on_processes
 from tests.support import Net, loader, plugin, trainer
 

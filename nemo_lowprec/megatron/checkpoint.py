@@ -1,14 +1,13 @@
 """Checkpoints in Megatron-core's distributed form: a folder that opens at other parallel sizes and at other levels.
 
-Weights and optimizer states lie under Megatron's own keys, in parts that each process writes. Masters and moments are
-saved as the FP32 values that they stand for, so that any level reads them. What belongs to no process (loops, data,
-callbacks, amax histories of delayed scaling) lies in ``meta.pt``: Transformer Engine's own form of the histories is a
-pickle, which it refuses to open since 2.18.
+Weights and optimizer states lie under Megatron's own keys; each process writes its parts. Masters and moments are saved
+as FP32 values, so that any level reads them. The states of loops, data and callbacks, and the amax histories of delayed
+scaling, lie in ``meta.pt``: Transformer Engine's own form of the histories is a pickle, which Transformer Engine has
+refused to open since 2.18.
 """
 
 from __future__ import annotations
 
-import io
 import queue
 import re
 from collections.abc import Iterator
@@ -24,11 +23,10 @@ from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
-from nemo_lowprec.checkpoint.atomic_rename import part_of, start_part
 from nemo_lowprec.checkpoint.dcp_folder import check_folder
-from nemo_lowprec.checkpoint.sharded_folder import META, finish_part, is_folder, on_first, probe, writing_folder
+from nemo_lowprec.checkpoint.sharded_folder import META, begin_folder, is_folder, on_first, probe
 from nemo_lowprec.checkpoint.torch_zip import load as load_file
-from nemo_lowprec.comm import raise_together
+from nemo_lowprec.comm import by_rank, raise_together
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.formats import FP16
 from nemo_lowprec.megatron.chunks import unwrapped
@@ -50,31 +48,24 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     if "optimizer_states" in rest:
         rest["optimizer_states"] = []  # Lightning looks whether there are any
     rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.guard.unit
-    rest[_RNG] = _rng_of_all()
-    part = part_of(path)
-    with writing_folder(path):
-        on_first(lambda: start_part(path))
-        # What Megatron-core's first process writes alone, the others would wait for where the disk is full.
+    rest[_RNG] = by_rank(tensor_parallel.get_cuda_rng_tracker().get_states())  # of dropout, apart on each process
+
+    def write(part: Path, group: dist.ProcessGroup | None) -> None:
+        # Megatron-core's first process writes some files alone; on a full disk the others would wait for it.
         on_first(lambda: probe(part))
         with _reported_here():
             dist_checkpointing.save(sharded, str(part))
-
-        def complete() -> None:
-            small = io.BytesIO()
-            torch.save(rest, small)
-            (part / META).write_bytes(small.getvalue())
-            finish_part(path)
-
         dist.barrier()
-        on_first(complete)
+
+    begin_folder(path, rest, write)()
 
 
 @contextmanager
 def _reported_here() -> Iterator[None]:
-    """Let Megatron-core's writers report to this process, which waits for them.
+    """Have Megatron-core's writing processes report to this process, which waits for them.
 
-    For writing in the background Megatron-core keeps another process between them, which takes seconds to start and
-    outlives a kill of this one.
+    For writing in the background Megatron-core keeps one more process, which takes seconds to start and outlives a kill
+    of this process.
     """
     before = getattr(filesystem_async, "_results_queue", None)
     filesystem_async._results_queue = queue.Queue()
@@ -85,11 +76,11 @@ def _reported_here() -> Iterator[None]:
 
 
 def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
-    """Put a checkpoint's weights and states in their places; return the rest, as Lightning restores it.
+    """Load a checkpoint's weights and states; return the rest, as Lightning restores it.
 
     Raises:
         ValueError: ``path`` is no complete checkpoint of this form, is damaged, or holds another model, values beyond
-            FP16 for FP16 weights, or what may run code.
+            FP16 for FP16 weights, or objects that may run code.
     """
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
@@ -117,7 +108,7 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _check_range(path: Path, engine: MegatronEngine) -> None:
-    """Whether FP16 weights have room for the values that they were given."""
+    """Raise ValueError on all processes where a value has become infinite in an FP16 weight."""
     fp16 = (
         (name, param)
         for _, part in _parts(engine) for name, param in part.named_parameters() if param.dtype == torch.float16
@@ -134,7 +125,7 @@ def _check_range(path: Path, engine: MegatronEngine) -> None:
 
 
 def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:
-    """The model's parts on this process, by their name in the sharded state."""
+    """The name in the sharded state, and the module, of each part of the model on this process."""
     chunks = [unwrapped(chunk) for chunk in engine.chunks]
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
@@ -161,7 +152,7 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
     return state
 
 
-# Amax histories: of this package's layers one table; of Transformer Engine's by the layer's place in the whole model.
+# Amax histories: one table of this package's layers; Transformer Engine's by the layer's name in the whole model.
 
 
 def _histories(engine: MegatronEngine) -> dict[str, Any]:
@@ -172,8 +163,7 @@ def _histories(engine: MegatronEngine) -> dict[str, Any]:
     for _, part in _parts(engine):
         for name, state in te_layers.te_state_dict(part).items():
             mine[_in_whole(name, part)] = state
-    stages: list[dict[str, Any]] = [{} for _ in range(engine.layout.pipeline)]
-    dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
+    stages = by_rank(mine, parallel_state.get_pipeline_model_parallel_group())
     return {"te": {name: state for stage in stages for name, state in stage.items()}}
 
 
@@ -187,22 +177,13 @@ def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
         te_layers.load_te_state_dict(part, here)
 
 
-# Random states of Megatron-core's dropout, from which tensor-parallel processes draw apart; others are the plugin's.
-
-
-def _rng_of_all() -> list[dict[str, Any]]:
-    states: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(states, tensor_parallel.get_cuda_rng_tracker().get_states())
-    return states
-
-
 def _set_rng(states: list[dict[str, Any]]) -> None:
     if len(states) == dist.get_world_size() and states[dist.get_rank()]:
         tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
 
 
 def _in_whole(name: str, part: nn.Module) -> str:
-    """A module's name with its layer's number in the whole model: a stage counts its own from 0."""
+    """A module's name with its layer's number in the whole model: a stage counts its own layers from 0."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return name

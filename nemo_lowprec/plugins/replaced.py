@@ -1,0 +1,18 @@
+"""Attributes that a level sets on callbacks, modules and parts of the Trainer for the time of one run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+__all__ = ["replace_attribute"]
+
+
+def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of ``owner`` until ``undo`` is closed, which puts back the owner's own attribute or none."""
+    held = vars(owner)
+    if name in held:
+        undo.callback(held.__setitem__, name, held[name])
+    else:
+        undo.callback(held.pop, name, None)
+    held[name] = value
