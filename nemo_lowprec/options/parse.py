@@ -46,12 +46,13 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
 
 
 def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
-    """Check the arguments given for ``level``.
+    """Check the row ``level`` and the arguments given for it.
 
     Raises:
         TypeError: an argument that the level does not take.
-        ValueError: a value that an argument does not take.
+        ValueError: a value that an argument or a column of the row does not take.
     """
+    level.validate()
     defaults = option_defaults(level)
     for name in given:
         if name not in defaults:
