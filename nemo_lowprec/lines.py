@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["WIDTH", "name_lines", "pair_lines", "text_lines"]
+__all__ = ["WIDTH", "abbreviate", "name_lines", "one_line", "pair_lines", "text_lines"]
 
 WIDTH = 80
 
@@ -71,3 +71,16 @@ def name_lines(names: Sequence[str], indent: int) -> list[str]:
                 lines.append("")
             lines[-1] += part
     return [" " * indent + line for line in lines if line]
+
+
+def abbreviate(names: Iterable[str]) -> str:
+    """The first three names, with commas between them, and the number of the others."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of another library's exception in one line, with the class of the exception where the text needs it."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
+    return text if told and text else f"{type(error).__name__}: {text}"

@@ -14,8 +14,7 @@ from nemo_lowprec.checkpoint.atomic_rename import recover
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.display import own_display
-from nemo_lowprec.lines import pair_lines
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
 

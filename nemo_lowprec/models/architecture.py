@@ -10,8 +10,9 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from nemo_lowprec.arguments import AtLeast0, check_value
+from nemo_lowprec.lines import one_line
 
-__all__ = ["check_architecture", "one_line"]
+__all__ = ["check_architecture"]
 
 _MAX_LAYERS = 10_000
 _MAX_NUMBER = 1e12  # the bases of RoPE are the largest numbers there are
@@ -56,13 +57,6 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
             f"{prefix}num_key_value_heads={groups} must divide the {heads} attention heads (num_attention_heads)."
         )
     _check_activation(made, prefix)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception of another library in one line, with its class where the text alone says nothing."""
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
-    return text if told and text else f"{type(error).__name__}: {text}"
 
 
 def _names(kind: type) -> set[str]:

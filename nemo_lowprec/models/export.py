@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
-from nemo_lowprec.lines import pair_lines
+from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.export_tokenizer import load_tokenizer
 from nemo_lowprec.models.saved_weights import SavedWeights, open_checkpoint
-from nemo_lowprec.models.words import first_of
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["ExportResult", "export_checkpoint"]
@@ -249,13 +248,13 @@ def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) ->
     unexpected = [name for name in saved.tensors if name not in keys]
     if unexpected:
         raise ValueError(
-            f"{saved.path} holds {first_of(unexpected)}, which a {type(model).__name__} does not have: its "
+            f"{saved.path} holds {abbreviate(unexpected)}, which a {type(model).__name__} does not have: its "
             "hyperparameters say CausalLM, but it is another module."
         )
     there = {number for name, number in tied.items() if _PREFIX + name in saved.tensors}
     missing = [_PREFIX + name for name, number in tied.items() if number not in there]
     if missing:
-        raise ValueError(f"{saved.path} lacks {first_of(missing)} of its {type(model).__name__}.")
+        raise ValueError(f"{saved.path} lacks {abbreviate(missing)} of its {type(model).__name__}.")
     for name, tensor in model.state_dict().items():
         found = saved.tensors.get(_PREFIX + name)
         if found is not None and found.shape != tensor.shape:

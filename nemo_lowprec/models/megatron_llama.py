@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line
 
 __all__ = ["GptArchitecture", "build_gpt", "gpt_architecture"]
 

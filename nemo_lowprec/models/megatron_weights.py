@@ -11,17 +11,17 @@ A norm is a parameter of the projection that reads its output.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_llama import GptArchitecture
-from nemo_lowprec.models.words import first_of
 
-__all__ = ["from_transformers", "joined", "of_stage", "part_of", "shifted", "to_transformers"]
+__all__ = ["from_transformers", "of_stage", "part_of", "to_transformers"]
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -176,8 +176,8 @@ def _without_tied_head(state: Mapping[str, Tensor], head: str, embedding: str, t
 def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
     if missing or unexpected:
-        said = [f"lacks {first_of(sorted(missing))}"] if missing else []
-        said += [f"has {first_of(sorted(unexpected))}, which the architecture does not"] if unexpected else []
+        said = [f"lacks {abbreviate(sorted(missing))}"] if missing else []
+        said += [f"has {abbreviate(sorted(unexpected))}, which the architecture does not"] if unexpected else []
         raise ValueError(f"The state {' and '.join(said)}.")
     for name, shape in shapes.items():
         if state[name].shape != shape:
@@ -204,18 +204,6 @@ def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
     return (torch.cat(parts, dim) if halves > 1 else parts[0]).contiguous()
 
 
-def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The parameter of which the tensor-parallel ranks hold ``parts``, in order: the inverse of ``part_of``.
-
-    Raises:
-        ValueError: a name that GPTModel does not have.
-    """
-    dim, halves = _split_of(name)
-    if dim is None or len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.chunk(halves, dim)[half] for half in range(halves) for part in parts], dim)
-
-
 def _split_of(name: str) -> tuple[int | None, int]:
     """The dimension that is split, None for none, and how many parts of equal size are split each by itself."""
     # A group's queries, key and value are neighbours, so ranks that divide the groups get whole ones. With more ranks
@@ -226,40 +214,26 @@ def _split_of(name: str) -> tuple[int | None, int]:
     raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")
 
 
-# Pipeline stages: each numbers its layers from 0
-
-
-def shifted(state: Mapping[str, Tensor], first_layer: int) -> dict[str, Tensor]:
-    """A stage's parameters under the whole model's names.
-
-    Args:
-        state: the parameters of one stage, or of one virtual stage.
-        first_layer: how many layers come before it: ``model.decoder.layers[0].layer_number - 1``.
-    """
-    return {_shifted_name(name, first_layer): tensor for name, tensor in state.items()}
+# Pipeline stages: every stage numbers its layers from 0
 
 
 def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int) -> dict[str, Tensor]:
-    """The whole model's parameters that one stage has, under its names: the inverse of ``shifted``.
+    """The parameters of one pipeline stage, under the names that the stage has for them.
 
     Args:
         full: the whole model's parameters.
-        names: of the stage's own. Its head, where ``full`` has none, is the embedding that it is tied to.
-        first_layer: how many layers come before it.
+        names: the parameter names of the stage. A head that ``full`` lacks is tied to the embedding.
+        first_layer: how many layers come before the stage: ``model.decoder.layers[0].layer_number - 1``.
 
     Raises:
         ValueError: ``full`` lacks a parameter.
     """
     found = {}
     for name in names:
-        source = _shifted_name(name, first_layer)
+        source = _LAYER.sub(lambda number: str(int(number[0]) + first_layer), name)
         if source == _HEAD and _HEAD not in full:
             source = _EMBEDDING
         if source not in full:
             raise ValueError(f"The state lacks {source}.")
         found[name] = full[source]
     return found
-
-
-def _shifted_name(name: str, layers: int) -> str:
-    return _LAYER.sub(lambda number: str(int(number[0]) + layers), name)

@@ -12,8 +12,8 @@ from torch import Tensor
 from nemo_lowprec.checkpoint.atomic_rename import recover
 from nemo_lowprec.checkpoint.sharded_folder import META, is_folder, open_folder, read_weights
 from nemo_lowprec.checkpoint.torch_zip import load
+from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
-from nemo_lowprec.models.words import first_of
 
 __all__ = ["SavedWeights", "open_checkpoint"]
 
@@ -53,7 +53,7 @@ def open_checkpoint(path: Path) -> SavedWeights:
     rest, tensors = _open_folder(path) if path.is_dir() else _open_file(path)
     foreign = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if foreign:
-        raise ValueError(f"{path} holds {first_of(foreign)} among its weights, which is no tensor.")
+        raise ValueError(f"{path} holds {abbreviate(foreign)} among its weights, which is no tensor.")
     if path.is_dir():
         return SavedWeights(tensors, rest, path, lambda wanted: read_weights(path, wanted))
     return SavedWeights(tensors, rest, path, lambda wanted: wanted.items())

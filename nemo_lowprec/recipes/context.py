@@ -12,7 +12,7 @@ from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import parse_factory
 from typing_extensions import override
 
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line
 from nemo_lowprec.recipes.names import check_names, nemo_run_words
 from nemo_lowprec.recipes.shown import show_recipe
 from nemo_lowprec.run_arguments import DEFAULT_RECIPE, check_recipe, check_terminal
