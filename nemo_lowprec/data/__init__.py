@@ -3,10 +3,10 @@
 corpus      which documents there are, and which of them are for validation
 tokenizer   a byte-level BPE trained on the training documents
 prepare     corpus -> tokenizer.json, train.bin/.idx, validation.bin/.idx, prepared.json
-indexed     opens .bin/.idx pairs of Megatron and NeMo, and says what is wrong with a broken one
+indexed     opens .bin/.idx pairs of Megatron and NeMo, and refuses broken pairs with the reason
 packed      fixed-length samples packed from shuffled documents, in Megatron's own order
 loader      a data loader whose position is part of the checkpoint
-module      all of it as one LightningDataModule
+module      the LightningDataModule that prepares, opens and loads the data
 """
 
 from importlib import import_module
