@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
+from nemo_lowprec.lines import help_page
 from nemo_lowprec.nearest import did_you_mean, nearest
 from nemo_lowprec.options import option_defaults, parse_options
 
@@ -62,16 +62,10 @@ _NOT_LISTED = {
 }
 SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
 
-# nemo_run's options, with a value and without
+# nemo_run's options with a value, by their long and short names, and its options without a value
 VALUED = {
-    "--name": "-n",
-    "--factory": "-f",
-    "--load": "-l",
-    "--yaml": "",
-    "--rich-theme": "",
-    "--to-yaml": "",
-    "--to-toml": "",
-    "--to-json": "",
+    **{"--name": "-n", "--factory": "-f", "--load": "-l"},
+    **dict.fromkeys(("--yaml", "--rich-theme", "--to-yaml", "--to-toml", "--to-json"), ""),
 }
 _YES = {"--yes", "--no-confirm", "-y"}
 _ASKS_NOTHING = _YES | {"--dryrun", "--repl", "-r", "--to-yaml", "--to-toml", "--to-json", "--help"}
@@ -286,19 +280,12 @@ _EXAMPLES = (
 
 
 def run_help() -> str:
-    """What ``nemo-lowprec run --help`` prints."""
+    """The text of ``nemo-lowprec run --help``."""
     about = (
         "Trains a recipe by nemo_run's command line, validates it, and writes checkpoints and logs to "
         "outputs/RECIPE/LEVEL/."
     )
-    lines = ["usage: nemo-lowprec run [--yes] [--factory RECIPE] [SETTING=VALUE ...]", "", *textwrap.wrap(about, 80)]
-    recipes = {name: about for name, (_, about) in RECIPES.items()}
+    recipes = {name: summary for name, (_, summary) in RECIPES.items()}
     tables = {"recipes": recipes, "settings (a few)": _SETTINGS_HELP, "options": _OPTIONS_HELP}
-    for title, table in tables.items():
-        lines += ["", f"{title}:"]
-        width = max(map(len, table)) + 4
-        for name, meaning in table.items():
-            first = f"  {name}".ljust(width)
-            lines += textwrap.wrap(meaning, 80, initial_indent=first, subsequent_indent=" " * width)
-    lines += ["", "examples:", *(f"  {example}" for example in _EXAMPLES)]
-    return "\n".join([*lines, "", "nemorun lowprec pretrain --help lists all of nemo_run's options."])
+    page = help_page("nemo-lowprec run [--yes] [--factory RECIPE] [SETTING=VALUE ...]", about, tables, _EXAMPLES)
+    return f"{page}\n\nnemorun lowprec pretrain --help lists all of nemo_run's options."
