@@ -1,6 +1,6 @@
-"""The Hydra application around the jobs: one run, or with ``-m`` one for each combination.
+"""The Hydra application around the jobs: one run, or with ``-m`` one run for each combination of choices.
 
-Nothing here imports torch: a job is imported once its config is composed.
+This file does not import torch; the file of a job is imported once its config is composed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
 
     Raises:
         ValueError: an unknown choice of a group, or a malformed or impossible override.
-        TypeError: a setting that there is not, or an argument that the level does not take.
+        TypeError: an unknown setting, or an argument that the level does not take.
     """
     line = CommandLine.of(arguments)
     check_overrides(line)
@@ -73,7 +73,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         nonlocal begun, sweep_dir
         begun = True
         result = failure = None
-        # Lightning starts its other processes with this command line.
+        # Lightning starts the other processes of the run with this command line.
         one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
             with one as argv, _arguments(argv):
@@ -83,7 +83,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
             return result
         except Exception as error:
             failure = error
-            # Of several runs Hydra says which one failed; of one run it has nothing to add to our sentence.
+            # In a sweep Hydra's message names the failed run; for a single run Hydra adds nothing to the sentence.
             if line.is_multirun:
                 raise
             failures.append(error)
@@ -104,7 +104,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     except Exception as error:
         if begun:
             raise
-        # Nothing of ours has run: the folder of the run, or a setting of Hydra's own.
+        # The job has not begun: Hydra cannot make the folder of the run, or refuses one of its own settings.
         said = f"{type(error).__name__}: {one_sentence(error)}"
         raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {said}") from error
     finally:
@@ -113,7 +113,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _arguments(argv: list[str]) -> Iterator[None]:
-    """Hydra reads sys.argv; and it prints and exits where an exception is wanted, unless told otherwise."""
+    """Set ``sys.argv``, which Hydra reads, and make Hydra raise its exceptions instead of printing and exiting."""
     saved, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = argv
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -202,9 +202,7 @@ class TextDataModule(LightningDataModule):
         assert self._validation is not None
         return self._in_order(self._validation)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """The validation batches."""
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data."""

@@ -6,6 +6,7 @@ from 0; `<|endoftext|>`, the end of a document (eod), is 0.
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -69,6 +70,29 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more particular
         raise ValueError(f"{path} is no tokenizer ({str(error).splitlines()[0]}): copy it again.") from error
+
+
+def load_transformers_tokenizer(path: Path) -> Any:
+    """Reads a tokenizer.json, or a folder with one, as a tokenizer of transformers; nothing is downloaded.
+
+    A tokenizer without an end of sequence gets `<|endoftext|>`, which ends the documents of `prepare_data`.
+
+    Raises:
+        ValueError: There is no tokenizer at `path`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if path.is_dir() and (path / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        else:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ValueError(f"tokenizer={str(path)!r}: no tokenizer.json that can be read ({error}).") from error
+    if tokenizer.eos_token is None and END_OF_DOCUMENT in tokenizer.get_vocab():
+        tokenizer.eos_token = END_OF_DOCUMENT
+    return tokenizer
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
+from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
 from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
-from nemo_lowprec.models.export_tokenizer import load_tokenizer
 from nemo_lowprec.models.saved_weights import SavedWeights, open_checkpoint
 from nemo_lowprec.plugins.precision import LowPrecision
 
@@ -281,7 +281,7 @@ def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
 
 
 def _write_tokenizer(part: Path, model: Any, path: str | Path) -> None:
-    tokenizer = load_tokenizer(Path(path))
+    tokenizer = load_transformers_tokenizer(Path(path))
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"The tokenizer of {path} has {len(tokenizer)} ids, more than the model's {model.config.vocab_size}: it is "

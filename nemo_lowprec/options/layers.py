@@ -17,10 +17,11 @@ class LayerFilter:
 
     Args:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
-            ``(name, module) -> bool``; None for all but the head. A head is converted only where ``convert`` names it.
+            ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
+            names the head.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
         num_layers_at_start_in_half, num_layers_at_end_in_half: blocks that stay in half precision, of the
-            ``ModuleList`` with the most linear layers in it (single layers where there is no such list).
+            ``ModuleList`` with the most linear layers (single layers in a model without a ``ModuleList``).
     """
 
     convert: Sequence[str] | Callable[..., bool] | None = None

@@ -1,4 +1,4 @@
-"""Arguments of the loss scale, which FP16 levels take; names are Megatron's."""
+"""Arguments of the loss scale, for FP16 levels; the names are Megatron's."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["HIGHEST", "LOWEST", "LossScaleConfig"]
 
-LOWEST = 2.0**-24  # FP16's smallest number: below, a gradient of 1 would become zero
-HIGHEST = 2.0**126  # FP32 holds it, and its reciprocal as a normal number
+LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of 1 would become zero
+HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,9 @@ class LossScaleConfig:
     Args:
         loss_scale: a static scale; None for dynamic scaling.
         initial_loss_scale: first scale of dynamic scaling.
-        loss_scale_window: good steps after which the scale doubles.
-        hysteresis: overflows that are tolerated before the scale halves.
-        min_loss_scale: the scale never falls below this.
+        loss_scale_window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows after which the scale halves.
+        min_loss_scale: smallest scale of dynamic scaling.
 
     Raises:
         ValueError: a scale below 2**-24 or above 2**126, a count below 1, or ``initial_loss_scale`` below

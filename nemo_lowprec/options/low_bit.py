@@ -15,8 +15,8 @@ class LowBitOptions:
     Args:
         stochastic_rounding: round updated 16-bit weights (O3: masters) up or down at random, so that updates far
             smaller than a weight are kept on average.
-        rounding_seed: of stochastic rounding, that of moments included (see ``StateFormats``).
-        gradient_release: step each parameter as soon as its gradient is complete and drop the gradient.
+        rounding_seed: seed of stochastic rounding, of weights and of moments (see ``StateFormats``).
+        gradient_release: step each parameter as soon as its gradient is complete, and free the gradient.
     """
 
     stochastic_rounding: bool = False

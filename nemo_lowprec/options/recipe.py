@@ -16,13 +16,13 @@ __all__ = ["Recipe"]
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 
-# E4M3 has 2**17 between its largest and its smallest number. A margin of 8 leaves half of these powers, one of -1
-# clamps what is above half of the amax; beyond, results are zeros or clamped throughout.
+# E4M3 spans 17 powers of two. A margin of 8 leaves half of the powers, and a margin of -1 clamps values above half of
+# the amax. Margins beyond these two give zeros or clamped values throughout.
 _MARGINS = (-1, 8)
 _LONGEST_HISTORY = 2**16  # entries of each operand, 4 bytes each
 
-# What each way of scaling takes beside override_linear_precision, with its default. A recipe takes an argument only
-# if it has an effect there.
+# The arguments of each way of scaling, with their defaults; every way also takes override_linear_precision. An argument
+# is listed only where the argument has an effect.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
@@ -48,7 +48,7 @@ class Recipe:
         fp8_margin: per-tensor scales are divided by 2**fp8_margin, from -1 to 8.
         fp8_amax_history_len: steps in the amax history, at most 65536.
         fp8_amax_compute_algo: ``max`` over the history or its ``most_recent`` entry.
-        fp8_params: weights of converted layers stored in FP8, scaled by their own amax at every refresh.
+        fp8_params: whether weights of converted layers are stored in FP8, scaled by their own amax at every refresh.
         interval: steps between two computations of the scales.
         override_linear_precision: (fprop, dgrad, wgrad): True runs that GEMM in half precision.
     """

@@ -22,8 +22,8 @@ except ImportError as error:
     raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
 from nemo_lowprec.recipes import entrypoint, llama3_8b, llama32_1b, tiny  # noqa: F401
+from nemo_lowprec.recipes.factories import FACTORIES
 from nemo_lowprec.recipes.megatron import megatron_llama3_8b, megatron_llama3_70b, megatron_llama32_1b, megatron_tiny
-from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.recipes.strategies import lowprec_ddp, lowprec_megatron, lowprec_sharded
 
 __all__ = [

@@ -10,9 +10,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.data import TextDataModule
-from nemo_lowprec.recipes.factories import factory
+from nemo_lowprec.recipes.factories import FACTORIES, factory
 from nemo_lowprec.recipes.level_folder import CheckedTrainer
-from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.run_arguments import RECIPES
 from nemo_lowprec.train import pretrain
