@@ -2,7 +2,6 @@
 
 config.yaml      the defaults, which configure the main job
 model/ data/ trainer/ strategy/ logger/ experiment/   the groups, one file a choice
-levels.py        the group ``precision``, made from the chart
 command_line.py, overrides.py, choices.py   read and check the command line, without torch
 help.py          ``--help``
 app.py           the Hydra application around a job; sweep.py: several runs of a job

@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,14 +20,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.conf.check import check_values
-from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
-from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
 from nemo_lowprec.conf.sweep import SweptRun, one_run, print_sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["run_job"]
 
@@ -72,7 +68,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     def run(cfg: DictConfig) -> Any:
         nonlocal begun, sweep_dir
         begun = True
-        result = failure = None
+        result = None
         # Lightning starts the other processes of the run with this command line.
         one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
@@ -82,7 +78,6 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
                 result = getattr(importlib.import_module(module), name)(cfg)
             return result
         except Exception as error:
-            failure = error
             # In a sweep Hydra's message names the failed run; for a single run Hydra adds nothing to the sentence.
             if line.is_multirun:
                 raise
@@ -91,7 +86,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
             if line.is_multirun:
                 settings = HydraConfig.get()
                 sweep_dir = settings.sweep.dir
-                swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result, failure))
+                swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result))
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:

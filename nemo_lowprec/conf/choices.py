@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.options import option_defaults
 
-__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of"]
+__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of", "register_levels"]
 
 CONF_DIR = Path(__file__).parent
 GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
@@ -35,3 +37,15 @@ def file_of(group: str, choice: str, folders: Sequence[Path] = ()) -> Path | Non
     """The file of a choice, first in the package's folder, then in more folders; None for a level of the chart."""
     files = [folder / group / f"{choice}.yaml" for folder in (CONF_DIR, *folders)]
     return next((file for file in files if file.is_file()), None)
+
+
+def register_levels() -> None:
+    """Puts every level into Hydra's ConfigStore: its function as ``_target_``, its arguments with their defaults."""
+    from hydra.core.config_store import ConfigStore  # nemo-lowprec run reads the choices without Hydra
+
+    store = ConfigStore.instance()
+    for name, level in CHART.items():
+        node: dict[str, Any] = {"_target_": f"nemo_lowprec.{name}", "_convert_": "all"}
+        for argument, value in option_defaults(level).items():
+            node[argument] = list(value) if isinstance(value, tuple) else value
+        store.store(group="precision", name=name, node=node, provider="nemo_lowprec.chart")

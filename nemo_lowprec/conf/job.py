@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.utils import instantiate
@@ -19,9 +20,6 @@ from nemo_lowprec.display import own_display
 from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report import Audit, AuditReport
 from nemo_lowprec.train import PretrainResult, pretrain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["audit_job", "build", "own_words", "pretrain_job"]
 

@@ -28,13 +28,11 @@ class SweptRun:
         folder: the run's folder, below the folder of the sweep.
         overrides: the run's overrides.
         result: a ``PretrainResult``; None where the run failed.
-        failure: the exception that ended the run.
     """
 
     folder: str
     overrides: tuple[str, ...]
     result: Any = None
-    failure: BaseException | None = None
 
 
 @contextmanager

@@ -209,13 +209,16 @@ class CausalLM(LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         total, tokens = self._loss_sum(batch)
         loss = total / tokens.clamp(min=1)
-        self.token_rate.add(batch["labels"].numel())
-        # Lightning reads logged tensors only at the log interval.
-        self.log("train/loss", loss.detach(), prog_bar=True)
-        self.log("train/perplexity", loss.detach().exp())
+        self._log_step(loss.detach(), batch["labels"].numel())
+        return loss
+
+    def _log_step(self, loss: Tensor, tokens: int) -> None:
+        """Log a training step of ``tokens`` tokens; Lightning reads logged tensors only at the log interval."""
+        self.token_rate.add(tokens)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/perplexity", loss.exp())
         if self._is_log_step(self.trainer.global_step + 1):
             self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return loss
 
     def _is_log_step(self, step: int) -> bool:
         """Whether Lightning writes to its loggers once ``step`` optimizer steps are done."""

@@ -140,11 +140,7 @@ class MegatronGPT(CausalLM):
         engine = self._engine
         reported = engine.forward_backward(self.forward_step, batch)
         loss = engine.mean_loss([total / whole.clamp(min=1) for total, _, whole in reported])
-        self.token_rate.add(sum(b["labels"].numel() for b in batch))
-        self.log("train/loss", loss, prog_bar=True)
-        self.log("train/perplexity", loss.exp())
-        if self._is_log_step(self.trainer.global_step + 1):
-            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_step(loss, sum(b["labels"].numel() for b in batch))
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

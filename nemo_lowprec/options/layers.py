@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from nemo_lowprec.options.values import Arguments, is_integer
 
 __all__ = ["LayerFilter"]
 
 
 @dataclass(frozen=True)
-class LayerFilter:
+class LayerFilter(Arguments):
     """A choice of linear layers and norms.
 
     An ``nn.MultiheadAttention`` is a layer, too: its name stands for the projections of its inputs.
@@ -40,13 +42,8 @@ class LayerFilter:
                 raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_integer(value, 0):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 0.")
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LayerFilter)}
 
 
 def _are_strings(value: Any) -> bool:

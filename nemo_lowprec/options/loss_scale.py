@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from nemo_lowprec.options.values import Arguments, is_integer
 
 __all__ = ["HIGHEST", "LOWEST", "LossScaleConfig"]
 
@@ -12,7 +13,7 @@ HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciproca
 
 
 @dataclass(frozen=True)
-class LossScaleConfig:
+class LossScaleConfig(Arguments):
     """How the loss is scaled.
 
     Args:
@@ -47,14 +48,9 @@ class LossScaleConfig:
                 )
         for name in ("loss_scale_window", "hysteresis"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         if self.initial_loss_scale < self.min_loss_scale:
             raise ValueError(
                 f"initial_loss_scale={self.initial_loss_scale!r} lies below min_loss_scale={self.min_loss_scale!r}."
             )
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LossScaleConfig)}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from nemo_lowprec.options.values import Arguments, check_flag, is_integer
 
 __all__ = ["LowBitOptions"]
 
 
 @dataclass(frozen=True)
-class LowBitOptions:
+class LowBitOptions(Arguments):
     """How low-bit weights are updated.
 
     Args:
@@ -25,13 +26,6 @@ class LowBitOptions:
 
     def __post_init__(self) -> None:
         for name in ("stochastic_rounding", "gradient_release"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        seed = self.rounding_seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-            raise ValueError(f"rounding_seed={seed!r} must be an integer from 0 to 2**32 - 1.")
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LowBitOptions)}
+            check_flag(name, getattr(self, name))
+        if not is_integer(self.rounding_seed, 0, 2**32 - 1):
+            raise ValueError(f"rounding_seed={self.rounding_seed!r} must be an integer from 0 to 2**32 - 1.")

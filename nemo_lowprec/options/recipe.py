@@ -7,9 +7,11 @@ Argument names are NeMo's (``fp8``, ``fp8_margin``, ...) and Accelerate's (``int
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.options.values import check_flag, is_integer
 
 __all__ = ["Recipe"]
 
@@ -74,15 +76,13 @@ class Recipe:
         for name, low, high in (
             ("fp8_margin", *_MARGINS),
             ("fp8_amax_history_len", 1, _LONGEST_HISTORY),
-            ("interval", 1, None),
+            ("interval", 1, inf),
         ):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < low or (high is not None and value > high):
-                wanted = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
-                raise ValueError(f"{name}={value!r} must be {wanted}.")
-        if not isinstance(self.fp8_params, bool):
-            raise ValueError(f"fp8_params={self.fp8_params!r} must be True or False.")
+            if not is_integer(value, low, high):
+                top = "" if high == inf else f" and at most {high}"
+                raise ValueError(f"{name}={value!r} must be an integer of at least {low}{top}.")
+        check_flag("fp8_params", self.fp8_params)
         flags = self.override_linear_precision
         if isinstance(flags, str) or not hasattr(flags, "__len__") or len(flags) != 3:
             raise ValueError(
