@@ -17,22 +17,11 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-__all__ = [
-    "MAX_VOCAB_SIZE",
-    "RANGES",
-    "AtLeast0",
-    "Seed",
-    "Text",
-    "check_arguments",
-    "check_value",
-    "checked",
-    "kinds_of",
-]
+__all__ = ["RANGES", "AtLeast0", "Seed", "Text", "check_arguments", "check_value", "checked"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_VOCAB_SIZE = 2**24  # ids; the largest tokenizers in use have 2**18 ids
 _RULES = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 _ADAPTERS: dict[str, TypeAdapter[Any]] = {}  # by the representation of the annotation
 
@@ -72,7 +61,7 @@ RANGES: dict[str, Any] = {
     "train_prefix": AnyPath,
     "validation_prefix": AnyPath,
     "text_field": Text,
-    "vocab_size": Annotated[int, Ge(1), Le(MAX_VOCAB_SIZE)],
+    "vocab_size": Annotated[int, Ge(1), Le(2**24)],  # the largest tokenizers in use have 2**18 ids
     "seq_length": AtLeast1,
     "micro_batch_size": AtLeast1,
     "num_workers": Annotated[int, Ge(0), Le(256)],  # each worker is a process
@@ -162,7 +151,7 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], pref
     Raises:
         ValueError: an argument does not take its value; the message is one sentence about the first such argument.
     """
-    kinds = kinds_of(function)
+    kinds = _kinds_of(function)
     for name, value in given.items():
         if name in kinds:
             check_value(prefix + name, value, kinds[name])
@@ -185,26 +174,22 @@ def check_value(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name}={_short(value)} must be {_words(kind)}.") from None
 
 
-def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
+def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's arguments, narrowed by ``RANGES``."""
     try:
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     except (NameError, TypeError):  # an annotation that is imported for type checking only
         return {}
     signature = inspect.signature(function)
-    hints |= {n: p.annotation for n, p in signature.parameters.items() if n not in hints and _is_kind(p.annotation)}
-    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return {name: _narrowed(name, hints[name]) for name in names if name in hints}
-
-
-def _is_kind(annotation: Any) -> bool:
-    return annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
-
-
-def _narrowed(name: str, hint: Any) -> Any:
-    if name not in RANGES:
-        return hint
-    return RANGES[name] | None if type(None) in get_args(hint) else RANGES[name]
+    kinds = {}
+    for name, parameter in signature.parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        gathers = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if gathers or isinstance(hint, str) or hint is parameter.empty:
+            continue
+        kind = RANGES.get(name, hint)
+        kinds[name] = kind | None if type(None) in get_args(hint) else kind
+    return kinds
 
 
 def _members(kind: Any) -> tuple[Any, ...]:

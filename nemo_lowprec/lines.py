@@ -1,14 +1,19 @@
 """Text in lines of at most 80 characters: prose, pairs of a name and a value, help pages, lists of layer names.
 
-Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot.
+Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot. The last
+functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception.
 """
 
 from __future__ import annotations
 
+import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["WIDTH", "abbreviate", "help_page", "name_lines", "one_line", "pair_lines", "text_lines"]
+__all__ = [
+    *("WIDTH", "help_page", "name_lines", "pair_lines", "text_lines"),
+    *("abbreviate", "did_you_mean", "nearest", "one_line"),
+]
 
 WIDTH = 80
 
@@ -105,3 +110,15 @@ def one_line(error: BaseException) -> str:
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
     return text if told and text else f"{type(error).__name__}: {text}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A blank and the question "Did you mean ...?" about the most similar known name; empty where none is similar."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did_you_mean``, or a sentence that lists the known names (without a leading ``_``) where no name is similar."""
+    known = [k for k in known if not k.startswith("_")]
+    return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."

@@ -16,26 +16,12 @@ from pathlib import Path
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
-from nemo_lowprec.lines import help_page
-from nemo_lowprec.nearest import did_you_mean, nearest
+from nemo_lowprec.lines import did_you_mean, help_page, nearest
 from nemo_lowprec.options import check_option, option_defaults
 
 __all__ = [
-    "DEFAULT_RECIPE",
-    "FLAGS",
-    "RECIPES",
-    "RECIPE_ARGUMENTS",
-    "SETTINGS",
-    "VALUED",
-    "arguments_of_recipes",
-    "check_level",
-    "check_level_argument",
-    "check_recipe",
-    "check_run_arguments",
-    "check_terminal",
-    "run_help",
-    "split_call",
-    "split_setting",
+    *("DEFAULT_RECIPE", "RECIPES", "arguments_of_recipes", "check_level", "check_level_argument", "check_recipe"),
+    *("check_run_arguments", "check_terminal", "run_help", "split_call", "split_setting"),
 ]
 
 # each recipe's level and summary

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
 from nemo_lowprec.checkpoint.atomic_rename import recover
@@ -18,7 +19,7 @@ from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
 
-__all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
+__all__ = ["PretrainResult", "check_ckpt_path", "level_name", "pretrain"]
 
 _LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path without an earlier fit
 _IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # files of a checkpoint folder
@@ -108,7 +109,7 @@ def pretrain(
         raise KeyboardInterrupt  # Lightning has shut down in order; a half-trained result is no result
     rate = getattr(getattr(model, "token_rate", None), "mean", None)
     result = PretrainResult(
-        level=_level(trainer),
+        level=level_name(trainer.precision_plugin),
         steps=trainer.global_step,
         val_loss_before=record.before,
         val_loss=record.last,
@@ -253,8 +254,8 @@ def _check(name: str, value: Any, wanted: type) -> None:
     raise TypeError(f"{name} must be a {wanted.__name__} of lightning.pytorch, not {type(value).__name__}.")
 
 
-def _level(trainer: Trainer) -> str:
-    plugin = trainer.precision_plugin
+def level_name(plugin: Precision) -> str:
+    """The name of a plugin's level, or Lightning's name of another precision."""
     return str(getattr(getattr(plugin, "level", None), "name", plugin.precision))
 
 

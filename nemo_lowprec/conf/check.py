@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_lowprec.arguments import RANGES, Seed, Text, check_arguments, check_value
 from nemo_lowprec.chart import CHART, get_level
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
 __all__ = ["check_config", "check_values"]

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.conf.choices import CONF_DIR, GROUPS, choices_of, file_of
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
 __all__ = ["check_overrides", "explain", "with_plus", "with_strategy"]

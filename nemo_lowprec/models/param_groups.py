@@ -10,12 +10,13 @@ __all__ = ["decay_groups"]
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups: matrices decay, everything of one dimension (biases, norms) does not.
+    """Two parameter groups: weight decay applies to matrices, and not to parameters of one dimension (biases, norms).
 
-    The rule of Megatron-LM, so embeddings decay too. A tied parameter is listed once; frozen ones are left out.
+    This is the rule of Megatron-LM, so weight decay applies to embeddings, too. A tied parameter is listed once, and a
+    frozen parameter is left out.
 
     Args:
-        module: its parameters become the groups'; empty groups are dropped.
+        module: the module with the parameters; empty groups are dropped.
         weight_decay: AdamW's decoupled decay for the matrices.
     """
     params = [p for p in module.parameters() if p.requires_grad]

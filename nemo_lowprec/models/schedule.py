@@ -16,11 +16,11 @@ def default_warmup(total_steps: int) -> int:
 def warmup_cosine(warmup_steps: int, total_steps: int, floor: float) -> Callable[[int], float]:
     """Factor of the peak learning rate at an optimizer step, for ``LambdaLR``.
 
-    It rises linearly to 1 over ``warmup_steps`` (the first step already has 1/warmup_steps of the peak), falls along
-    half a cosine to ``floor`` at ``total_steps``, and stays there.
+    The factor rises linearly to 1 over ``warmup_steps`` (the first step has 1/warmup_steps of the peak), falls along
+    half a cosine to ``floor`` at ``total_steps``, and stays at ``floor``.
 
-    A plain function on purpose: LambdaLR saves the attributes of a callable object, so that a resumed run with
-    another ``max_steps`` would keep the old horizon.
+    The result is a plain function, because LambdaLR saves the attributes of a callable object, and a resumed run with
+    another ``max_steps`` would keep the old number of steps.
 
     Args:
         warmup_steps: optimizer steps of the warm-up, 0 for none.

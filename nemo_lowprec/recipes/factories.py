@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import nemo_run as run
 from lightning.pytorch.plugins.precision import Precision
 
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.plugins import LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_parsers
 from nemo_lowprec.run_arguments import check_level_argument
