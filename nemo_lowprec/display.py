@@ -15,7 +15,7 @@ __all__ = ["own_display"]
 
 
 class _ProgressBar(RichProgressBar):
-    """Lightning's progress bar for a run whose end is a number of steps."""
+    """Lightning's progress bar for a run that ends after a number of steps."""
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:

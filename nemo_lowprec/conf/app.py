@@ -36,11 +36,11 @@ _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_lo
 
 
 def run_job(command: str, arguments: Sequence[str]) -> None:
-    """Run a job as a Hydra application, once or (with ``-m``) once for each combination.
+    """Run a job as a Hydra application, once or (with ``-m``) once for each combination of choices.
 
     Args:
         command: ``pretrain``, ``audit`` or ``plan``.
-        arguments: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
+        arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``.
 
     Raises:
         ValueError: an unknown choice of a group, or a malformed or impossible override.

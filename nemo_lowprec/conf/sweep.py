@@ -39,8 +39,8 @@ class SweptRun:
 def one_run(program: Sequence[str], flags: Sequence[str]) -> Iterator[list[str]]:
     """Yields the command line that repeats one run of a sweep alone, in the run's folder, and cleans up after the run.
 
-    Lightning starts the other processes of a run with this command line. It leaves a process group and environment
-    variables (``LOCAL_RANK``) behind, with which the next run would take itself for one of many processes.
+    Lightning starts the other processes of a run with this command line. After a run Lightning leaves a process group
+    and environment variables (``LOCAL_RANK``) behind, which would make the next run one process of many.
 
     Args:
         program: the program and its subcommand.

@@ -1,6 +1,6 @@
 """Text data for pretraining: a corpus, its tokenizer, Megatron's .bin/.idx files, and their loader.
 
-corpus      which documents there are, and which of them are for validation
+corpus      lists the documents of a source, and splits them into training and validation documents
 tokenizer   a byte-level BPE trained on the training documents
 prepare     corpus -> tokenizer.json, train.bin/.idx, validation.bin/.idx, prepared.json
 indexed     opens .bin/.idx pairs of Megatron and NeMo, and refuses broken pairs with the reason

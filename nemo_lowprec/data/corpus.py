@@ -1,4 +1,4 @@
-"""Which documents a corpus has, in which order, and which of them are for validation.
+"""Lists the documents of a corpus in order, and splits them into training and validation documents.
 
 Every choice hashes the name of a document below the source folder with a seed. So a choice is the same on every
 machine, and adding or removing other documents does not change a choice.

@@ -1,4 +1,4 @@
-"""Data loaders: one whose position is part of the checkpoint, and one for validation.
+"""The training data loader, whose position is part of the checkpoint, and the validation data loader.
 
 The training position is (epoch, samples taken from that epoch), counted over all ranks. The loader counts its own
 epochs: Lightning's epochs end early with `limit_train_batches`, and after a resume Lightning may count an epoch without

@@ -1,4 +1,4 @@
-"""The one place where this package imports Megatron-core."""
+"""Imports the parts of Megatron-core that read and write its data files."""
 
 import importlib
 import warnings

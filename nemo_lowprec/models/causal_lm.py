@@ -105,10 +105,10 @@ class CausalLM(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, of a local file whose checksums hold.
+        """Lightning's method, with a check of the checksums of a local file.
 
         Raises:
-            ValueError: what is wrong with the file, in one sentence.
+            ValueError: the file is missing or damaged; the message is one sentence.
         """
         if not isinstance(checkpoint_path, (str, os.PathLike)) or "://" in str(checkpoint_path):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[arg-type]

@@ -37,8 +37,8 @@ class MegatronGPT(CausalLM):
         config: fields of the transformers config, on top of the preset's.
         vocab_size: ids of the tokenizer; as in ``CausalLM``.
         weights: folder of a transformers model to start from; None: Megatron-core's own random weights.
-        transformer: further fields of TransformerConfig, such as ``recompute_granularity``. The plugin sets the fields
-            of the level, and the strategy those of the parallel sizes.
+        transformer: further fields of TransformerConfig, such as ``recompute_granularity``; not the fields that the
+            plugin sets for the level, or the strategy for the parallel sizes.
         lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps: as in ``CausalLM``.
         activation_checkpointing: recompute each layer in backward in place of keeping its activations.
         init_seed: seed of the random weights.

@@ -28,7 +28,7 @@ _STACKED = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")
 
 
 def _weights(path: Path) -> dict[str, tuple[str, TensorStorageMetadata]]:
-    """Key and metadata of each weight by its name; the key is that of the master weight where the folder has one."""
+    """Key and metadata of each weight by name; the key is the master weight's key where the folder has a master."""
     found = read_index(path).state_dict_metadata
     stored = {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
     keys = {name: _MASTERS + name if _MASTERS + name in stored else name for name in stored}
@@ -49,7 +49,7 @@ def open_of_megatron(path: Path, hparams: Mapping[str, Any]) -> tuple[dict[str, 
 
     Returns:
         a meta tensor for each name, and a function that reads (name, tensor) pairs for an iterable of names. The
-        values are those of the master weights where the folder has master weights.
+        function reads master weights where the folder has master weights.
 
     Raises:
         ValueError: the folder does not hold the whole model, or is damaged.

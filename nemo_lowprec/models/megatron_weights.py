@@ -206,8 +206,8 @@ def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
 
 def _split_of(name: str) -> tuple[int | None, int]:
     """The dimension of the split (None: no split), and the number of equal parts that are split one by one."""
-    # Queries, key and value of a group are adjacent rows, so a rank gets whole groups where the ranks divide the groups.
-    # With more ranks than groups, Megatron-core splits the rows of a group evenly and gathers the output.
+    # Queries, key and value of a group are adjacent rows, so ranks that divide the groups get whole groups. With more
+    # ranks than groups, Megatron-core splits the rows of a group evenly and gathers the output.
     for ends, split in ((_WHOLE, (None, 1)), (_DIM_0, (0, 1)), (_DIM_0_OF_HALVES, (0, 2)), (_DIM_1, (1, 1))):
         if name.endswith(ends):
             return split

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ``nemo_lowprec.run_arguments`` has the text of ``--help``.
 
     Args:
-        arguments: the command line without the program's name; None: that of this process.
+        arguments: the command line without the program's name; None: the command line of this process.
 
     Raises:
         ValueError: an unknown level or recipe, or a value that nemo_run cannot read.

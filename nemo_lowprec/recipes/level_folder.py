@@ -1,4 +1,4 @@
-"""A Trainer whose run writes to a folder that its level names."""
+"""A Trainer that writes to a folder with the name of its level."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 nemo-lowprec run --yes --factory "megatron_llama3_8b(num_nodes=2)" trainer.plugins=bf16_with_fp8_mixed
 
-The parallel sizes, the GPUs and the batch of 512 sequences of 8192 tokens of the published models are those of NeMo's
-recipes (2.5, ``nemo.collections.llm.recipes``). On more GPUs the batch grows with the data-parallel processes: lower
+The published models have the parallel sizes, the GPUs and the batch of 512 sequences of 8192 tokens of NeMo's recipes
+(2.5, ``nemo.collections.llm.recipes``). On more GPUs the batch grows with the data-parallel processes: lower
 ``trainer.accumulate_grad_batches`` to keep it.
 The text is the Python standard library until ``recipe.data.source`` names your own (and ``recipe.data.data_dir`` a
 folder for it).
