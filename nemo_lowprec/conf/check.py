@@ -115,7 +115,10 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
 
 def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> None:
     """Check a mapping with ``_target_``, and the mappings within it, against the signature of the target."""
+    from nemo_lowprec.plugins import LEVELS
+
     target = _located(path, node)
+    is_level = target in LEVELS.values()
     given = _arguments_of(node)
     for name in ("_args_", "_partial_"):  # Hydra's keys for positional arguments and for functools.partial
         if name in given:
@@ -136,7 +139,7 @@ def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> No
     for name, value in given.items():
         if value == "???":
             raise _missing(f"{path}.{name}")
-        if name not in names and not takes_more and target not in _levels():
+        if name not in names and not takes_more and not is_level:
             raise TypeError(
                 f"{path}.{name}: {target.__name__} got an unexpected keyword argument {name!r}.{nearest(name, names)}"
             )
@@ -149,7 +152,7 @@ def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> No
     for name in names:
         if complete and parameters[name].default is inspect.Parameter.empty and name not in given:
             raise _missing(f"{path}.{name}")
-    if target not in _levels():
+    if not is_level:
         check_arguments(target, plain, f"{path}.")
 
 
@@ -164,12 +167,6 @@ def _located(path: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{path}._target_={name!r} is no class or function.")
     return found  # type: ignore[no-any-return]
-
-
-def _levels() -> tuple[Any, ...]:
-    from nemo_lowprec.plugins import LEVELS
-
-    return tuple(LEVELS.values())
 
 
 def _arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
