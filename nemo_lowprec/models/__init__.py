@@ -5,8 +5,7 @@ causal_lm    CausalLM, any causal language model of transformers built from a co
 megatron_gpt MegatronGPT, Megatron-core's GPTModel of a Llama-family architecture
 megatron_llama, megatron_weights  the config of MegatronGPT, and its weights under transformers' names
 loss         next-token cross entropy in FP32, a slice of the tokens at a time
-schedule     linear warm-up, then cosine decay
-param_groups which parameters weight decay applies to
+optimizer    parameter groups of the weight decay, linear warm-up, then cosine decay
 throughput   tokens per second between two log steps
 export       a checkpoint's weights as safetensors that transformers loads
 saved_weights, cast  read and round the weights for export

@@ -17,9 +17,8 @@ from nemo_lowprec.checkpoint.torch_zip import check_file, reading
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.models.architecture import check_architecture
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
-from nemo_lowprec.models.param_groups import decay_groups
+from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_cosine
 from nemo_lowprec.models.presets import get_preset
-from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
 from nemo_lowprec.models.throughput import TokenRate, data_parallel_size
 
 __all__ = ["CausalLM"]
