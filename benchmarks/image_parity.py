@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.record import Record, arguments, earlier
-from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
+from nemo_lowprec.models.optimizer import default_warmup, warmup_cosine
 from nemo_lowprec.plugins import LEVELS
 
 BASELINE = "fp16_amp"

@@ -1,7 +1,7 @@
-"""Arguments checked against their annotations and ranges: one definition for Python, nemo_run and Hydra.
+"""Checks of arguments against their annotations and ranges, for Python, nemo_run and Hydra alike.
 
-A function's annotations say which types it takes; ``RANGES`` says, by the argument's name, which values. Numbers are
-finite, and an integer is no boolean, everywhere.
+The annotations of a function give the types of its arguments; ``RANGES`` gives the values, by the name of an argument.
+A number must be finite, and a boolean is no integer.
 """
 
 from __future__ import annotations
@@ -10,30 +10,20 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-__all__ = [
-    "MAX_VOCAB_SIZE",
-    "RANGES",
-    "AtLeast0",
-    "Seed",
-    "Text",
-    "check_arguments",
-    "check_value",
-    "checked",
-    "kinds_of",
-]
+__all__ = ["RANGES", "AtLeast0", "Seed", "Text", "check_arguments", "check_value", "checked"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MAX_VOCAB_SIZE = 2**24  # ids; the largest tokenizers in use have 2**18
 _RULES = ConfigDict(strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {}  # by the representation of the annotation
 
 
 def _not_blank(text: str) -> str:
@@ -56,7 +46,7 @@ def _loggers(value: Any) -> Any:
     return value
 
 
-Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # what NumPy's and Lightning's take
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # the range of NumPy's and Lightning's seeds
 AtLeast0 = Annotated[int, Ge(0)]
 AtLeast1 = Annotated[int, Ge(1)]
 NotNegative = Annotated[float, Ge(0)]
@@ -71,10 +61,10 @@ RANGES: dict[str, Any] = {
     "train_prefix": AnyPath,
     "validation_prefix": AnyPath,
     "text_field": Text,
-    "vocab_size": Annotated[int, Ge(1), Le(MAX_VOCAB_SIZE)],
+    "vocab_size": Annotated[int, Ge(1), Le(2**24)],  # the largest tokenizers in use have 2**18 ids
     "seq_length": AtLeast1,
     "micro_batch_size": AtLeast1,
-    "num_workers": Annotated[int, Ge(0), Le(256)],  # each is a process
+    "num_workers": Annotated[int, Ge(0), Le(256)],  # each worker is a process
     "seed": Seed,
     "validation_fraction": Annotated[float, Gt(0), Lt(1)],
     "validation_samples": AtLeast1,
@@ -86,7 +76,7 @@ RANGES: dict[str, Any] = {
     "min_lr": NotNegative,
     "weight_decay": Annotated[float, Ge(0), Le(1e4)],
     "betas": Annotated[tuple[_Beta, _Beta], "two numbers from 0 to below 1"],
-    "eps": Annotated[float, Ge(0), Le(1)],  # in FP32 a large one makes every step zero
+    "eps": Annotated[float, Ge(0), Le(1)],  # a large eps makes every FP32 step zero
     "warmup_steps": AtLeast0,
     "schedule_steps": AtLeast1,
     "attn_implementation": Text,
@@ -101,7 +91,7 @@ RANGES: dict[str, Any] = {
     "virtual_pipeline_model_parallel_size": AtLeast1,
     "context_parallel_size": AtLeast1,
     "expert_model_parallel_size": AtLeast1,
-    # of Lightning's Trainer, checkpoints and loggers, where Lightning itself takes anything
+    # Trainer, checkpoints and loggers, where Lightning itself checks nothing
     "accumulate_grad_batches": AtLeast1,
     "gradient_clip_val": NotNegative,
     "devices": Annotated[int, Ge(-1), Le(1024)] | str | list[AtLeast0],
@@ -127,11 +117,11 @@ RANGES: dict[str, Any] = {
 
 
 def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) -> Callable[P, R]:
-    """Decorate a function or a constructor: its arguments are checked before it runs.
+    """Decorate a function or a constructor, so that its arguments are checked before the call.
 
     Args:
-        function: what it takes beside keywords is annotated.
-        also: the function that its further keywords are for.
+        function: its annotated arguments are checked.
+        also: the function that gets the ``**keywords`` of ``function``; the annotations of ``also`` check them.
     """
     signature = inspect.signature(function)
     gathered = {name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD}
@@ -141,7 +131,7 @@ def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) ->
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
-            return function(*args, **kwargs)  # which says it in Python's own words
+            return function(*args, **kwargs)  # raises Python's own TypeError
         check_arguments(function, {n: v for n, v in given.items() if n not in gathered})
         if also is not None:
             check_arguments(also, {n: v for name in gathered for n, v in given.get(name, {}).items()})
@@ -151,17 +141,17 @@ def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) ->
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], prefix: str = "") -> None:
-    """Check the values of those of a function's arguments that have an annotation.
+    """Check the values of a function's annotated arguments.
 
     Args:
         function: a function or a class.
-        given: by name; what the function does not take is left to the function.
-        prefix: of the names in messages, such as ``"model."``.
+        given: values by the names of arguments; unknown names are ignored.
+        prefix: prefix of the names in messages, such as ``"model."``.
 
     Raises:
-        ValueError: the first value that an argument does not take, in one sentence.
+        ValueError: an argument does not take its value; the message is one sentence about the first such argument.
     """
-    kinds = kinds_of(function)
+    kinds = _kinds_of(function)
     for name, value in given.items():
         if name in kinds:
             check_value(prefix + name, value, kinds[name])
@@ -171,55 +161,35 @@ def check_value(name: str, value: Any, kind: Any) -> None:
     """Check one value.
 
     Raises:
-        ValueError: it is none of ``kind``, an annotation that may hold the constraints of ``annotated_types``.
+        ValueError: the value does not fit ``kind``, an annotation that may hold constraints of ``annotated_types``.
     """
-    adapter = _adapter(_Key(kind))
-    # Hydra and JSON know lists only.
+    key = repr(kind)  # some annotations do not hash
+    if key not in _ADAPTERS:
+        _ADAPTERS[key] = TypeAdapter(kind, config=_RULES)
+    # Hydra and JSON have lists and no tuples.
     read = tuple(value) if isinstance(value, list) and _takes_tuple(kind) else value
     try:
-        adapter.validate_python(read)
+        _ADAPTERS[key].validate_python(read)
     except ValidationError:
         raise ValueError(f"{name}={_short(value)} must be {_words(kind)}.") from None
 
 
-def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
+def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotations of a function's arguments, narrowed by ``RANGES``."""
     try:
         hints = get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
-    except (NameError, TypeError):  # of what is imported for type checking only
+    except (NameError, TypeError):  # an annotation that is imported for type checking only
         return {}
     signature = inspect.signature(function)
-    hints |= {n: p.annotation for n, p in signature.parameters.items() if n not in hints and _is_kind(p.annotation)}
-    names = [n for n, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return {name: _narrowed(name, hints[name]) for name in names if name in hints}
-
-
-def _is_kind(annotation: Any) -> bool:
-    return annotation is not inspect.Parameter.empty and not isinstance(annotation, str)
-
-
-def _narrowed(name: str, hint: Any) -> Any:
-    if name not in RANGES:
-        return hint
-    return RANGES[name] | None if type(None) in get_args(hint) else RANGES[name]
-
-
-class _Key:
-    """An annotation as a key of a cache: some do not hash."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-    def __hash__(self) -> int:
-        return hash(repr(self.kind))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (self.kind is other.kind or repr(self.kind) == repr(other.kind))
-
-
-@lru_cache(maxsize=512)
-def _adapter(key: _Key) -> TypeAdapter[Any]:
-    return TypeAdapter(key.kind, config=_RULES)
+    kinds = {}
+    for name, parameter in signature.parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        gathers = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if gathers or isinstance(hint, str) or hint is parameter.empty:
+            continue
+        kind = RANGES.get(name, hint)
+        kinds[name] = kind | None if type(None) in get_args(hint) else kind
+    return kinds
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
@@ -251,7 +221,7 @@ _NAMES: dict[Any, str] = {
 
 
 def _words(kind: Any) -> str:
-    """What a value of ``kind`` is, for people."""
+    """``kind`` in words for a message, such as "an integer of at least 1"."""
     members = _members(kind)
     if len(members) > 1:
         words = dict.fromkeys(_words(m) for m in members)
@@ -273,7 +243,7 @@ def _annotated(plain: Any, *limits: Any) -> str:
     for limit in limits:
         if isinstance(limit, str):
             return limit
-    noun = "an integer" if plain is int else "a number"
+    noun, finite = ("an integer", "") if plain is int else ("a number", ", finite")
     bounds = {type(limit).__name__: getattr(limit, type(limit).__name__.lower()) for limit in limits}
     if "Gt" in bounds and "Lt" in bounds:
         return f"{noun} that lies between {bounds['Gt']} and {bounds['Lt']}"
@@ -282,9 +252,6 @@ def _annotated(plain: Any, *limits: Any) -> str:
         return f"{noun} from {bounds['Ge']} to {'2**32 - 1' if high == 2**32 - 1 else high}"
     if "Gt" in bounds and "Le" in bounds:
         return f"{noun} greater than {bounds['Gt']} and at most {bounds['Le']:g}"
-    finite = "" if plain is int else ", finite"
-    return (
-        f"{noun} greater than {bounds['Gt']}{finite}"
-        if "Gt" in bounds
-        else f"{noun} of at least {bounds['Ge']}{finite}"
-    )
+    if "Gt" in bounds:
+        return f"{noun} greater than {bounds['Gt']}{finite}"
+    return f"{noun} of at least {bounds['Ge']}{finite}"

@@ -1,34 +1,37 @@
-"""The precision chart: one row a level, one column a decision.
+"""The precision chart: one row for each level, one column for each decision.
 
-Every face of the project (plugins, nemo_run factories, the Hydra group, the README's table, ``audit``) is read
-from ``CHART``. To add a level, add a row here; a recipe of scaling that no row has yet also needs its numerics in
+The plugins, the nemo_run factories, the Hydra group, the README's table and ``audit`` are all made from ``CHART``. A
+new level is a new row. A level that scales GEMM operands in a new way also needs the numerics of that scaling in
 ``formats/``.
 
-The first five rows are the chart of MS-AMP's documentation, the others NeMo's mixed-precision recipes.
+The first five rows are the chart of MS-AMP's documentation. The other rows are NeMo's mixed-precision recipes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 __all__ = ["CHART", "COLUMNS", "PrecisionLevel", "get_level"]
 
-Format = Literal["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+Compute = Literal["fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
+Stored = Literal["fp32", "fp16", "bf16", "fp8"]
+Half = Literal["bf16", "fp16"]
 Scaling = Literal["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionLevel:
     """One row of the chart.
 
-    The columns hold for the weights of converted layers; ``rest`` is the format of every other parameter (norms,
-    biases, embeddings, the head). Optimizer states and communication cover all parameters.
+    The columns describe the weights of converted layers. ``rest`` is the format of every other parameter (norms,
+    biases, embeddings, the head). Optimizer states and Comm cover all parameters.
 
     Attributes:
-        name: the level's name on every face.
+        name: the level's name in Python, in YAML and on the command line.
+        summary: one line for the start-up table and ``--help``.
         compute: column Computation (GEMM).
-        comm: column Comm, the format of gradients on the wire.
+        comm: column Comm, the format of gradients between processes.
         weight: column Weight.
         master_weight: column Master weight; None where the weight is the only copy.
         weight_grad: column Weight gradient, as stored between backward and step.
@@ -38,24 +41,23 @@ class PrecisionLevel:
         autocast: half format of the forward pass outside the low-precision GEMMs.
         scaling: how low-precision GEMM operands are scaled; None without low-precision GEMMs.
         fp8_params: whether weights may be stored in FP8 on request (NeMo's ``fp8_params``).
-        summary: one line for the start-up table and ``--help``.
         half: whether the half format may be chosen (``half="fp16"``).
     """
 
     name: str
-    compute: Format
-    comm: Format
-    weight: Format
-    master_weight: Format | None
-    weight_grad: Format
-    optimizer_states: tuple[Format, Format]
-    rest: Format
-    autocast: Literal["bf16", "fp16"]
     summary: str
+    compute: Compute
+    comm: Stored
+    weight: Stored
+    master_weight: Stored | None = None
+    weight_grad: Stored
+    optimizer_states: tuple[Stored, Stored]
+    rest: Stored
+    vectors: Stored | None = None
+    autocast: Half
     scaling: Scaling | None = None
     fp8_params: bool = False
     half: bool = False
-    vectors: Format | None = None
 
     @property
     def has_fp8(self) -> bool:
@@ -64,21 +66,47 @@ class PrecisionLevel:
 
     @property
     def has_loss_scale(self) -> bool:
-        """Whether gradients may leave FP16's range, so that the loss is scaled."""
+        """Whether gradients may overflow FP16, so that the loss is scaled."""
         return self.autocast == "fp16"
 
     @property
     def has_half_weights(self) -> bool:
-        """Whether parameters are stored below FP32: as half copies of FP32 masters, or without (``is_low_bit``)."""
+        """Whether parameters are stored in less than 32 bits, with FP32 masters or without masters (``is_low_bit``)."""
         return self.rest != "fp32"
 
     @property
     def is_low_bit(self) -> bool:
-        """Whether weights take their updates in 16 bits, with FP8 gradients and an optimizer of this package."""
+        """Whether gradients are stored in FP8 and an optimizer of this package updates the weights in 16 bits."""
         return self.weight_grad == "fp8"
 
+    def validate(self) -> PrecisionLevel:
+        """Check the columns of this row one by one, and return the row.
+
+        Raises:
+            ValueError: a value that its column does not have; the message names the column.
+        """
+        low_precision = {"fp8": ("delayed", "current", "blockwise"), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
+        stored = get_args(Stored)
+        columns: dict[str, tuple[str | None, ...]] = {
+            "compute": get_args(Compute),
+            **dict.fromkeys(("comm", "weight", "weight_grad", "optimizer_states", "rest"), stored),
+            **dict.fromkeys(("master_weight", "vectors"), (None, *stored)),
+            "autocast": get_args(Half),
+            "scaling": low_precision.get(self.compute, (None,)),
+        }
+        if len(self.optimizer_states) != 2:
+            raise ValueError(f"optimizer_states={self.optimizer_states!r} must be two formats, one for each moment.")
+        for column, choices in columns.items():
+            value = getattr(self, column)
+            for part in value if column == "optimizer_states" else (value,):
+                if part not in choices:
+                    of = f" with compute={self.compute!r}" if column == "scaling" else ""
+                    known = ", ".join(map(str, choices))
+                    raise ValueError(f"{column}={value!r} of the row {self.name!r} must be one of: {known}{of}.")
+        return self
+
     def with_half(self, half: str) -> PrecisionLevel:
-        """The row with another half format outside the low-precision GEMMs.
+        """The same row with ``half`` as the format outside the low-precision GEMMs.
 
         Raises:
             ValueError: ``half`` is neither bf16 nor fp16.
@@ -88,7 +116,11 @@ class PrecisionLevel:
         return self if half == self.autocast else replace(self, autocast=half)  # type: ignore[arg-type]
 
     def columns(self, fp8_params: bool | None = None) -> dict[str, str]:
-        """The row as the chart prints it: column title to cell; for one choice of ``fp8_params`` where it is given."""
+        """The cells of the row by the titles of their columns.
+
+        Args:
+            fp8_params: the choice of a run; None: the cell names both.
+        """
         weight = self.weight.upper()
         if self.fp8_params and fp8_params is not False:
             weight = "FP8" if fp8_params else f"{weight}, FP8 with fp8_params"
@@ -103,64 +135,79 @@ class PrecisionLevel:
         }
 
 
-def _mixed_bf16(name: str, compute: Format, scaling: Scaling | None, summary: str, fp8_params: bool = False):
-    return PrecisionLevel(
-        name, compute, "fp32", "bf16", "fp32", "fp32", ("fp32", "fp32"), "bf16", "bf16", summary, scaling, fp8_params
-    )
-
-
-def _msamp(name: str, weight: Format, master: Format | None, states: tuple[Format, Format], summary: str):
-    return PrecisionLevel(
-        name, "fp8", "fp8", weight, master, "fp8", states, "fp16", "bf16", summary, "delayed", half=True, vectors="fp32"
-    )
-
-
+# A row that resembles another one is that row with the columns in which the two differ.
+# fmt: off
+_FP16_AMP = PrecisionLevel(
+    name="fp16_amp", summary="FP16 automatic mixed precision: FP32 weights, FP16 GEMMs, loss scaling",
+    compute="fp16", comm="fp32", weight="fp32", weight_grad="fp32", optimizer_states=("fp32", "fp32"),
+    rest="fp32", autocast="fp16",
+)
+_TE_FP8 = replace(
+    _FP16_AMP, name="te_fp8", summary="Transformer Engine: FP32 weights, FP8 GEMMs with delayed scaling",
+    compute="fp8", scaling="delayed", autocast="bf16",
+)
+_MSAMP_O1 = PrecisionLevel(
+    name="msamp_o1", summary="MS-AMP O1: FP16 weights, FP8 gradients and communication",
+    compute="fp8", comm="fp8", weight="fp16", weight_grad="fp8", optimizer_states=("fp32", "fp32"),
+    rest="fp16", vectors="fp32", autocast="bf16", scaling="delayed", half=True,
+)
+_MSAMP_O2 = replace(
+    _MSAMP_O1, name="msamp_o2", summary="MS-AMP O2: O1 with FP8 and FP16 optimizer states",
+    optimizer_states=("fp8", "fp16"),
+)
+_MSAMP_O3 = replace(
+    _MSAMP_O2, name="msamp_o3", summary="MS-AMP O3: O2 with FP8 weights and FP16 masters",
+    weight="fp8", master_weight="fp16",
+)
+_FP16_MIXED = PrecisionLevel(
+    name="fp16_mixed", summary="NeMo FP16 mixed: FP16 weights and gradients, FP32 masters, loss scaling",
+    compute="fp16", comm="fp16", weight="fp16", master_weight="fp32", weight_grad="fp16",
+    optimizer_states=("fp32", "fp32"), rest="fp16", autocast="fp16",
+)
+_BF16_MIXED = PrecisionLevel(
+    name="bf16_mixed", summary="NeMo BF16 mixed: BF16 weights, FP32 masters and gradients",
+    compute="bf16", comm="fp32", weight="bf16", master_weight="fp32", weight_grad="fp32",
+    optimizer_states=("fp32", "fp32"), rest="bf16", autocast="bf16",
+)
+_BF16_WITH_FP8_MIXED = replace(
+    _BF16_MIXED, name="bf16_with_fp8_mixed", summary="NeMo BF16 mixed with FP8 GEMMs, delayed scaling",
+    compute="fp8", scaling="delayed", fp8_params=True,
+)
+_FP16_WITH_FP8_MIXED = replace(
+    _FP16_MIXED, name="fp16_with_fp8_mixed", summary="NeMo FP16 mixed with FP8 GEMMs, delayed scaling",
+    compute="fp8", scaling="delayed", fp8_params=True,
+)
+_CURRENT_SCALING = replace(
+    _BF16_WITH_FP8_MIXED, name="bf16_with_fp8_current_scaling_mixed",
+    summary="BF16 mixed with FP8 GEMMs, per-tensor current scaling", scaling="current",
+)
+_SUBCHANNEL_SCALING = replace(
+    _BF16_MIXED, name="bf16_with_fp8_subchannel_scaling_mixed",
+    summary="BF16 mixed with FP8 GEMMs, scales per 1x128 and 128x128 block", compute="fp8", scaling="blockwise",
+)
+_MXFP8 = replace(
+    _BF16_MIXED, name="bf16_with_mxfp8_mixed", summary="BF16 mixed with MXFP8 GEMMs (Blackwell)",
+    compute="mxfp8", scaling="mxfp8",
+)
+_NVFP4 = replace(
+    _BF16_MIXED, name="bf16_with_nvfp4_mixed", summary="BF16 mixed with NVFP4 GEMMs (Blackwell)",
+    compute="nvfp4", scaling="nvfp4",
+)
 _ROWS = (
-    PrecisionLevel(
-        "fp16_amp", "fp16", "fp32", "fp32", None, "fp32", ("fp32", "fp32"), "fp32", "fp16",
-        "FP16 automatic mixed precision: FP32 weights, FP16 GEMMs, loss scaling",
-    ),
-    PrecisionLevel(
-        "te_fp8", "fp8", "fp32", "fp32", None, "fp32", ("fp32", "fp32"), "fp32", "bf16",
-        "Transformer Engine: FP32 weights, FP8 GEMMs with delayed scaling", "delayed",
-    ),
-    _msamp("msamp_o1", "fp16", None, ("fp32", "fp32"), "MS-AMP O1: FP16 weights, FP8 gradients and communication"),
-    _msamp("msamp_o2", "fp16", None, ("fp8", "fp16"), "MS-AMP O2: O1 with FP8 and FP16 optimizer states"),
-    _msamp("msamp_o3", "fp8", "fp16", ("fp8", "fp16"), "MS-AMP O3: O2 with FP8 weights and FP16 masters"),
-    PrecisionLevel(
-        "fp16_mixed", "fp16", "fp16", "fp16", "fp32", "fp16", ("fp32", "fp32"), "fp16", "fp16",
-        "NeMo FP16 mixed: FP16 weights and gradients, FP32 masters, loss scaling",
-    ),
-    _mixed_bf16("bf16_mixed", "bf16", None, "NeMo BF16 mixed: BF16 weights, FP32 masters and gradients"),
-    _mixed_bf16(
-        "bf16_with_fp8_mixed", "fp8", "delayed",
-        "NeMo BF16 mixed with FP8 GEMMs, delayed scaling", fp8_params=True,
-    ),
-    PrecisionLevel(
-        "fp16_with_fp8_mixed", "fp8", "fp16", "fp16", "fp32", "fp16", ("fp32", "fp32"), "fp16", "fp16",
-        "NeMo FP16 mixed with FP8 GEMMs, delayed scaling", "delayed", fp8_params=True,
-    ),
-    _mixed_bf16(
-        "bf16_with_fp8_current_scaling_mixed", "fp8", "current",
-        "BF16 mixed with FP8 GEMMs, per-tensor current scaling", fp8_params=True,
-    ),
-    _mixed_bf16(
-        "bf16_with_fp8_subchannel_scaling_mixed", "fp8", "blockwise",
-        "BF16 mixed with FP8 GEMMs, scales per 1x128 and 128x128 block",
-    ),
-    _mixed_bf16("bf16_with_mxfp8_mixed", "mxfp8", "mxfp8", "BF16 mixed with MXFP8 GEMMs (Blackwell)"),
-    _mixed_bf16("bf16_with_nvfp4_mixed", "nvfp4", "nvfp4", "BF16 mixed with NVFP4 GEMMs (Blackwell)"),
-)  # fmt: skip
+    _FP16_AMP, _TE_FP8, _MSAMP_O1, _MSAMP_O2, _MSAMP_O3, _FP16_MIXED, _BF16_MIXED, _BF16_WITH_FP8_MIXED,
+    _FP16_WITH_FP8_MIXED, _CURRENT_SCALING, _SUBCHANNEL_SCALING, _MXFP8, _NVFP4,
+)
+# fmt: on
 
 CHART: dict[str, PrecisionLevel] = {row.name: row for row in _ROWS}
 COLUMNS: tuple[str, ...] = tuple(_ROWS[0].columns())
 
 
 def get_level(name: str) -> PrecisionLevel:
-    """Return a row that can be trained with.
+    """Return the row of a level.
 
     Raises:
-        ValueError: the name is no row of the chart.
+        ValueError: no row has the name.
     """
     if not isinstance(name, str) or name not in CHART:
         raise ValueError(f"Unknown precision level {name!r}. Choose one of: {', '.join(CHART)}.")

@@ -1,4 +1,4 @@
-"""Checks of a Trainer's values that Lightning takes without a word."""
+"""Checks of a Trainer's values that Lightning does not check."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nemo_lowprec.arguments import RANGES, check_value
 
 __all__ = ["check_processes", "check_trainer"]
 
-_PROCESSES_OF_A_CPU = 8  # whatever the number of its cores: a run on many processes can be tried out so
+_PROCESSES_OF_A_CPU = 8  # allowed on any CPU, so that a run with many processes can be tried out
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Check what Lightning's Trainer takes without a word.
+    """Check the values of a Trainer that Lightning does not check.
 
     Raises:
-        ValueError: a value that means nothing, or more processes than the machine can run.
+        ValueError: a value without a meaning, or more processes than the machine can run.
     """
     for name in ("accumulate_grad_batches", "gradient_clip_val", "log_every_n_steps"):
         kind = RANGES[name]
@@ -30,31 +30,26 @@ def check_trainer(trainer: Trainer) -> None:
     for name in ("max_steps", "max_epochs", "limit_train_batches"):
         if getattr(trainer, name) == 0:
             raise ValueError(f"{name}=0 trains nothing: leave it out, or set at least 1.")
-    if trainer.num_nodes > 1 and isinstance(_environment(trainer), LightningEnvironment):
-        there = {"MASTER_ADDR", "NODE_RANK"} & os.environ.keys()
-        if not there:
-            raise ValueError(
-                f"num_nodes={trainer.num_nodes}: nothing says where the other machines are, and this one would wait "
-                "for them. Start the run on each with torchrun, or under SLURM."
-            )
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    says_where = not isinstance(environment, LightningEnvironment) or {"MASTER_ADDR", "NODE_RANK"} & os.environ.keys()
+    if trainer.num_nodes > 1 and not says_where:
+        raise ValueError(
+            f"num_nodes={trainer.num_nodes}: nothing says where the other machines are, and this one would wait for "
+            "them. Start the run on each with torchrun, or under SLURM."
+        )
     check_processes(trainer.num_devices, trainer.num_nodes, trainer.accelerator, ("devices", "num_nodes"))
 
 
-def _environment(trainer: Trainer) -> Any:
-    return getattr(trainer.strategy, "cluster_environment", None)
-
-
 def check_processes(devices: Any, nodes: Any, accelerator: Any, names: tuple[str, str] = ("devices", "nodes")) -> None:
-    """Check how many processes a run starts.
+    """Check the number of processes that a run starts.
 
     Args:
-        devices: the Trainer's argument.
-        nodes: the Trainer's argument.
-        accelerator: its name, or Lightning's object.
-        names: of the first two in messages.
+        devices, nodes: the Trainer's arguments.
+        accelerator: the name of an accelerator, or Lightning's object.
+        names: the names of ``devices`` and ``nodes`` in messages.
 
     Raises:
-        ValueError: none, or more on a machine's CPU than it has a use for.
+        ValueError: no process, or more processes than the machine's CPU can run.
     """
     if nodes is not None:
         check_value(names[1], nodes, RANGES["num_nodes"])

@@ -1,8 +1,8 @@
-"""The command ``nemo-lowprec``: one subcommand a thing that people do.
+"""The command ``nemo-lowprec`` and its subcommands.
 
-A mistake in the input, or a machine that cannot do it, is one sentence on stderr and exit status 2.
-``NEMO_LOWPREC_TRACEBACK=1`` shows where it came from. To add a subcommand, write a function that takes the rest of the
-command line and list it in ``_COMMANDS``.
+A mistake in the input, or a machine that cannot run the command, is one sentence on stderr and exit status 2.
+``NEMO_LOWPREC_TRACEBACK=1`` shows the traceback of the error. To add a subcommand, write a function that takes the rest
+of the command line and list the function in ``_COMMANDS``.
 """
 
 from __future__ import annotations
@@ -130,13 +130,8 @@ def _check_exists(path: str | None) -> None:
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "pretrain": _pretrain,
-    "run": _run,
-    "prepare-data": _prepare_data,
-    "audit": _audit,
-    "plan": _plan,
-    "export": _export,
-    "levels": _levels,
+    command.__name__[1:].replace("_", "-"): command
+    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _export, _levels)
 }
 
 
@@ -154,10 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version, and those of what it needs")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
-        # The subcommand reads its own --help: Hydra and nemo_run have one, too.
+        # A subcommand reads its own --help, because Hydra and nemo_run have a --help, too.
         commands.add_parser(name, help=_summary(command), add_help=False, prefix_chars="\0")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    # Only the first word is ours; the rest may be any Hydra override, which argparse must not interpret.
+    # argparse reads the first word only: the other words may be Hydra overrides, which argparse must not interpret.
     chosen = parser.parse_args(arguments[:1]).command
     try:
         with quiet():
@@ -186,9 +181,9 @@ class _Version(argparse.Action):
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Whether an exception is a sentence about the input or the machine: ours, or Lightning's about its Trainer.
+    """Whether an exception is a sentence about the input or the machine, from this package or from Lightning's Trainer.
 
-    One that comes out of torch is a defect, and its traceback is what helps.
+    An exception that torch raises is a defect, and its traceback is shown.
     """
     if type(error).__name__ == "MisconfigurationException":
         return True

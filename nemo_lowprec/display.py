@@ -1,4 +1,4 @@
-"""What ``pretrain`` shows of a run in place of Lightning's model summary and epoch count."""
+"""The progress bar and the start-up table of ``pretrain``, in place of Lightning's model summary and epoch count."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["own_display"]
 
 
 class _ProgressBar(RichProgressBar):
-    """Lightning's progress bar for a run whose end is a number of steps."""
+    """Lightning's progress bar for a run that ends after a number of steps."""
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
         if self.trainer.max_epochs != -1:
             return super()._get_train_description(current_epoch)
-        # Lightning would write "Epoch 0/-2" (seen in 2.6). As wide as the bar below, which else would move this one.
+        # Lightning would write "Epoch 0/-2" (seen in 2.6). Padded to the width of the validation bar's description, so
+        # that both bars start in one column.
         return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
     @property
@@ -30,8 +31,8 @@ class _ProgressBar(RichProgressBar):
         trainer = self.trainer
         if trainer.max_epochs != -1 or trainer.max_steps < 0:
             return super().total_train_batches
-        # Lightning takes a step for one batch, and forgets the batches before a resume in mid-epoch. The first bar of a
-        # run is made after them; where there is one already, an epoch begins.
+        # Lightning counts one batch for a step, and no batches before a resume in mid-epoch. A resumed run makes its
+        # first bar after those batches; a bar that exists already is at the beginning of an epoch.
         done = 0 if self.train_progress_bar_id is not None else trainer.fit_loop.batch_idx + 1
         left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         return min(trainer.num_training_batches, done + left)
@@ -39,11 +40,11 @@ class _ProgressBar(RichProgressBar):
 
 @contextmanager
 def own_display(trainer: Trainer) -> Iterator[None]:
-    """Have a fit of ``trainer`` show our start-up table alone, and count epochs only where there is a last one.
+    """Make a fit of ``trainer`` show this package's start-up table, and count epochs only where ``max_epochs`` is set.
 
-    The model summary that every Trainer has is left out at a level of this package: a model that is one module is one
-    line of it, and its FLOPs are 0 without an example input. A summary of another depth stays, as does any progress
-    bar but Lightning's own.
+    At a level of this package Lightning's default model summary is left out: a model of one module is one line of the
+    summary, and its FLOPs are 0 without an example input. A summary of another depth stays, and a progress bar of
+    another class than Lightning's stays.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     ours = isinstance(trainer.precision_plugin, LowPrecision)

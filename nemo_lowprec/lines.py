@@ -1,14 +1,19 @@
-"""Text in lines of at most 80 characters: prose, pairs of a name and a value, and lists of layer names.
+"""Text in lines of at most 80 characters: prose, pairs of a name and a value, help pages, lists of layer names.
 
-Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot.
+Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot. The last
+functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception.
 """
 
 from __future__ import annotations
 
+import difflib
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["WIDTH", "name_lines", "pair_lines", "text_lines"]
+__all__ = [
+    *("WIDTH", "help_page", "name_lines", "pair_lines", "text_lines"),
+    *("abbreviate", "did_you_mean", "nearest", "one_line"),
+]
 
 WIDTH = 80
 
@@ -17,8 +22,9 @@ def text_lines(text: str, indent: int = 0, hanging: int | None = None) -> list[s
     """``text`` broken at spaces only; a word longer than a line has a line of its own.
 
     Args:
+        text: one paragraph.
         indent: spaces before the first line.
-        hanging: spaces before the others; None: as the first.
+        hanging: spaces before the other lines; None: ``indent``.
     """
     return textwrap.wrap(
         text,
@@ -30,14 +36,19 @@ def text_lines(text: str, indent: int = 0, hanging: int | None = None) -> list[s
     )
 
 
-def pair_lines(pairs: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:
-    """One line for each name and value, the values below each other.
+def pair_lines(pairs: Iterable[tuple[str, str]], indent: int = 2, gap: int = 3) -> list[str]:
+    """One line for each name and value, with the values in one column.
 
-    A value that is too long for the rest of the line goes on below; where one word of it is too long (a path), it
-    starts on the next line, so that it can be copied whole.
+    A long value continues on the next lines of the column. A value with a word that is longer than the column (a path)
+    starts on a line of its own, so that the word can be copied whole.
+
+    Args:
+        pairs: (name, value).
+        indent: spaces before the names.
+        gap: spaces between the longest name and the values.
     """
     pairs = list(pairs)
-    column = indent + max((len(name) for name, _ in pairs), default=0) + 3
+    column = indent + max((len(name) for name, _ in pairs), default=0) + gap
     lines = []
     for name, value in pairs:
         start = " " * indent + name
@@ -49,8 +60,23 @@ def pair_lines(pairs: Iterable[tuple[str, str]], indent: int = 2) -> list[str]:
     return lines
 
 
+def help_page(usage: str, about: str, tables: Mapping[str, Mapping[str, str]], examples: Iterable[str]) -> str:
+    """The text of a command's ``--help``.
+
+    Args:
+        usage: the command line.
+        about: one paragraph.
+        tables: for each title the words of the command line and their meanings.
+        examples: command lines.
+    """
+    lines = [f"usage: {usage}", "", *text_lines(about)]
+    for title, table in tables.items():
+        lines += ["", f"{title}:", *pair_lines(table.items(), gap=2)]
+    return "\n".join([*lines, "", "examples:", *(f"  {example}" for example in examples)])
+
+
 def name_lines(names: Sequence[str], indent: int) -> list[str]:
-    """Names of layers with commas between them, in lines that are ``indent`` spaces in.
+    """Names of layers with commas between them, in lines indented by ``indent`` spaces.
 
     A line ends behind a comma, or behind a dot of a name that is longer than a line.
     """
@@ -71,3 +97,28 @@ def name_lines(names: Sequence[str], indent: int) -> list[str]:
                 lines.append("")
             lines[-1] += part
     return [" " * indent + line for line in lines if line]
+
+
+def abbreviate(names: Iterable[str]) -> str:
+    """The first three names, with commas between them, and the number of the others."""
+    names = list(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def one_line(error: BaseException) -> str:
+    """The text of another library's exception in one line, with the class of the exception where the text needs it."""
+    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
+    return text if told and text else f"{type(error).__name__}: {text}"
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A blank and the question "Did you mean ...?" about the most similar known name; empty where none is similar."""
+    found = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``did_you_mean``, or a sentence that lists the known names (without a leading ``_``) where no name is similar."""
+    known = [k for k in known if not k.startswith("_")]
+    return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."

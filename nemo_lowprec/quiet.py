@@ -1,8 +1,8 @@
-"""Messages of other libraries that tell a user of our commands nothing, and that would make a newcomer worry.
+"""Hides messages of other libraries that tell a user of this package's commands nothing and worry a newcomer.
 
-The commands of ``nemo-lowprec`` and ``pretrain`` leave them out while they run. Nothing else does: what a user's own
-program shows is the program's choice. A message is left out by its text and its source, so that a new one is seen.
-Warnings of this package are shown without the line of code that they come from.
+Only the commands of ``nemo-lowprec`` and ``pretrain`` hide messages, while they run; a user's own program shows all
+messages. A message is hidden by its text and its source, so that a new message is seen. Warnings of this package are
+shown without their line of code.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["LOGGED", "WARNED", "Noise", "quiet"]
 
 
 class Noise(NamedTuple):
-    """One message.
+    """One hidden message.
 
     Attributes:
-        source: module that warns, as its file is named; or logger.
+        source: the module that warns, or the logger.
         text: regular expression for the beginning of the message.
-        why: it is of no use.
+        why: the reason why the message does not help.
     """
 
     source: str
@@ -38,7 +38,7 @@ WARNED = (
     Noise(
         "lightning.pytorch.utilities._pytree",
         re.escape("`isinstance(treespec, LeafSpec)` is deprecated"),
-        "Lightning 2.6 calls torch 2.11 or later by an old name. Theirs to change; nothing differs.",
+        "Lightning 2.6 calls torch 2.11 or later by an old name, to the same effect.",
     ),
     Noise(
         "lightning.pytorch.trainer.connectors.logger_connector.result",
@@ -48,7 +48,7 @@ WARNED = (
     Noise(
         "lightning.pytorch.callbacks.model_checkpoint",
         "The dirpath has changed from ",
-        "A resumed run of ours writes to a folder of its own, and its best checkpoint is the best of that run.",
+        "A resumed run writes to a folder of its own, and its best checkpoint is the best of that run.",
     ),
     Noise(
         "lightning.pytorch.trainer.connectors.data_connector",
@@ -58,29 +58,26 @@ WARNED = (
     Noise(
         "megatron.core",
         r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back to ",
-        "Megatron-core warns when it is imported, whatever it is imported for; training on it checks what it needs.",
+        "Megatron-core warns at every import; MegatronStrategy checks the packages that training needs.",
     ),
 )
 
+_RANK_ZERO = "lightning.pytorch.utilities.rank_zero"
 LOGGED = (
-    Noise("lightning.pytorch.utilities.rank_zero", "💡 Tip: ", "An advertisement of another product."),
-    Noise("lightning.pytorch.utilities.rank_zero", "TPU available: False", "No level runs on one."),
+    Noise(_RANK_ZERO, "💡 Tip: ", "An advertisement of another product."),
+    Noise(_RANK_ZERO, "TPU available: False", "No level runs on a TPU."),
     Noise(
-        "lightning.pytorch.utilities.rank_zero",
+        _RANK_ZERO,
         r"You are using a CUDA device \(.*\) that has Tensor Cores",
-        "Advice for matrices in FP32. Those of a level are multiplied in FP8 or half precision, on Tensor Cores.",
+        "Advice for FP32 GEMMs. The GEMMs of a level run in FP8 or half precision, on Tensor Cores.",
     ),
-    Noise(
-        "lightning.pytorch.utilities.rank_zero",
-        re.escape("`Trainer.fit` stopped: `max_steps="),
-        "The end that was asked for. The steps are in the result.",
-    ),
+    Noise(_RANK_ZERO, re.escape("`Trainer.fit` stopped: `max_steps="), "The end that the user asked for."),
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave the messages above out, and show our own warnings as sentences; all is as before when the context ends."""
+    """Hide the messages above and show this package's warnings as sentences, while the context lasts."""
     of_others = warnings.formatwarning
 
     def form(message: Warning | str, category: type[Warning], filename: str, *place: Any, **options: Any) -> str:
@@ -88,7 +85,7 @@ def quiet() -> Iterator[None]:
             return "\n".join(text_lines(f"Warning: {message}", hanging=2)) + "\n"
         return of_others(message, category, filename, *place, **options)
 
-    # Where pytorch_lightning is imported, too, both log by the name of the one that came last.
+    # With pytorch_lightning imported as well, both packages log under the name of the package imported last.
     logs = [
         (logging.getLogger(source), _Filter(noise.text))
         for noise in LOGGED

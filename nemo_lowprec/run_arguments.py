@@ -1,8 +1,8 @@
-"""The command line of ``nemo-lowprec run``, before nemo_run reads it.
+"""The command line of ``nemo-lowprec run``, checked before nemo_run reads it.
 
-nemo_run and what the recipes are made of take seconds to import, so that nothing here imports any of it: ``--help`` and
-the names that can be known without a recipe (options, recipes, levels and their arguments) are answered at once.
-``nemo_lowprec.recipes.names`` checks the others.
+nemo_run, Lightning and torch take seconds to import, and this file imports none of them. So ``--help`` and mistakes in
+options, recipes, levels and the arguments of levels are answered at once. ``nemo_lowprec.recipes.names`` checks the
+names that only a recipe knows.
 """
 
 from __future__ import annotations
@@ -10,37 +10,21 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
-from nemo_lowprec.nearest import did_you_mean, nearest
-from nemo_lowprec.options import option_defaults, parse_options
+from nemo_lowprec.lines import did_you_mean, help_page, nearest
+from nemo_lowprec.options import check_option, option_defaults
 
 __all__ = [
-    "DEFAULT_RECIPE",
-    "FLAGS",
-    "RECIPES",
-    "RECIPE_ARGUMENTS",
-    "SETTINGS",
-    "VALUED",
-    "RunLine",
-    "arguments_of_recipes",
-    "check_level",
-    "check_level_argument",
-    "check_recipe",
-    "check_run_arguments",
-    "check_terminal",
-    "read_run_arguments",
-    "run_help",
-    "split_call",
-    "split_setting",
+    *("DEFAULT_RECIPE", "RECIPES", "arguments_of_recipes", "check_level", "check_level_argument", "check_recipe"),
+    *("check_run_arguments", "check_terminal", "run_help", "split_call", "split_setting"),
 ]
 
-# name: level it starts with, and what it is
+# each recipe's level and summary
 RECIPES = {
     "tiny": ("bf16_with_fp8_mixed", "1.3 M parameters, 200 steps: a minute on two CPU cores"),
     "llama32_1b": ("bf16_mixed", "Llama 3.2 1B on one GPU"),
@@ -52,7 +36,7 @@ RECIPES = {
 }
 DEFAULT_RECIPE = "tiny"
 RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps")
-# arguments of the recipes' model, data and Trainer that the files of the Hydra groups do not list
+# arguments of the recipes' model, data and Trainer that are in no file of the Hydra groups
 _NOT_LISTED = {
     "model": {"model_type"},
     "data": set(),
@@ -62,16 +46,10 @@ _NOT_LISTED = {
 }
 SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
 
-# nemo_run's options, with a value and without
+# nemo_run's options with a value, by their long and short names, and its options without a value
 VALUED = {
-    "--name": "-n",
-    "--factory": "-f",
-    "--load": "-l",
-    "--yaml": "",
-    "--rich-theme": "",
-    "--to-yaml": "",
-    "--to-toml": "",
-    "--to-json": "",
+    **{"--name": "-n", "--factory": "-f", "--load": "-l"},
+    **dict.fromkeys(("--yaml", "--rich-theme", "--to-yaml", "--to-toml", "--to-json"), ""),
 }
 _YES = {"--yes", "--no-confirm", "-y"}
 _ASKS_NOTHING = _YES | {"--dryrun", "--repl", "-r", "--to-yaml", "--to-toml", "--to-json", "--help"}
@@ -85,25 +63,25 @@ _PLUGINS = "trainer.plugins"
 
 
 @dataclass
-class RunLine:
-    """What is on a command line: options by their long name (flags with an empty value), and settings in order."""
+class _RunLine:
+    """A command line: options by their long names (flags with an empty value), and settings in order."""
 
     options: dict[str, str] = field(default_factory=dict)
     settings: list[tuple[str, str]] = field(default_factory=list)
 
 
 def check_run_arguments(arguments: Sequence[str]) -> None:
-    """Check what can be known of ``nemo-lowprec run``'s arguments without nemo_run.
+    """Check the arguments of ``nemo-lowprec run`` as far as possible without nemo_run.
 
     Args:
         arguments: without the program's name and without ``run``.
 
     Raises:
-        ValueError: an unknown recipe or level, a word that is no setting, a setting that a later one replaces, or a
-            question to come that nobody could answer.
+        ValueError: an unknown recipe or level, a word that is no setting, a setting that a later setting replaces, or
+            a question that nobody could answer without a terminal.
         TypeError: an unknown option, setting, or argument of a recipe, a level, the model, the data or the Trainer.
     """
-    line = read_run_arguments(arguments)
+    line = _read(arguments)
     recipe = line.options.get("--factory", None if {"--yaml", "--load"} & set(line.options) else DEFAULT_RECIPE)
     if recipe is not None:
         check_recipe(recipe)
@@ -124,14 +102,14 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
     check_terminal(not _ASKS_NOTHING & set(line.options))
 
 
-def read_run_arguments(arguments: Sequence[str]) -> RunLine:
-    """Sort a command line.
+def _read(arguments: Sequence[str]) -> _RunLine:
+    """Sort the words of a command line into options and settings.
 
     Raises:
         TypeError: an unknown option.
         ValueError: an option without its value, or a word that is no setting.
     """
-    line, rest = RunLine(), list(arguments)
+    line, rest = _RunLine(), list(arguments)
     long = {short: name for name, short in VALUED.items() if short}
     known = [*VALUED, *sorted(flag for flag in FLAGS if flag.startswith("--"))]
     while rest:
@@ -155,7 +133,7 @@ def split_setting(word: str) -> tuple[str, str]:
     """The path and the value of a setting, such as ``trainer.max_steps=20`` or ``model.lr*=2``.
 
     Raises:
-        ValueError: the word is neither.
+        ValueError: the word is no setting.
     """
     found = re.fullmatch(r"([\w\[\].]+)\s*[-+*/|&]?=\s*(.+)", word, re.DOTALL)
     if found is None:
@@ -165,7 +143,7 @@ def split_setting(word: str) -> tuple[str, str]:
 
 
 def split_call(text: str) -> tuple[str, list[str]] | None:
-    """The name and the arguments' names of a factory as nemo_run reads it, such as ``tiny(max_steps=5)``; else None."""
+    """The name of a factory and of its arguments in a text such as ``tiny(max_steps=5)``; None for any other text."""
     found = re.fullmatch(r"([\w.]+)(?:\((.*)\))?", text.strip())
     if found is None:
         return None
@@ -174,7 +152,7 @@ def split_call(text: str) -> tuple[str, list[str]] | None:
 
 
 def check_recipe(text: str) -> None:
-    """Check the value of ``--factory``; one with a dot is the user's own, and so may be one beside a workspace file.
+    """Check the value of ``--factory``; names with a dot, and any names beside a workspace file, are the user's.
 
     Raises:
         ValueError: no recipe has the name.
@@ -193,7 +171,7 @@ def check_recipe(text: str) -> None:
 
 
 def check_level(text: str) -> str | None:
-    """Check a value of ``trainer.plugins``; the level's name, or None where the plugin is the user's own.
+    """Check a value of ``trainer.plugins``; returns the level's name, or None for a plugin of the user's own.
 
     Raises:
         ValueError: no level has the name.
@@ -215,18 +193,16 @@ def check_level(text: str) -> str | None:
 
 
 def check_level_argument(level: str, name: str) -> None:
-    """Check an argument's name.
+    """Check the name of a level's argument.
 
     Raises:
-        TypeError: the level does not take it.
+        TypeError: the level has no such argument.
     """
-    known = option_defaults(get_level(level))
-    if name in known:
-        return
+    row = get_level(level)
     try:
-        parse_options(get_level(level), {name: None})
+        check_option(row, name)
     except TypeError as error:
-        raise TypeError(f"{error}{did_you_mean(name, known)}") from None
+        raise TypeError(f"{error}{did_you_mean(name, option_defaults(row))}") from None
 
 
 def arguments_of_recipes(part: str) -> set[str]:
@@ -235,7 +211,7 @@ def arguments_of_recipes(part: str) -> set[str]:
 
 
 def _check_argument(path: str, replaced: bool) -> None:
-    """Check the second name of a path; ``replaced`` where something of the user's own stands in the first's place."""
+    """Check the second name of a path, unless another setting has ``replaced`` the whole part of the recipe."""
     part, *below = re.split(r"[.\[]", path)
     if replaced or part not in _NOT_LISTED or not below:
         return
@@ -245,19 +221,19 @@ def _check_argument(path: str, replaced: bool) -> None:
 
 
 def check_terminal(asks: bool) -> None:
-    """nemo_run asks before it starts, and waits for the answer wherever it is to come from.
+    """Check that there is a terminal where nemo_run ``asks`` whether to start the run.
 
     Raises:
-        ValueError: it ``asks``, and there is no terminal.
+        ValueError: nemo_run would wait for an answer, and there is no terminal.
     """
-    if not asks or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # there nemo_run does not ask
+    if not asks or int(os.environ.get("WORLD_SIZE", 1)) > 1:  # with several processes nemo_run does not ask
         return
     if sys.stdin is None or not sys.stdin.isatty():
         raise ValueError("Add --yes: nemo_run asks whether to start, and there is no terminal to answer in.")
 
 
 def _has_workspace() -> bool:
-    """Whether nemo_run will read a file that may register factories of the user's own."""
+    """Whether nemo_run will read a workspace file, which may register factories of the user's own."""
     folder = Path.cwd()
     places = [folder, *folder.parents]
     names = ("workspace_private.py", "workspace.py")
@@ -286,19 +262,12 @@ _EXAMPLES = (
 
 
 def run_help() -> str:
-    """What ``nemo-lowprec run --help`` prints."""
+    """The text of ``nemo-lowprec run --help``."""
     about = (
         "Trains a recipe by nemo_run's command line, validates it, and writes checkpoints and logs to "
         "outputs/RECIPE/LEVEL/."
     )
-    lines = ["usage: nemo-lowprec run [--yes] [--factory RECIPE] [SETTING=VALUE ...]", "", *textwrap.wrap(about, 80)]
-    recipes = {name: about for name, (_, about) in RECIPES.items()}
+    recipes = {name: summary for name, (_, summary) in RECIPES.items()}
     tables = {"recipes": recipes, "settings (a few)": _SETTINGS_HELP, "options": _OPTIONS_HELP}
-    for title, table in tables.items():
-        lines += ["", f"{title}:"]
-        width = max(map(len, table)) + 4
-        for name, meaning in table.items():
-            first = f"  {name}".ljust(width)
-            lines += textwrap.wrap(meaning, 80, initial_indent=first, subsequent_indent=" " * width)
-    lines += ["", "examples:", *(f"  {example}" for example in _EXAMPLES)]
-    return "\n".join([*lines, "", "nemorun lowprec pretrain --help lists all of nemo_run's options."])
+    page = help_page("nemo-lowprec run [--yes] [--factory RECIPE] [SETTING=VALUE ...]", about, tables, _EXAMPLES)
+    return f"{page}\n\nnemorun lowprec pretrain --help lists all of nemo_run's options."

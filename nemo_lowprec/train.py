@@ -1,4 +1,4 @@
-"""One pretraining run: what every face (Hydra, nemo_run, a script) calls in the end."""
+"""One pretraining run; Hydra's jobs, nemo_run's recipes and scripts all call ``pretrain``."""
 
 import math
 import zipfile
@@ -8,35 +8,35 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
 
 import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by name)
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.display import own_display
-from nemo_lowprec.lines import pair_lines
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
 
-__all__ = ["PretrainResult", "check_ckpt_path", "pretrain"]
+__all__ = ["PretrainResult", "check_ckpt_path", "level_name", "pretrain"]
 
-_LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path, and that need no earlier fit
-_IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # of checkpoints that are folders
+_LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path without an earlier fit
+_IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # files of a checkpoint folder
 
 
 @dataclass(frozen=True)
 class PretrainResult:
-    """What a run came to.
+    """The figures of a finished run.
 
     Attributes:
         level: precision level (or Lightning's name of another precision).
-        steps: optimizer steps at the end, those before a resume included.
+        steps: optimizer steps at the end, including the steps before a resume.
         val_loss_before: nats a token before the first step; None after a resume, or where the Trainer's
             ``num_sanity_val_steps`` is not -1.
         val_loss: nats a token at the end; None without validation.
-        tokens_per_sec: of training, over all ranks; None for a run shorter than two log intervals.
-        checkpoint: the best checkpoint, else the last one; None where none was written.
+        tokens_per_sec: training tokens a second over all ranks; None for a run shorter than two log intervals.
+        checkpoint: the best checkpoint, else the last checkpoint; None where no checkpoint was written.
         skipped_steps: optimizer steps that were skipped because a gradient was not finite.
     """
 
@@ -78,18 +78,18 @@ def pretrain(
     trainer: Trainer,
     ckpt_path: str | None = None,
 ) -> PretrainResult:
-    """Trains ``model`` on ``data``, validates at the last step, and prints what it came to.
+    """Trains ``model`` on ``data``, validates at the last step, and prints the result.
 
     Args:
         model: logs ``val/loss``, such as ``CausalLM``.
-        data: its batches.
+        data: the batches of ``model``.
         trainer: a Trainer of ``lightning.pytorch`` with the precision level among its plugins.
-        ckpt_path: a checkpoint to resume from; or ``last``, the last one of the Trainer's checkpoint folder, where
-            there is one, or ``hpc``, that of a requeued SLURM job.
+        ckpt_path: a checkpoint to resume from. ``last`` is the last checkpoint in the Trainer's checkpoint folder,
+            where there is one; ``hpc`` is the checkpoint of a requeued SLURM job.
 
     Raises:
         TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
-        ValueError: ``ckpt_path`` does not exist, or is not complete; or the Trainer has a value that means nothing.
+        ValueError: ``ckpt_path`` does not exist or is not complete, or the Trainer has a value without a meaning.
     """
     _check("model", model, LightningModule)
     _check("data", data, LightningDataModule)
@@ -109,7 +109,7 @@ def pretrain(
         raise KeyboardInterrupt  # Lightning has shut down in order; a half-trained result is no result
     rate = getattr(getattr(model, "token_rate", None), "mean", None)
     result = PretrainResult(
-        level=_level(trainer),
+        level=level_name(trainer.precision_plugin),
         steps=trainer.global_step,
         val_loss_before=record.before,
         val_loss=record.last,
@@ -123,10 +123,10 @@ def pretrain(
 
 
 def check_ckpt_path(ckpt_path: Any) -> None:
-    """Check that there is a checkpoint to resume from; None is none.
+    """Check that ``ckpt_path`` is a checkpoint to resume from, or None.
 
     Raises:
-        ValueError: it does not exist, is not complete, or cannot be read from here.
+        ValueError: the checkpoint does not exist, is not complete, or cannot be read from this machine.
     """
     if ckpt_path is None or ckpt_path in _LIGHTNING_PATHS:
         return
@@ -147,7 +147,7 @@ def check_ckpt_path(ckpt_path: Any) -> None:
         is_folder = path.is_dir()
         path.stat()
     except FileNotFoundError:
-        is_folder = False  # the next check says so, unless a killed run can be recovered
+        is_folder = False  # _check_checkpoint raises, unless a killed run's checkpoint can be recovered
     except OSError as error:
         raise ValueError(f"ckpt_path={str(path)!r} cannot be read: {error.strerror}.") from error
     if is_folder and not any((path / name).is_file() for name in _IN_FOLDERS):
@@ -171,7 +171,7 @@ def _check_remote(url: str) -> None:
 
 
 def _check_checkpoint(path: Path) -> None:
-    """Whether there is anything like a checkpoint; what reads it compares its checksums."""
+    """Check that a complete file or a folder exists; the checkpoint's reader compares the checksums."""
     recover(path)
     if not path.exists():
         raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
@@ -187,15 +187,15 @@ def _check_checkpoint(path: Path) -> None:
 
 
 class _Validations(Callback):
-    """Keeps the validation losses, and has the last step validated whatever ``val_check_interval`` is."""
+    """Records the validation losses, and makes Lightning validate the last step whatever ``val_check_interval`` is."""
 
     def __init__(self) -> None:
         self.before: float | None = None
         self.last: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning validates where a run is asked to stop, but not where max_steps ends it. Checkpoints that
-        # monitor val/loss depend on it.
+        # Lightning validates a run that is asked to stop, and not a run that max_steps ends. Checkpoints that monitor
+        # val/loss need the validation.
         if 0 < trainer.max_steps <= trainer.global_step:
             trainer.should_stop = True
 
@@ -210,35 +210,31 @@ class _Validations(Callback):
 
 
 class _KeepsLast(Callback):
-    """Has ``last.ckpt`` be the last one: of every validation, and of the end of the training.
+    """Writes ``last.ckpt`` after every validation and at the end of the training.
 
-    Lightning's ``ModelCheckpoint(save_last=True)`` writes it only where it has just saved one of the best (seen in
-    2.6): once the loss that it monitors rises, what is trained is in no checkpoint.
+    Lightning's ``ModelCheckpoint(save_last=True)`` writes ``last.ckpt`` only after saving one of the best checkpoints
+    (seen in 2.6), so that the weights of a run whose monitored loss rises are in no checkpoint.
     """
 
     def __init__(self) -> None:
         self._saved: dict[int, int] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._save(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint) or not callback.save_last:
                 continue
             step, wanted = callback._last_global_step_saved, callback.save_last
             if callback._should_skip_saving_checkpoint(trainer) or self._saved.get(id(callback)) == trainer.global_step:
                 continue
-            callback.save_last = True  # a link would be to one of the best
+            callback.save_last = True  # save_last="link" would link to one of the best checkpoints
             try:
                 callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
             finally:
-                # What it would do at the end of the epoch, for the best, is still to be done.
+                # The callback still has to save its best checkpoint at the end of the epoch.
                 callback.save_last, callback._last_global_step_saved = wanted, step
             self._saved[id(callback)] = trainer.global_step
+
+    on_train_end = on_validation_end
 
 
 def _check(name: str, value: Any, wanted: type) -> None:
@@ -258,8 +254,8 @@ def _check(name: str, value: Any, wanted: type) -> None:
     raise TypeError(f"{name} must be a {wanted.__name__} of lightning.pytorch, not {type(value).__name__}.")
 
 
-def _level(trainer: Trainer) -> str:
-    plugin = trainer.precision_plugin
+def level_name(plugin: Precision) -> str:
+    """The name of a plugin's level, or Lightning's name of another precision."""
     return str(getattr(getattr(plugin, "level", None), "name", plugin.precision))
 
 

@@ -27,9 +27,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from nemo_lowprec import strategies
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.conf.check import check_config
-from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 from nemo_lowprec.conf.job import build
-from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.architecture import check_architecture

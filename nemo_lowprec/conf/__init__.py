@@ -1,11 +1,10 @@
-"""The Hydra face: configs by group, and the jobs that they configure.
+"""Hydra configs by group, and the jobs that read them.
 
-config.yaml      the defaults, which are the main job
+config.yaml      the defaults, which configure the main job
 model/ data/ trainer/ strategy/ logger/ experiment/   the groups, one file a choice
-levels.py        the group ``precision``, made from the chart
-command_line.py, overrides.py, choices.py   what was typed, and what is wrong with it; without torch
+command_line.py, overrides.py, choices.py   read and check the command line, without torch
 help.py          ``--help``
-app.py           the Hydra application around a job; sweep.py: several runs of it
-check.py         the composed config against what its targets take
-job.py, plan_job.py   what ``nemo-lowprec pretrain``, ``audit`` and ``plan`` run
+app.py           the Hydra application around a job; sweep.py: several runs of a job
+check.py         checks the composed config against the arguments of its targets
+job.py, plan_job.py   the jobs ``nemo-lowprec pretrain``, ``audit`` and ``plan``
 """

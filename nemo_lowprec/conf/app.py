@@ -1,6 +1,6 @@
-"""The Hydra application around the jobs: one run, or with ``-m`` one for each combination.
+"""The Hydra application around the jobs: one run, or with ``-m`` one run for each combination of choices.
 
-Nothing here imports torch: a job is imported once its config is composed.
+This file does not import torch; the file of a job is imported once its config is composed.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,14 +20,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.conf.check import check_values
-from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
-from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
 from nemo_lowprec.conf.sweep import SweptRun, one_run, print_sweep
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["run_job"]
 
@@ -40,15 +36,15 @@ _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_lo
 
 
 def run_job(command: str, arguments: Sequence[str]) -> None:
-    """Run a job as a Hydra application, once or (with ``-m``) once for each combination.
+    """Run a job as a Hydra application, once or (with ``-m``) once for each combination of choices.
 
     Args:
         command: ``pretrain``, ``audit`` or ``plan``.
-        arguments: Hydra's command line: overrides such as ``precision=fp16_mixed``, and its own flags.
+        arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``.
 
     Raises:
         ValueError: an unknown choice of a group, or a malformed or impossible override.
-        TypeError: a setting that there is not, or an argument that the level does not take.
+        TypeError: an unknown setting, or an argument that the level does not take.
     """
     line = CommandLine.of(arguments)
     check_overrides(line)
@@ -72,8 +68,8 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     def run(cfg: DictConfig) -> Any:
         nonlocal begun, sweep_dir
         begun = True
-        result = failure = None
-        # Lightning starts its other processes with this command line.
+        result = None
+        # Lightning starts the other processes of the run with this command line.
         one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
             with one as argv, _arguments(argv):
@@ -82,8 +78,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
                 result = getattr(importlib.import_module(module), name)(cfg)
             return result
         except Exception as error:
-            failure = error
-            # Of several runs Hydra says which one failed; of one run it has nothing to add to our sentence.
+            # In a sweep Hydra's message names the failed run; for a single run Hydra adds nothing to the sentence.
             if line.is_multirun:
                 raise
             failures.append(error)
@@ -91,7 +86,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
             if line.is_multirun:
                 settings = HydraConfig.get()
                 sweep_dir = settings.sweep.dir
-                swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result, failure))
+                swept.append(SweptRun(settings.sweep.subdir, tuple(settings.overrides.task), result))
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:
@@ -104,7 +99,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     except Exception as error:
         if begun:
             raise
-        # Nothing of ours has run: the folder of the run, or a setting of Hydra's own.
+        # The job has not begun: Hydra cannot make the folder of the run, or refuses one of its own settings.
         said = f"{type(error).__name__}: {one_sentence(error)}"
         raise ValueError(f"Hydra cannot begin with these settings of its own (hydra.*): {said}") from error
     finally:
@@ -113,7 +108,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _arguments(argv: list[str]) -> Iterator[None]:
-    """Hydra reads sys.argv; and it prints and exits where an exception is wanted, unless told otherwise."""
+    """Set ``sys.argv``, which Hydra reads, and make Hydra raise its exceptions instead of printing and exiting."""
     saved, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = argv
     os.environ["HYDRA_FULL_ERROR"] = "1"

@@ -1,6 +1,6 @@
-"""Checks a composed Hydra config before anything of it is made: every group against what its ``_target_`` takes.
+"""Checks a composed Hydra config before any object is made: every group against the arguments of its ``_target_``.
 
-``check_values`` needs neither torch nor Lightning, and is made first: most mistakes are answered at once.
+``check_values`` needs neither torch nor Lightning and comes first, so that most mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nemo_lowprec.arguments import RANGES, Seed, Text, check_arguments, check_value
 from nemo_lowprec.chart import CHART, get_level
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
 __all__ = ["check_config", "check_values"]
@@ -28,7 +28,7 @@ _VALUES: dict[str, Any] = {
 }
 _GROUPS = ("precision", "model", "data", "trainer", "checkpoint")
 _OF_HYDRA = {"_target_", "_convert_", "_recursive_"}
-# What the job gives to the Trainer itself.
+# Trainer arguments that the job sets itself, and the place of the user's choice.
 _TAKEN = {
     "plugins": "the precision group and its arguments",
     "callbacks": "the group checkpoint; a script of your own takes more callbacks",
@@ -38,7 +38,7 @@ _LOGGED = ("val/loss", "val/perplexity", "train/loss", "train/perplexity", "lr")
 
 
 def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
-    """Check what needs no other library: settings, arguments of the level, and ranges of values by their names.
+    """Check settings, arguments of the level, and ranges of values by their names, without torch or Lightning.
 
     Args:
         cfg, complete: as for ``check_config``.
@@ -47,8 +47,8 @@ def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
         The config as plain dicts and lists.
 
     Raises:
-        TypeError: a setting or an argument that there is not.
-        ValueError: a bad value, or a setting that is missing.
+        TypeError: an unknown setting or argument.
+        ValueError: a bad value, or a missing setting.
         omegaconf.errors.OmegaConfBaseException: an interpolation that cannot be resolved.
     """
     whole = OmegaConf.to_container(cfg, resolve=True)
@@ -66,29 +66,31 @@ def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
     for name, instead in _TAKEN.items():
         if name in whole["trainer"]:
             raise TypeError(f"trainer.{name} is not read: use {instead}.")
-    _check_precision(whole["precision"])
-    for path in ("model", "data", "trainer", "trainer.strategy", "checkpoint"):
-        node = whole[path] if path in whole else whole["trainer"].get("strategy")
+    level = str(whole["precision"]["_target_"]).removeprefix("nemo_lowprec.")
+    if level in CHART:
+        parse_options(get_level(level), _arguments_of(whole["precision"]))
+    nodes = {path: whole[path] for path in ("model", "data", "trainer", "checkpoint")}
+    nodes["trainer.strategy"] = whole["trainer"].get("strategy")
+    for path, node in nodes.items():
         for name, value in node.items() if isinstance(node, dict) else ():
-            if value == "???":
-                if complete:
-                    raise ValueError(f"{path}.{name} is missing: add {path}.{name}=...")
-            elif name in RANGES and value is not None:  # what may be None is known to the class only
+            if value == "???" and complete:
+                raise _missing(f"{path}.{name}")
+            if value not in ("???", None) and name in RANGES:  # only the class knows where None is allowed
                 check_value(f"{path}.{name}", value, RANGES[name])
     return whole  # type: ignore[return-value]
 
 
 def check_config(cfg: DictConfig, complete: bool = True) -> None:
-    """Check everything that can be seen without making an object.
+    """Check a whole config without making an object.
 
     Args:
         cfg: the composed config; interpolations are resolved.
-        complete: whether the run is to start here: what a choice leaves to be said (``data.source`` of ``data=text``)
-            must be there, and the machine must have a use for so many processes.
+        complete: whether the run starts on this machine. Then mandatory keys (``data.source`` of ``data=text``) must be
+            set, and the machine must be able to run the processes.
 
     Raises:
-        TypeError: a key that nobody reads.
-        ValueError: a bad value, or a key that is missing.
+        TypeError: a key that nothing reads.
+        ValueError: a bad value, or a missing key.
         omegaconf.errors.OmegaConfBaseException: an interpolation that cannot be resolved.
     """
     from nemo_lowprec.checks import check_processes
@@ -104,39 +106,40 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
     monitor = whole["checkpoint"].get("monitor")
     if monitor is not None and monitor not in _LOGGED and _is_ours(whole["model"]):
         raise ValueError(f"checkpoint.monitor={monitor!r} must be one of: {', '.join(_LOGGED)}, or null.")
-    devices = "trainer.devices" if whole["gpus"] is None else "gpus"
-    nodes = "trainer.num_nodes" if whole["nodes"] is None else "nodes"
-    if complete:  # else nothing is started here
-        count, machines = (trainer.get(n[8:]) if n.startswith("trainer.") else whole[n] for n in (devices, nodes))
-        check_processes(count, machines, trainer.get("accelerator"), (devices, nodes))
+    if complete:
+        devices = ("trainer.devices", trainer.get("devices")) if whole["gpus"] is None else ("gpus", whole["gpus"])
+        nodes = ("trainer.num_nodes", trainer.get("num_nodes")) if whole["nodes"] is None else ("nodes", whole["nodes"])
+        check_processes(devices[1], nodes[1], trainer.get("accelerator"), (devices[0], nodes[0]))
     check_ckpt_path(whole["ckpt_path"])
 
 
 def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> None:
-    """Check a mapping with ``_target_``, and those within it, against the signature of what it names."""
+    """Check a mapping with ``_target_``, and the mappings within it, against the signature of the target."""
+    from nemo_lowprec.plugins import LEVELS
+
     target = _located(path, node)
-    given = {name: value for name, value in node.items() if name not in _OF_HYDRA}
-    # Hydra's own way to hand over positional arguments, or to make a function of the object.
-    for name in ("_args_", "_partial_"):
+    is_level = target in LEVELS.values()
+    given = _arguments_of(node)
+    for name in ("_args_", "_partial_"):  # Hydra's keys for positional arguments and for functools.partial
         if name in given:
             raise TypeError(f"{path}.{name} is not read: name the arguments.")
-    for name in ("_convert_", "_recursive_"):
-        choices = {"_convert_": ("none", "partial", "object", "all"), "_recursive_": (True, False)}[name]
+    choices: tuple[Any, ...]
+    for name, choices in (("_convert_", ("none", "partial", "object", "all")), ("_recursive_", (True, False))):
         if node.get(name, choices[0]) not in choices:
             raise ValueError(f"{path}.{name}={node[name]!r} must be one of: {', '.join(map(str, choices))}.")
     try:
         parameters = inspect.signature(target).parameters
-    except ValueError:  # of a class of C, such as timedelta: it checks them itself
+    except ValueError:  # a class of C, such as timedelta, checks its arguments itself
         return
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     names = [n for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if getattr(target, "__name__", "") == "TensorBoardLogger":
-        takes_more = False  # what it gathers it hands to a writer, when training has begun
+        takes_more = False  # its further arguments go to a writer that is made after training has begun
     plain = {}
     for name, value in given.items():
         if value == "???":
-            raise ValueError(f"{path}.{name} is missing: add {path}.{name}=...")
-        if name not in names and not takes_more and target not in _levels():
+            raise _missing(f"{path}.{name}")
+        if name not in names and not takes_more and not is_level:
             raise TypeError(
                 f"{path}.{name}: {target.__name__} got an unexpected keyword argument {name!r}.{nearest(name, names)}"
             )
@@ -148,8 +151,8 @@ def _check_node(path: str, node: Mapping[str, Any], complete: bool = True) -> No
             plain[name] = value
     for name in names:
         if complete and parameters[name].default is inspect.Parameter.empty and name not in given:
-            raise ValueError(f"{path}.{name} is missing: add {path}.{name}=...")
-    if target not in _levels():
+            raise _missing(f"{path}.{name}")
+    if not is_level:
         check_arguments(target, plain, f"{path}.")
 
 
@@ -166,16 +169,12 @@ def _located(path: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _levels() -> tuple[Any, ...]:
-    from nemo_lowprec.plugins import LEVELS
-
-    return tuple(LEVELS.values())
+def _arguments_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in _OF_HYDRA}
 
 
-def _check_precision(node: Mapping[str, Any]) -> None:
-    name = str(node["_target_"]).removeprefix("nemo_lowprec.")
-    if name in CHART:
-        parse_options(get_level(name), {n: v for n, v in node.items() if n not in _OF_HYDRA})
+def _missing(path: str) -> ValueError:
+    return ValueError(f"{path} is missing: add {path}=...")
 
 
 def _is_ours(node: Mapping[str, Any]) -> bool:

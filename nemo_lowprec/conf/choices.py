@@ -1,20 +1,22 @@
-"""Groups of the configuration, and the choices that their folders hold: the package's own, and the user's."""
+"""The groups of the configuration and their choices, in the package's folder and in the user's folders."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nemo_lowprec.chart import CHART
+from nemo_lowprec.options import option_defaults
 
-__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of"]
+__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of", "register_levels"]
 
 CONF_DIR = Path(__file__).parent
 GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
 
 
 def choices_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Names of a group's choices: levels for ``precision``, and files of the package's folder and of more folders."""
+    """Names of a group's choices: the levels for ``precision``, and the files in the package's and in more folders."""
     names = list(CHART) if group == "precision" else []
     for folder in (CONF_DIR, *folders):
         names += sorted(str(f.relative_to(folder / group).with_suffix("")) for f in (folder / group).rglob("*.yaml"))
@@ -22,7 +24,7 @@ def choices_of(group: str, folders: Sequence[Path] = ()) -> list[str]:
 
 
 def arguments_of(group: str) -> set[str]:
-    """Names of the arguments that the package's files of a group list, such as ``model``."""
+    """Names of the arguments in the package's files of a group, such as ``model``."""
     import yaml
 
     names: set[str] = set()
@@ -32,6 +34,18 @@ def arguments_of(group: str) -> set[str]:
 
 
 def file_of(group: str, choice: str, folders: Sequence[Path] = ()) -> Path | None:
-    """The file of a choice: the package's, or that of the first of more folders; None for a level of the chart."""
+    """The file of a choice, first in the package's folder, then in more folders; None for a level of the chart."""
     files = [folder / group / f"{choice}.yaml" for folder in (CONF_DIR, *folders)]
     return next((file for file in files if file.is_file()), None)
+
+
+def register_levels() -> None:
+    """Puts every level into Hydra's ConfigStore: its function as ``_target_``, its arguments with their defaults."""
+    from hydra.core.config_store import ConfigStore  # nemo-lowprec run reads the choices without Hydra
+
+    store = ConfigStore.instance()
+    for name, level in CHART.items():
+        node: dict[str, Any] = {"_target_": f"nemo_lowprec.{name}", "_convert_": "all"}
+        for argument, value in option_defaults(level).items():
+            node[argument] = list(value) if isinstance(value, tuple) else value
+        store.store(group="precision", name=name, node=node, provider="nemo_lowprec.chart")

@@ -1,4 +1,4 @@
-"""Hydra's command line taken apart: its flags, and the overrides."""
+"""A command line of Hydra, split into flags and overrides."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WITH_VALUE = {*_FOLDER, "-p", "--package", "-cp", "--config-path", "-cn", "--co
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Flags and overrides; argparse, which Hydra reads flags with, takes none between two overrides.
+    """The flags and the overrides of a command line; Hydra's argparse accepts no flag between two overrides.
 
     Attributes:
-        flags: with their values, without ``-m``.
+        flags: flags with their values, without ``-m``.
         overrides: in their order.
-        is_multirun: whether ``-m`` is there.
+        is_multirun: whether the command line has ``-m``.
     """
 
     flags: tuple[str, ...]
@@ -34,7 +34,7 @@ class CommandLine:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> CommandLine:
-        """Take the arguments of a command apart."""
+        """Split the arguments of a command."""
         flags: list[str] = []
         overrides: list[str] = []
         before = ""
@@ -55,7 +55,7 @@ class CommandLine:
         """The overrides as Hydra reads them.
 
         Raises:
-            ValueError: one is malformed.
+            ValueError: a malformed override.
         """
         try:
             return list(OverridesParser.create().parse_overrides(list(self.overrides)))
@@ -64,7 +64,7 @@ class CommandLine:
 
     @cached_property
     def folders(self) -> list[Path] | None:
-        """The folders of ``--config-dir`` and ``hydra.searchpath``; None where one is no folder (``pkg://...``)."""
+        """The folders of ``--config-dir`` and ``hydra.searchpath``; None where an entry is no folder (``pkg://...``)."""
         named = []
         for before, flag in zip(("", *self.flags), self.flags, strict=False):
             name, equals, value = flag.partition("=")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from nemo_lowprec.conf.choices import GROUPS, choices_of
+from nemo_lowprec.lines import help_page
 
 __all__ = ["help_of"]
 
-_WIDTH = 80
 _SETTINGS = {
     "precision.fp8_margin=1": "an argument of the level",
     "model.lr=1e-4": "of the model; model.config.num_hidden_layers=2 of its architecture",
@@ -21,6 +19,7 @@ _SETTINGS = {
     "--cfg job": "print the whole config, and do nothing",
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
+_OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt")
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
@@ -50,19 +49,13 @@ _ABOUT = {
 
 
 def help_of(command: str) -> str:
-    """What ``nemo-lowprec COMMAND --help`` prints.
+    """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
         command: ``pretrain``, ``audit`` or ``plan``.
     """
-    lines = [f"usage: nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]", ""]
-    lines += [*textwrap.wrap(_ABOUT[command], _WIDTH), "", "groups and their choices:"]
-    for group in GROUPS:
-        choices = ", ".join(choices_of(group))
-        lines += textwrap.wrap(choices, _WIDTH, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
-    lines += ["", "settings (a few):"]
-    for setting, about in _SETTINGS.items():
-        if command == "pretrain" or setting not in ("-m", "ckpt_path=last.ckpt"):
-            lines += textwrap.wrap(about, _WIDTH, initial_indent=f"  {setting:<25}", subsequent_indent=" " * 27)
-    lines += ["", "examples:", *(f"  {example}" for example in _EXAMPLES[command])]
-    return "\n".join(lines)
+    groups = {group: ", ".join(choices_of(group)) for group in GROUPS}
+    settings = {s: about for s, about in _SETTINGS.items() if command == "pretrain" or s not in _OF_PRETRAIN}
+    usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
+    tables = {"groups and their choices": groups, "settings (a few)": settings}
+    return help_page(usage, _ABOUT[command], tables, _EXAMPLES[command])

@@ -1,9 +1,10 @@
-"""What ``nemo-lowprec pretrain`` and ``audit`` run: from a composed config to ``nemo_lowprec.train.pretrain``."""
+"""The jobs ``nemo-lowprec pretrain`` and ``audit``: from a composed config to ``nemo_lowprec.train.pretrain``."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.utils import instantiate
@@ -19,9 +20,6 @@ from nemo_lowprec.display import own_display
 from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report import Audit, AuditReport
 from nemo_lowprec.train import PretrainResult, pretrain
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["audit_job", "build", "own_words", "pretrain_job"]
 
@@ -45,21 +43,21 @@ def build(cfg: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """Hydra wraps what a class says; the class says it better."""
+    """Raise the exception of a class or function in place of Hydra's InstantiationException around it."""
     try:
         yield
     except hydra.errors.InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, ValueError | TypeError | MisconfigurationException):
             raise type(cause)(str(cause)) from error
-        if isinstance(cause, RuntimeError):  # ours or torch's: where it was raised tells
+        if isinstance(cause, RuntimeError):  # its traceback tells whether this package or torch raised it
             raise cause from cause.__cause__
-        # Nothing has begun yet: what another library says here is about its arguments.
+        # Objects are only being made: an exception of another library is about the arguments.
         raise ValueError(one_sentence(error if cause is None else cause)) from error
 
 
 def _processes(cfg: DictConfig) -> dict[str, Any]:
-    """The Trainer's arguments that ``nodes`` and ``gpus`` stand for.
+    """The Trainer's ``num_nodes`` and ``devices`` from the settings ``nodes`` and ``gpus``.
 
     Raises:
         ValueError: several processes with a strategy for one.
@@ -82,16 +80,16 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
 
 
 def audit_job(cfg: DictConfig) -> AuditReport:
-    """Trains two steps and prints what the level declares beside what was found.
+    """Trains two steps and prints, for each column, the format that the level declares and the format found.
 
     Raises:
-        ValueError: something found is not what the chart declares.
+        ValueError: a column was found in another format than the chart declares.
     """
     check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
     audit = Audit()
     with open_dict(cfg.trainer):
-        # Nothing is written: no logger, no checkpoint, no validation.
+        # An audit writes nothing: no logger, no checkpoint, no validation.
         cfg.trainer.update(max_steps=audit.STEP + 1, num_sanity_val_steps=0, limit_val_batches=0, logger=False)
     parts = build(cfg)
     trainer = parts["trainer"]

@@ -1,6 +1,6 @@
-"""Overrides before Hydra composes them, and what is wrong with those that it cannot merge.
+"""Checks overrides before Hydra composes them, and explains overrides that Hydra cannot merge.
 
-Nothing here imports torch: a typo is answered at once.
+This file does not import torch, so that a typo is answered at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.conf.choices import CONF_DIR, GROUPS, choices_of, file_of
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
 __all__ = ["check_overrides", "explain", "with_plus", "with_strategy"]
@@ -32,7 +32,7 @@ def check_overrides(line: CommandLine) -> None:
     """Check the syntax of overrides, Hydra's own settings, and the choices of the groups.
 
     Raises:
-        ValueError: a malformed override, an unknown choice of a group, or a folder that there is not.
+        ValueError: a malformed override, an unknown choice of a group, or a folder that does not exist.
         TypeError: an unknown setting of Hydra's.
     """
     for folder in line.folders or ():
@@ -54,19 +54,19 @@ def check_overrides(line: CommandLine) -> None:
 
 
 def with_plus(line: CommandLine) -> CommandLine:
-    """The overrides with as many ``+`` as Hydra wants.
+    """The command line with ``++`` before the overrides that a user may write with or without ``+``.
 
-    Fields of a model's architecture are in no file of the package, so that Hydra wants one, and may be written
-    without; the Trainer's options are in a file, so that Hydra wants none, and may be written with one.
+    Hydra requires a ``+`` for a key that no file has, such as a field of a model's architecture. Hydra refuses a ``+``
+    for a key of a file, such as an option of the Trainer.
     """
     pattern = r"^(?:\+?(?=model\.(?:config|transformer)\.)|\+(?=trainer\.))"
     return replace(line, overrides=tuple(re.sub(pattern, "++", o) for o in line.overrides))
 
 
 def with_strategy(line: CommandLine) -> CommandLine:
-    """The overrides with the strategy of several processes where none is chosen, for ``plan``.
+    """The command line with a strategy for several processes where the user chose none, for ``plan``.
 
-    The options of that strategy, such as ``trainer.strategy.shard_size=8``, can be overridden then.
+    Options of the added strategy, such as ``trainer.strategy.shard_size=8``, can then be overridden.
     """
     given = {override.key_or_group: override.value() for override in line.parsed}
     chosen: dict[str, str] = {}
@@ -86,7 +86,7 @@ def with_strategy(line: CommandLine) -> CommandLine:
 
 
 def explain(error: Exception, line: CommandLine) -> Exception:
-    """What is wrong with an override that Hydra cannot merge, in one sentence."""
+    """The exception to raise for an override that Hydra cannot merge, with one sentence about the mistake."""
     found = re.search(r"Could not override '([^']+)'", str(error))
     if found is None or line.folders is None:
         return ValueError(one_sentence(error))

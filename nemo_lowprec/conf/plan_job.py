@@ -25,7 +25,7 @@ def plan_job(cfg: DictConfig) -> Plan:
     """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
 
     Raises:
-        ValueError: a bad value, or processes whose number is not said.
+        ValueError: a bad value, or an unknown number of processes.
     """
     import torch
     from rich.console import Console
@@ -68,10 +68,10 @@ def plan_job(cfg: DictConfig) -> Plan:
 
 
 def _vocab_size(cfg: DictConfig) -> int | None:
-    """The vocabulary of a model whose architecture leaves it to the data; None for any other.
+    """The vocabulary size of the data where the model's architecture has none; None for other architectures.
 
     Raises:
-        ValueError: the data do not say.
+        ValueError: the data have no vocabulary size yet.
     """
     from nemo_lowprec.models import get_preset
 
@@ -91,7 +91,7 @@ def _vocab_size(cfg: DictConfig) -> int | None:
 
 
 def _strategy(cfg: DictConfig, on_megatron: bool) -> tuple[str, dict[str, Any]]:
-    """A plan's name of the strategy, and those of its options that a plan depends on."""
+    """The name of the strategy in a plan, and the strategy's options that change a plan."""
     from nemo_lowprec.report import STRATEGIES
 
     chosen: Any = cfg.trainer.get("strategy")

@@ -1,4 +1,4 @@
-"""Runs of ``nemo-lowprec pretrain -m``: each starts processes of its own, and a table at the end names them all."""
+"""Runs of ``nemo-lowprec pretrain -m``: each run starts its own processes, and a table at the end lists all runs."""
 
 from __future__ import annotations
 
@@ -25,28 +25,26 @@ class SweptRun:
     """One run of a sweep.
 
     Attributes:
-        folder: of the run, below that of the sweep.
-        overrides: of the run.
+        folder: the run's folder, below the folder of the sweep.
+        overrides: the run's overrides.
         result: a ``PretrainResult``; None where the run failed.
-        failure: what ended it.
     """
 
     folder: str
     overrides: tuple[str, ...]
     result: Any = None
-    failure: BaseException | None = None
 
 
 @contextmanager
 def one_run(program: Sequence[str], flags: Sequence[str]) -> Iterator[list[str]]:
-    """One run of a sweep: yields the command line that repeats this run alone, in its folder.
+    """Yields the command line that repeats one run of a sweep alone, in the run's folder, and cleans up after the run.
 
-    Lightning starts the other processes of a run with such a line, and leaves a process group and environment
-    variables (``LOCAL_RANK``) behind, by which the next run would take itself for one of many processes.
+    Lightning starts the other processes of a run with this command line. After a run Lightning leaves a process group
+    and environment variables (``LOCAL_RANK``) behind, which would make the next run one process of many.
 
     Args:
         program: the program and its subcommand.
-        flags: Hydra's, without ``-m``.
+        flags: Hydra's flags, without ``-m``.
     """
     settings: Any = HydraConfig.get()
     environment = dict(os.environ)
@@ -63,10 +61,11 @@ def one_run(program: Sequence[str], flags: Sequence[str]) -> Iterator[list[str]]
 
 
 def print_sweep(runs: Sequence[SweptRun], folder: str) -> None:
-    """Print what differs between the runs, and what each came to; nothing without a run that trained.
+    """Print the overrides that differ between the runs, and each run's figures; nothing where no run trained.
 
     Args:
-        folder: of the sweep.
+        runs: in their order.
+        folder: the folder of the sweep.
     """
     if not any(getattr(run.result, "steps", None) for run in runs) or int(os.environ.get("LOCAL_RANK", "0")):
         return

@@ -1,12 +1,12 @@
 """Text data for pretraining: a corpus, its tokenizer, Megatron's .bin/.idx files, and their loader.
 
-corpus      which documents there are, and which of them are for validation
+corpus      lists the documents of a source, and splits them into training and validation documents
 tokenizer   a byte-level BPE trained on the training documents
 prepare     corpus -> tokenizer.json, train.bin/.idx, validation.bin/.idx, prepared.json
-indexed     opens .bin/.idx pairs of Megatron and NeMo, and says what is wrong with a broken one
+indexed     opens .bin/.idx pairs of Megatron and NeMo, and refuses broken pairs with the reason
 packed      fixed-length samples packed from shuffled documents, in Megatron's own order
 loader      a data loader whose position is part of the checkpoint
-module      all of it as one LightningDataModule
+module      the LightningDataModule that prepares, opens and loads the data
 """
 
 from importlib import import_module

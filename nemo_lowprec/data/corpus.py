@@ -1,7 +1,7 @@
-"""Which documents a corpus has, in which order, and which of them are for validation.
+"""Lists the documents of a corpus in order, and splits them into training and validation documents.
 
-Every choice hashes a document's name below the source folder with a seed, so it is the same on
-every machine and does not move when other documents come or go.
+Every choice hashes the name of a document below the source folder with a seed. So a choice is the same on every
+machine, and adding or removing other documents does not change a choice.
 """
 
 import hashlib
@@ -9,8 +9,10 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -30,11 +32,11 @@ class Document:
 
     Attributes:
         name: Unique in the corpus: `email/parser.py`, or `shard.jsonl:7` for its line 7 (from 0).
-        group: What is never split between training and validation: the file's name, and for a
-            source that is one .jsonl file the document's own name.
+        group: Documents of one group are never split between training and validation. The name of the file; in a
+            source that is one .jsonl file, the document's own name.
         size: Bytes on disk, the JSON around a text included.
-        path: The file it is in.
-        offset: Byte at which its line of a .jsonl file starts; None: the document is the file.
+        path: The file that holds the document.
+        offset: Byte at which the document's line of a .jsonl file starts; None: the document is the whole file.
         text_field: Key of the text in that line.
     """
 
@@ -49,18 +51,11 @@ class Document:
         """The text, line ends as they are; None for a file that is not UTF-8.
 
         Raises:
-            ValueError: The file cannot be read, or the line is not a JSON object whose
-                `text_field` is a string.
+            ValueError: The file cannot be read, or the line is not a JSON object whose `text_field` is a string.
         """
-        try:
-            with self.path.open("rb") as stream:
-                stream.seek(self.offset or 0)
-                raw = stream.read(self.size)
-        except OSError as error:
-            raise ValueError(
-                f"{self.path} of the corpus cannot be read ({error.strerror}): make it readable "
-                "or take it out of the source."
-            ) from error
+        with _open(self.path) as stream:
+            stream.seek(self.offset or 0)
+            raw = stream.read(self.size)
         if self.offset is not None:
             return self._parse_line(raw)
         try:
@@ -83,16 +78,27 @@ class Document:
         )
 
 
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of the corpus; a file that cannot be read is a ValueError."""
+    try:
+        with path.open("rb") as stream:
+            yield stream
+    except OSError as error:
+        raise ValueError(
+            f"{path} of the corpus cannot be read ({error.strerror}): make it readable or take it out of the source."
+        ) from error
+
+
 def source_files(source: str | Path | None = None) -> list[SourceFile]:
     """The files of a source, sorted by name; empty and hidden ones are left out.
 
     Args:
-        source: None: the .py files of the running Python's standard library (31 MB in 3.11). A
-            folder: all files below it, or, where there are .jsonl files, only those. One .jsonl
-            file.
+        source: None: the .py files of the running Python's standard library (31 MB in 3.11). A folder: the .jsonl files
+            below the folder, or all files where none is a .jsonl file. One .jsonl file.
 
     Raises:
-        ValueError: There is no such source, it has no files, or it is one file of another kind.
+        ValueError: The source does not exist, has no files, or is one file of another kind.
     """
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
@@ -134,13 +140,13 @@ def _walk(root: Path, skipped: set[str]) -> Iterator[SourceFile]:
 
 
 def listing_fingerprint(files: Sequence[SourceFile]) -> str:
-    """SHA-256 (hex) of the names and sizes; contents are not read."""
+    """SHA-256 (hex) of the files' names and sizes; contents are not read."""
     listing = "".join(f"{file.name}\0{file.size}\n" for file in files)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def list_documents(source: str | Path | None = None, text_field: str = "text") -> list[Document]:
-    """All documents of a source, in the order of the files' names and of the lines in them.
+    """All documents of a source, in the order of the files' names and of the lines in a file.
 
     Args:
         source: As for `source_files`.
@@ -163,26 +169,19 @@ def list_documents(source: str | Path | None = None, text_field: str = "text") -
 
 def _list_lines(file: SourceFile, text_field: str, by_line: bool) -> Iterator[Document]:
     offset = 0
-    try:
-        with file.path.open("rb") as stream:
-            for number, line in enumerate(stream):
-                if line.strip():
-                    name = f"{file.name}:{number}"
-                    group = name if by_line else file.name
-                    yield Document(name, group, len(line), file.path, offset, text_field)
-                offset += len(line)
-    except OSError as error:
-        raise ValueError(
-            f"{file.path} of the corpus cannot be read ({error.strerror}): make it readable or "
-            "take it out of the source."
-        ) from error
+    with _open(file.path) as stream:
+        for number, line in enumerate(stream):
+            if line.strip():
+                name = f"{file.name}:{number}"
+                yield Document(name, name if by_line else file.name, len(line), file.path, offset, text_field)
+            offset += len(line)
 
 
 def limit_bytes(documents: Sequence[Document], max_bytes: int, seed: int) -> list[Document]:
-    """Takes, in hash order, every document that still fits into `max_bytes`; keeps their order.
+    """Takes, in hash order, every document that still fits into `max_bytes`; returns the taken ones in given order.
 
     Raises:
-        ValueError: Not one document fits.
+        ValueError: No document fits.
     """
     chosen, total = set(), 0
     for document in sorted(documents, key=lambda d: _hash(f"subset {seed}", d.name)):
@@ -192,8 +191,8 @@ def limit_bytes(documents: Sequence[Document], max_bytes: int, seed: int) -> lis
     if not chosen:
         smallest = min(document.size for document in documents)
         raise ValueError(
-            f"max_bytes={max_bytes} is less than the smallest document ({smallest} bytes): "
-            "pass more, or None for the whole corpus."
+            f"max_bytes={max_bytes} is less than the smallest document ({smallest} bytes): pass more, or None for the "
+            "whole corpus."
         )
     return [document for document in documents if document.name in chosen]
 
@@ -201,13 +200,13 @@ def limit_bytes(documents: Sequence[Document], max_bytes: int, seed: int) -> lis
 def split_documents(
     documents: Sequence[Document], validation_fraction: float, seed: int
 ) -> tuple[list[Document], list[Document]]:
-    """Splits into training and validation documents, by whole groups, each keeping its order.
+    """Splits documents into training and validation documents, by whole groups, in the given order.
 
-    A group is for validation when its hash, as a number in [0, 1), is below the fraction: so the
-    fraction holds on average, over groups and not over bytes.
+    A group is for validation when its hash, as a number in [0, 1), is below the fraction. So the fraction holds on
+    average, over groups and not over bytes.
 
     Raises:
-        ValueError: One side is left without documents.
+        ValueError: One side has no documents.
     """
     sides: tuple[list[Document], list[Document]] = ([], [])
     for document in documents:
@@ -217,15 +216,14 @@ def split_documents(
         if not side:
             groups = len({document.group for document in documents})
             raise ValueError(
-                f"validation_fraction={validation_fraction} with seed={seed} leaves nothing for "
-                f"{name} out of {groups} separable parts: pass another fraction or seed, a larger "
-                "max_bytes, or a source of more files."
+                f"validation_fraction={validation_fraction} with seed={seed} leaves nothing for {name} out of {groups} "
+                "separable parts: pass another fraction or seed, a larger max_bytes, or a source of more files."
             )
     return sides
 
 
 def in_hash_order(documents: Sequence[Document], seed: int) -> list[Document]:
-    """The documents in an order that has nothing to do with their names."""
+    """The documents in the order of their hashes, which does not depend on the order of the names."""
     return sorted(documents, key=lambda d: _hash(f"order {seed}", d.name))
 
 

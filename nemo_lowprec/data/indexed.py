@@ -1,9 +1,9 @@
-"""Opens Megatron's .bin/.idx pairs, after looking whether they are whole.
+"""Checks that Megatron's .bin/.idx pairs are complete, and opens them.
 
-`PREFIX.bin` holds the token ids of all documents one after another; `PREFIX.idx` holds, in this
-order and little-endian: magic `MMIDIDX\\0\\0`, version 1 (uint64), dtype code (uint8), number of
-sequences n (uint64), of document bounds d (uint64), n lengths (int32, tokens), n byte offsets into
-.bin (int64), d document bounds (int64, sequence numbers), and for multimodal data n modes (int8).
+`PREFIX.bin` holds the token ids of all documents one after another. `PREFIX.idx` holds, in this order and
+little-endian: magic `MMIDIDX\\0\\0`, version 1 (uint64), dtype code (uint8), number of sequences n (uint64), number of
+document bounds d (uint64), n lengths (int32, tokens), n byte offsets into .bin (int64), d document bounds (int64,
+sequence numbers), and for multimodal data n modes (int8).
 """
 
 import struct
@@ -31,9 +31,9 @@ def open_indexed(prefix: str | Path) -> Any:
         The IndexedDataset, memory-mapped: `dataset[i]` is a 1-D array of the i-th sequence's ids.
 
     Raises:
-        ValueError: A file is missing, is not of this format, holds no tokens or no ids, is truncated or
-            otherwise not as long as the index says, or the index does not describe the sequences one
-            after another. The whole index is read for it, in parts; of .bin its length is looked at.
+        ValueError: A file is missing, is not of this format, holds no tokens or no ids, is truncated or otherwise not
+            as long as the index says, or the index does not describe the sequences one after another. The check reads
+            the whole index, in parts, and the length of .bin.
     """
     prefix = str(prefix)
     indexed_dataset = import_megatron("datasets.indexed_dataset")
@@ -56,8 +56,8 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
     version, code, sequences, bounds = struct.unpack("<QBQQ", header[9:])
     if version != 1 or code not in {dtype.value for dtype in dtypes}:
         raise ValueError(
-            f"{idx} is a Megatron index of version {version} with dtype code {code}, and "
-            "Megatron-core reads version 1 with codes 1 to 8: prepare the data again."
+            f"{idx} is a Megatron index of version {version} with dtype code {code}, and Megatron-core reads version 1 "
+            "with codes 1 to 8: prepare the data again."
         )
     if np.issubdtype(dtypes.dtype_from_code(code), np.floating):
         raise ValueError(f"{idx} says that its data are {dtypes.dtype_from_code(code).__name__}: pass token ids.")
@@ -74,7 +74,7 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
 
 
 def _parts(count: int) -> Iterator[slice]:
-    """The parts in which an index is read: of a corpus of terabytes it takes gigabytes."""
+    """The slices in which an index is read; the index of a corpus of terabytes takes gigabytes."""
     return (slice(start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE))
 
 
@@ -83,7 +83,7 @@ def _column(idx: Path, kind: str, count: int, offset: int) -> np.ndarray:
 
 
 def _check_sequences(idx: Path, sequences: int, item_bytes: int) -> int:
-    """The number of tokens of an index whose sequences follow one another."""
+    """Check that the sequences of an index follow one another; returns the number of tokens."""
     lengths = _column(idx, "<i4", sequences, _HEADER_BYTES)
     starts = _column(idx, "<i8", sequences, _HEADER_BYTES + 4 * sequences)
     tokens = 0
@@ -106,7 +106,7 @@ def _check_sequences(idx: Path, sequences: int, item_bytes: int) -> int:
 
 
 def _check_documents(idx: Path, sequences: int, bounds: int) -> None:
-    """Documents are runs of sequences, all of them: the bounds rise from 0 to the number of sequences."""
+    """Check that the documents' bounds rise from 0 to the number of sequences."""
     found = _column(idx, "<i8", bounds, _HEADER_BYTES + 12 * sequences)
     rises = all((np.diff(found[part.start : part.stop + 1]) >= 0).all() for part in _parts(bounds))
     if not rises or not bounds or found[0] != 0 or found[-1] != sequences:

@@ -1,19 +1,17 @@
-"""Data loaders: one whose position is part of the checkpoint, and one for validation.
+"""The training data loader, whose position is part of the checkpoint, and the validation data loader.
 
-The training position is (epoch, samples taken from that epoch), counted over all ranks. It is the
-loader's own and not the trainer's: Lightning's epochs end early with `limit_train_batches`, and
-after a resume it may count an epoch that had no batches. So the batches after a resume are those
-that would have come next, wherever the checkpoint was taken, with any number of workers, and at
-any world size that keeps the global batch size.
+The training position is (epoch, samples taken from that epoch), counted over all ranks. The loader counts its own
+epochs: Lightning's epochs end early with `limit_train_batches`, and after a resume Lightning may count an epoch without
+batches. So a resumed run goes on with the next batch, wherever the checkpoint was taken, with any number of workers,
+and at any world size that keeps the global batch size.
 
-Lightning saves and restores the position by itself, because `ResumableLoader` has `state_dict` and
-`load_state_dict`. It does so before the first batch, but not after a checkpoint from the end of an
-epoch in a run bounded by epochs; there it only tells the sampler the epoch, which is enough unless
-`limit_train_batches` is set. `TextDataModule` carries the position in its own state too, which
-Lightning always restores.
+`ResumableLoader` has `state_dict` and `load_state_dict`, so Lightning saves and restores the position before the first
+batch. After a checkpoint from the end of an epoch, in a run bounded by epochs, Lightning only tells the sampler the
+epoch; with `limit_train_batches` the epoch is not enough. `TextDataModule` therefore saves the position in its own
+state, and Lightning always restores that state.
 
-`ResumableLoader` is not a torch DataLoader but has one inside, so Lightning leaves its sampler
-alone, whatever `use_distributed_sampler` says.
+`ResumableLoader` wraps a torch DataLoader and is none, so Lightning keeps its sampler, whatever
+`use_distributed_sampler` says.
 """
 
 import warnings
@@ -22,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 Batch = dict[str, Tensor]
@@ -41,12 +39,12 @@ class SizedDataset(Protocol):
 class EpochOrder:
     """The order of the samples in each epoch.
 
-    Epoch 0 is the dataset's own order, which `PackedDataset` has shuffled as Megatron does. Every
-    later epoch is a permutation drawn from the seed and its number.
+    Epoch 0 is the dataset's own order, which `PackedDataset` has shuffled as Megatron does. Every later epoch is a
+    permutation drawn from the seed and the number of the epoch.
 
     Args:
         samples: Number of samples, n.
-        seed: Of the permutations.
+        seed: Seed of the permutations.
     """
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -69,7 +67,7 @@ class EpochOrder:
 
 
 class _Slices:
-    """A batch sampler: `size` entries of `order` from each start, made as they are asked for."""
+    """A batch sampler that yields `size` entries of `order` from each start."""
 
     def __init__(self, order: Tensor, starts: range, size: int) -> None:
         self.order, self.starts, self.size = order, starts, size
@@ -84,28 +82,27 @@ class _Slices:
 class ResumableLoader:
     """Training batches from a dataset, with a position that is saved and restored.
 
-    A step takes `micro_batch_size * world_size` samples in order, and each rank a contiguous part
-    of them: in rank order, the ranks' micro-batches are the ones that a single rank would see one
-    after another. An epoch ends where less than a global batch is left; that tail (another one in
-    each epoch but the first) is left out.
+    A step takes `micro_batch_size * world_size` samples in order, and each rank a contiguous part of these samples. In
+    rank order, the micro-batches of all ranks are the micro-batches that a single rank would see one after another. An
+    epoch leaves out the last samples, fewer than a global batch; every epoch but the first leaves out other samples.
 
-    Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when it is
-    handed out, not when a worker has read it. The default random generator of torch is not touched.
+    Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when the loader yields the
+    batch, not when a worker has read the batch. The default random generator of torch is not used.
 
     Args:
         dataset: Map-style, with a length, each sample a dict of tensors.
         micro_batch_size: Samples of one batch on one rank.
-        seed: Of the order of the samples.
-        rank: This process among those that share the batches (its data-parallel rank).
-        world_size: Number of those processes.
-        global_batch_size: Samples of one optimizer step, over ranks and gradient accumulation.
-            None: those of one batch on all ranks.
+        seed: Seed of the order of the samples.
+        rank: Data-parallel rank of this process.
+        world_size: Number of data-parallel ranks.
+        global_batch_size: Samples of one optimizer step, over ranks and gradient accumulation. None: the samples of one
+            batch on all ranks.
         num_workers: Processes that read ahead; 0: none.
         pin_memory: Whether batches come in page-locked memory.
-        stop_at_epoch_end: Whether an iterator ends where an epoch does. False: it goes on with the
-            next one, for a trainer that counts the batches itself.
-        in_flight: Returns how many of the batches handed out last do not count as taken yet, for a
-            checkpoint written from within a training step. None: none.
+        stop_at_epoch_end: Whether an iterator ends where an epoch ends. False: the iterator goes on with the next
+            epoch, for a trainer that counts the batches itself.
+        in_flight: Returns how many of the batches yielded last do not count as taken yet, for a checkpoint written from
+            within a training step. None: no batch.
 
     Raises:
         ValueError: A bad value, or less than a global batch of samples.
@@ -137,11 +134,10 @@ class ResumableLoader:
             )
         if len(dataset) < global_batch_size:
             raise ValueError(
-                f"The training data have {len(dataset)} samples, less than one global batch of "
-                f"{global_batch_size}: pass more data, or a smaller seq_length, batch or "
-                "accumulation."
+                f"The training data have {len(dataset)} samples, less than one global batch of {global_batch_size}: "
+                "pass more data, or a smaller seq_length, batch or accumulation."
             )
-        # Not `self.dataset`: Lightning's overfit_batches would take this for a torch DataLoader.
+        # Not `self.dataset`: Lightning's overfit_batches would take an object with `dataset` for a torch DataLoader.
         self._dataset = dataset
         self.batch_size = micro_batch_size
         self.rank = rank
@@ -160,7 +156,7 @@ class ResumableLoader:
         return self._epoch_samples // self.samples_per_step
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from the position on; nothing is read before the first is asked for."""
+        """Batches from the position on; nothing is read before the first batch is requested."""
         while True:
             # Batches on other ranks or of another size may not end where this epoch does.
             if self._taken + self.samples_per_step > self._epoch_samples:
@@ -170,49 +166,37 @@ class ResumableLoader:
                 return
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
-        order = self.sampler(self._epoch)
+        first = self.rank * self.batch_size
         starts = range(
-            self._taken + self.rank * self.batch_size,
-            self._epoch_samples - self.samples_per_step + self.rank * self.batch_size + 1,
-            self.samples_per_step,
+            first + self._taken, first + self._epoch_samples - self.samples_per_step + 1, self.samples_per_step
         )
-        batches = _Slices(order, starts, self.batch_size)
-        for batch in _torch_loader(
-            self._dataset,
-            batch_sampler=batches,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-        ):
+        batches = _Slices(self.sampler(self._epoch), starts, self.batch_size)
+        for batch in _torch_loader(self._dataset, self.num_workers, self.pin_memory, batch_sampler=batches):
             self._untouched = False
             self._taken += self.samples_per_step
             yield batch
 
     def _start_at_epoch(self, epoch: int) -> None:
-        # A trainer's epoch places only a loader that has no position of its own yet.
+        # Lightning's epoch counts only until the loader has a position of its own.
         if self._untouched:
             self._epoch, self._taken = epoch, 0
 
     def state_dict(self) -> dict[str, int]:
-        """The position: `epoch`, `taken` (samples of it, all ranks), and `samples` and `seed`."""
+        """The position: `epoch`, `taken` (samples of that epoch, all ranks), `samples` and `seed`."""
         taken = self._taken
         if self._in_flight is not None:
             taken = max(0, taken - self._in_flight() * self.samples_per_step)
-        return {
-            "epoch": self._epoch,
-            "taken": taken,
-            "samples": self.sampler.samples,
-            "seed": self.sampler.seed,
-        }
+        return {"epoch": self._epoch, "taken": taken, "samples": self.sampler.samples, "seed": self.sampler.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes to a saved position; one of other data or another seed is left, with a warning."""
+        """Restores a saved position; warns and ignores a position of other data or of another seed."""
         self._untouched = False
         here = {"samples": self.sampler.samples, "seed": self.sampler.seed}
         there = {name: state[name] for name in here}
         if here != there:
             warnings.warn(
-                f"The checkpoint's position belongs to other data or another seed ({there}, here "
-                f"{here}): these data start from their beginning.",
+                f"The checkpoint's position belongs to other data or another seed ({there}, here {here}): these data "
+                "start from their beginning.",
                 stacklevel=2,
             )
             return
@@ -229,16 +213,11 @@ def validation_loader(
 ) -> DataLoader[Batch]:
     """Whole batches in the dataset's order, from the beginning at each `iter()`.
 
-    Every rank gets the same number of batches, as sharded models need it; the samples that do not
-    fill a batch on all ranks are left out.
+    Every rank gets the same number of batches, because the ranks of a sharded model run each batch together. The last
+    samples, which do not fill a batch on all ranks, are left out.
 
     Args:
-        dataset: As for `ResumableLoader`.
-        micro_batch_size: Samples of one batch on one rank.
-        rank: This process among those that share the batches.
-        world_size: Number of those processes.
-        num_workers: Processes that read ahead; 0: none.
-        pin_memory: Whether batches come in page-locked memory.
+        dataset, micro_batch_size, rank, world_size, num_workers, pin_memory: As for `ResumableLoader`.
 
     Returns:
         A torch DataLoader; on several ranks with a DistributedSampler, which Lightning keeps.
@@ -256,24 +235,18 @@ def validation_loader(
         )
     sampler: DistributedSampler[Any] | None = None
     if world_size > 1:
-        sampler = DistributedSampler(
-            dataset,  # type: ignore[arg-type]
-            num_replicas=world_size,
-            rank=rank,
-            shuffle=False,
-            drop_last=True,
-        )
-    return _torch_loader(
-        dataset,
-        batch_size=micro_batch_size,
-        sampler=sampler,
-        drop_last=True,
+        sampler = DistributedSampler(dataset, world_size, rank, shuffle=False, drop_last=True)  # type: ignore[arg-type]
+    options = {"batch_size": micro_batch_size, "sampler": sampler, "drop_last": True}
+    return _torch_loader(dataset, num_workers, pin_memory, **options)
+
+
+def _torch_loader(dataset: SizedDataset, num_workers: int, pin_memory: bool, **options: Any) -> DataLoader[Batch]:
+    # A generator of its own: an iterator draws the seed of the workers, and a draw from the default generator would
+    # change the dropout after a resume.
+    return DataLoader(
+        dataset,  # type: ignore[arg-type]
         num_workers=num_workers,
         pin_memory=pin_memory,
+        generator=torch.Generator(),
+        **options,
     )
-
-
-def _torch_loader(dataset: SizedDataset | Dataset[Any], **options: Any) -> DataLoader[Batch]:
-    # Its own generator: an iterator draws the workers' seed, and that draw from the default one
-    # would make the dropout after a resume another one.
-    return DataLoader(dataset, generator=torch.Generator(), **options)  # type: ignore[arg-type]

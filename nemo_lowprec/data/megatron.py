@@ -1,4 +1,4 @@
-"""The one place where this package imports Megatron-core."""
+"""Imports the parts of Megatron-core that read and write its data files."""
 
 import importlib
 import warnings
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextmanager
 def quiet_megatron() -> Iterator[None]:
-    """Hides Megatron's warnings about what reading data has no use for."""
+    """Hides Megatron-core's warnings about packages that reading data does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
-        # From its logger (0.19), wherever torch.distributed is not initialized.
+        # Megatron-core's logger (0.19) warns where torch.distributed is not initialized.
         warnings.filterwarnings("ignore", message="Could not determine (rank|world size)")
         yield
 
@@ -24,7 +24,7 @@ def import_megatron(name: str) -> Any:
         name: Dotted name below `megatron.core`, such as `datasets.indexed_dataset`.
 
     Raises:
-        ImportError: Megatron-core is not installed, or something that its release imports (0.19: Triton).
+        ImportError: Megatron-core, or a package that it imports (0.19: Triton), is not installed.
     """
     with quiet_megatron():
         try:
@@ -32,6 +32,6 @@ def import_megatron(name: str) -> Any:
         except ModuleNotFoundError as error:
             missing = "megatron-core" if error.name in ("megatron", "megatron.core") else error.name
             raise ImportError(
-                "Megatron's .bin/.idx data files need Megatron-core, which does not import without "
-                f"{missing} here: pip install {missing}."
+                f"Megatron's .bin/.idx data files need Megatron-core, which does not import without {missing} here: "
+                f"pip install {missing}."
             ) from error

@@ -17,39 +17,37 @@ from nemo_lowprec.data.tokenizer import check_vocab_size, load_tokenizer
 
 
 class TextDataModule(LightningDataModule):
-    """Packed text for next-token prediction: prepares what is missing, and resumes where it was.
+    """Packed text for next-token prediction, which prepares missing data and resumes at the saved position.
 
-    A batch is a dict of `input_ids` and `labels`, int64 of shape [micro_batch_size, seq_length];
-    the labels are already shifted (see `PackedDataset`). Testing uses the validation data.
+    A batch is a dict of `input_ids` and `labels`, int64 of shape [micro_batch_size, seq_length]; the labels are already
+    shifted (see `PackedDataset`). Testing uses the validation data.
 
-    Lightning's `use_distributed_sampler` may be left as it is. The global batch is
-    micro_batch_size x data-parallel ranks x `accumulate_grad_batches`, and an epoch of training is
-    a whole number of those.
+    Any value of Lightning's `use_distributed_sampler` works. The global batch is micro_batch_size x data-parallel ranks
+    x `accumulate_grad_batches`, and a training epoch is a whole number of global batches.
 
     Args:
-        data_dir: Prepared folder. It is prepared by the first process of each node if it does not
-            exist.
-        source: What to prepare it from (see `prepare_data`); None: the Python standard library.
-        vocab_size: Number of ids; None: that of the prepared data. Where `data_dir` is still to be
-            prepared, the size of the tokenizer to train (None: 8192). With prefixes, that of the
-            data's tokenizer; None needs a `tokenizer.json` beside them.
+        data_dir: Prepared folder. The first process of each node prepares a folder that does not exist.
+        source: Source of the texts (see `prepare_data`); None: the Python standard library.
+        vocab_size: Number of ids; None: the number of the prepared data. Where `data_dir` is still to be prepared, the
+            size of the tokenizer to train (None: 8192). With prefixes, the size of the data's tokenizer; None needs a
+            `tokenizer.json` beside the data.
         seq_length: Tokens of one sample.
         micro_batch_size: Samples of one batch on one rank.
         num_workers: Processes that read ahead, for training and for validation each; 0: none.
-        seed: Of the order of documents and samples. (The split has its own, in `prepare_data`.)
-        validation_fraction: Fraction of the source's files that preparing keeps for validation;
-            None: that of the prepared data, or 0.02.
-        max_bytes: Prepares only so many bytes of the source; None: as the data are prepared, or all.
-        train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data
-            to use in place of `data_dir`.
-        validation_prefix: The same of the validation data.
-        validation_samples: Validates on so many samples at most, a random choice, the same for every seed;
-            None: all.
+        seed: Seed of the order of documents and samples. (`prepare_data` has another seed for the split.)
+        validation_fraction: Fraction of the source's files that preparing keeps for validation; None: the fraction of
+            the prepared data, or 0.02.
+        max_bytes: Bytes of the source that preparing takes; None: as the data are prepared, or all.
+        train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data to use in place of
+            `data_dir`.
+        validation_prefix: Path, without the ending, of the validation data.
+        validation_samples: Largest number of samples to validate on, a random choice, the same for every seed; None:
+            all samples.
         pin_memory: Whether batches come in page-locked memory; None: where there is a GPU.
 
     Raises:
-        ValueError: At construction, a bad value, or arguments that exclude each other; when
-            preparing or setting up, as for `prepare_data`, `open_indexed` and `PackedDataset`.
+        ValueError: At construction, a bad value, or arguments that exclude each other; when preparing or setting up, as
+            for `prepare_data`, `open_indexed` and `PackedDataset`.
     """
 
     @checked
@@ -71,15 +69,15 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
-        if self._prefixes is None:
-            if vocab_size is not None:
-                check_vocab_size(vocab_size)
-        elif vocab_size is None and not _tokenizer_beside(self._prefixes[0]).is_file():
-            raise ValueError(
-                f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, "
-                "the number of ids of the tokenizer that made the data."
-            )
+        if self._prefixes is None and vocab_size is not None:
+            check_vocab_size(vocab_size)
         self.data_dir = Path(data_dir)
+        self._tokenizer_file = (Path(self._prefixes[0]).parent if self._prefixes else self.data_dir) / "tokenizer.json"
+        if self._prefixes is not None and vocab_size is None and not self._tokenizer_file.is_file():
+            raise ValueError(
+                f"There is no tokenizer.json beside train_prefix={train_prefix}: pass vocab_size, the number of ids of "
+                "the tokenizer that made the data."
+            )
         self.source = source
         self.seq_length = seq_length
         self.micro_batch_size = micro_batch_size
@@ -99,9 +97,9 @@ class TextDataModule(LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: that of the tokenizer once set up, before that the one asked for.
+        """Number of ids of the tokenizer once `setup` has run, and the argument `vocab_size` before.
 
-        A model built for the number asked for always fits: the tokenizer has that many or fewer.
+        A model that is built for the argument always fits, because the tokenizer has as many ids or fewer.
         """
         if self.prepared is not None:
             return self.prepared.vocab_size
@@ -113,14 +111,13 @@ class TextDataModule(LightningDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the data, of the `tokenizers` library; loaded when first asked for.
+        """The tokenizer of the data, of the `tokenizers` library; loaded at the first access.
 
         Raises:
             ValueError: The data are not prepared yet, or have no tokenizer.json beside them.
         """
         if self._tokenizer is None:
-            folder = self.data_dir if self._prefixes is None else Path(self._prefixes[0]).parent
-            path = folder / "tokenizer.json"
+            path = self._tokenizer_file
             if not path.is_file():
                 raise ValueError(
                     f"{path} does not exist: call prepare_data() first, or put the tokenizer of the data there."
@@ -129,7 +126,7 @@ class TextDataModule(LightningDataModule):
         return self._tokenizer
 
     def prepare_data(self) -> None:
-        """Prepares `data_dir` where that is missing; Lightning calls it in one process a node."""
+        """Prepares a missing `data_dir`; Lightning calls this method in one process of each node."""
         if self._prefixes is None:
             prepare_data(
                 self.data_dir,
@@ -149,7 +146,7 @@ class TextDataModule(LightningDataModule):
         else:
             prefixes = self._prefixes
         train = PackedDataset(prefixes[0], self.seq_length, self.seed, self.vocab_size)
-        # One order whatever the seed: runs that differ in it are measured on the same samples.
+        # Seed 0 whatever the run's seed: runs with different seeds are validated on the same samples.
         validation = PackedDataset(prefixes[1], self.seq_length, 0, self.vocab_size)
         for data in (train, validation):
             data.check_ids()
@@ -159,7 +156,7 @@ class TextDataModule(LightningDataModule):
         self._train = train
 
     def agreement(self) -> dict[str, Any]:
-        """What every process must have the same of: settings, and once it is set up the corpus."""
+        """Values that must be equal on every process: settings, and after `setup` the fingerprints of the corpus."""
         names = ("vocab_size", "seq_length", "micro_batch_size", "seed", "validation_samples")
         settings = {name: getattr(self, name) for name in names if name != "vocab_size" or self._train is not None}
         for name in ("train", "validation"):
@@ -173,7 +170,7 @@ class TextDataModule(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader | DataLoader[Batch]:
         """Training batches from the restored position on.
 
-        With `overfit_batches` the same first batches come in every epoch, without a position.
+        With `overfit_batches` every epoch has the same first batches, and there is no position.
         """
         self.setup()
         assert self._train is not None
@@ -190,7 +187,7 @@ class TextDataModule(LightningDataModule):
             global_batch_size=self.micro_batch_size * world_size * steps,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            # Lightning counts to len() or limit_train_batches by itself.
+            # Lightning itself counts to len() or limit_train_batches.
             stop_at_epoch_end=self.trainer is None,
             in_flight=self._batches_in_flight,
         )
@@ -205,61 +202,43 @@ class TextDataModule(LightningDataModule):
         assert self._validation is not None
         return self._in_order(self._validation)
 
-    def test_dataloader(self) -> DataLoader[Batch]:
-        """The validation batches."""
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the training data."""
         return {} if self._loader is None else {"position": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the position for the next `train_dataloader()`; validating or testing does not."""
+        """Keeps the position for the next `train_dataloader()`; validation and tests ignore the position."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._position = state_dict.get("position")
 
     def _in_order(self, dataset: SizedDataset) -> DataLoader[Batch]:
         rank, world_size = self._shard()
-        return validation_loader(
-            dataset,
-            self.micro_batch_size,
-            rank,
-            world_size,
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-        )
+        return validation_loader(dataset, self.micro_batch_size, rank, world_size, self.num_workers, self.pin_memory)
 
     def _shard(self) -> tuple[int, int]:
-        """This process' data-parallel rank, and how many there are."""
-        # A strategy with tensor or pipeline parallel ranks gives its data-parallel ones here.
+        """The data-parallel rank of this process, and the number of data-parallel ranks."""
+        # A strategy with tensor or pipeline parallel ranks reports its data-parallel ranks here.
         sampler = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
         return (sampler["rank"], sampler["num_replicas"]) if sampler else (0, 1)
 
     def _batches_in_flight(self) -> int:
-        """1 within a training step, whose batch Lightning runs again after a resume; else 0."""
+        """1 within a training step, because a resumed run repeats the batch of that step; else 0."""
         if self.trainer is None:
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
 
 
-def _check_prefixes(
-    train: str | Path | None,
-    validation: str | Path | None,
-    source: str | Path | None,
-    max_bytes: int | None,
-) -> tuple[str, str] | None:
+def _check_prefixes(train: Any, validation: Any, source: Any, max_bytes: int | None) -> tuple[str, str] | None:
     if train is None and validation is None:
         return None
     if train is None or validation is None:
         raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
     if source is not None or max_bytes is not None:
         raise ValueError(
-            "source and max_bytes are for preparing data, and train_prefix names data that are "
-            "prepared: pass one or the other."
+            "source and max_bytes are for preparing data, and train_prefix names data that are prepared: pass one or "
+            "the other."
         )
     return str(train), str(validation)
-
-
-def _tokenizer_beside(prefix: str) -> Path:
-    return Path(prefix).parent / "tokenizer.json"

@@ -1,15 +1,13 @@
 """Fixed-length samples, packed without padding from shuffled documents.
 
-The documents are shuffled and put one after another; sample j is that stream's tokens
-[j L, j L + L + 1), so neighbours share one token and every token but the first is a label once.
-The samples are then shuffled. Both shuffles and the bounds are those of
-`megatron.core.datasets.gpt_dataset.GPTDataset` for one epoch with the same seed, sample for
-sample; the tests compare the two.
+The documents are shuffled and put one after another as one stream. Sample j holds the stream's tokens
+[j L, j L + L + 1), so neighbouring samples share one token and every token but the first is a label once. The samples
+are then shuffled. For one epoch and the same seed, both shuffles and the bounds equal those of
+`megatron.core.datasets.gpt_dataset.GPTDataset`, sample for sample; the tests compare the two classes.
 
-It is not that class, because of the cache it keeps of these arrays: it takes files that a killed
-run left half written for complete, does not see that the data under a path have changed, and is
-written by global rank 0 only. Here the arrays are built in memory, in 12 bytes a document and 4 a
-sample, from the index alone.
+`GPTDataset` itself is not used because of its cache of the shuffled arrays: the cache takes half-written files of a
+killed run for complete, misses that the data under a path have changed, and is written by global rank 0 only.
+`PackedDataset` builds the arrays in memory from the index alone, in 12 bytes a document and 4 a sample.
 """
 
 import hashlib
@@ -23,25 +21,24 @@ from torch.utils.data import Dataset
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.data.indexed import open_indexed
 
-_LOOKED_AT = 64  # samples whose ids are looked at before training
+_CHECKED = 64  # samples whose ids are checked before training
 
 
 class PackedDataset(Dataset[dict[str, Tensor]]):
     """One epoch of packed samples.
 
-    Each is a dict of `input_ids` and `labels`, int64 of shape [seq_length]. The labels are already
-    shifted: `labels[t]` is the token after `input_ids[t]`, so the loss is the cross entropy of
-    `logits[t]` with `labels[t]`, without another shift.
+    A sample is a dict of `input_ids` and `labels`, int64 of shape [seq_length]. The labels are already shifted:
+    `labels[t]` is the token after `input_ids[t]`, so the loss is the cross entropy of `logits[t]` with `labels[t]`.
 
     Args:
         prefix: Path of a .bin and .idx pair, without the ending.
         seq_length: L, the length of a sample in tokens.
-        seed: Of the two shuffles.
-        vocab_size: Ids must be below it; None: not looked at.
+        seed: Seed of the two shuffles.
+        vocab_size: Ids must be below this number; None: ids are not checked.
 
     Raises:
-        ValueError: A bad value; data that do not open; fewer than seq_length + 1 tokens; on
-            access: an id that is below 0 or not below `vocab_size`.
+        ValueError: A bad value; data that do not open; fewer than seq_length + 1 tokens; on access: an id that is below
+            0 or not below `vocab_size`.
     """
 
     @checked
@@ -55,8 +52,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         samples = (tokens - 1) // seq_length
         if samples < 1:
             raise ValueError(
-                f"{prefix} has {tokens} tokens, and one sample of seq_length={seq_length} takes "
-                f"{seq_length + 1}: pass a shorter seq_length or more data."
+                f"{prefix} has {tokens} tokens, and one sample of seq_length={seq_length} takes {seq_length + 1}: pass "
+                "a shorter seq_length or more data."
             )
         random = np.random.RandomState(seed)
         self._order = np.arange(len(lengths), dtype=np.int32)
@@ -67,7 +64,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """Of the data, whatever folder they lie in: from the sizes, and the first and last MiB, of both files."""
+        """A hash of the sizes and of the first and last MiB of both files; moving the files does not change it."""
         digest = hashlib.sha256()
         for ending in (".idx", ".bin"):
             with open(self.prefix + ending, "rb") as stream:
@@ -91,12 +88,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
 
     def check_ids(self) -> None:
-        """Looks at 64 samples spread over the data, which may be terabytes.
+        """Checks the ids of 64 samples spread over the data, which may be terabytes.
 
         Raises:
-            ValueError: An id in them is below 0 or not below `vocab_size`.
+            ValueError: An id is below 0 or not below `vocab_size`.
         """
-        for sample in np.linspace(0, len(self) - 1, min(len(self), _LOOKED_AT), dtype=np.int64):
+        for sample in np.linspace(0, len(self) - 1, min(len(self), _CHECKED), dtype=np.int64):
             start = int(sample) * self.seq_length
             self._check_ids(self._window(start, start + self.seq_length + 1))
 
@@ -105,8 +102,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             return
         if (largest := int(tokens.max())) >= self.vocab_size:
             raise ValueError(
-                f"{self.prefix} has id {largest}, which is not below vocab_size="
-                f"{self.vocab_size}: pass the vocab_size of the tokenizer that made the data."
+                f"{self.prefix} has id {largest}, which is not below vocab_size={self.vocab_size}: pass the vocab_size "
+                "of the tokenizer that made the data."
             )
         if (smallest := int(tokens.min())) < 0:
             raise ValueError(f"{self.prefix}.bin has id {smallest}: ids are not negative. Prepare the data again.")

@@ -1,7 +1,7 @@
-"""Prepares a corpus for pretraining: tokenizer, Megatron's .bin/.idx files, and a record of both.
+"""Prepares a corpus for pretraining: a tokenizer, Megatron's .bin/.idx files, and a record of both.
 
-The folder is written under another name beside its place and renamed when it is complete: whatever
-stands under the final name is whole, and nothing that was there is written over.
+`prepare_data` writes the folder under another name beside its place and renames the complete folder. So a folder under
+the final name is always complete, and an existing folder is never written over.
 """
 
 import json
@@ -83,12 +83,12 @@ class PreparedData:
 
     @property
     def tokenizer_path(self) -> Path:
-        """tokenizer.json: `PreTrainedTokenizerFast(tokenizer_file=...)` of transformers reads it."""
+        """Path of tokenizer.json, which `PreTrainedTokenizerFast(tokenizer_file=...)` of transformers reads."""
         return self.path / "tokenizer.json"
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer has; less than was asked for where the corpus is small."""
+        """Number of ids of the tokenizer; a small corpus has fewer ids than `prepare_data` was asked for."""
         return int(self.record["vocab_size"])
 
     @property
@@ -119,43 +119,33 @@ def prepare_data(
 ) -> PreparedData:
     """Writes `tokenizer.json`, `train.bin/.idx`, `validation.bin/.idx` and `prepared.json`.
 
-    A folder that was prepared from the same files is returned at once; an argument that is None is
-    then the one that the folder was prepared with. The standard library of another Python counts as
-    the same, so that prepared data can be carried to another machine; so does a source that is no
-    longer there, if it has the same path.
+    A folder that was prepared from the same files is returned at once; an argument of None then stands for the value
+    that the folder was prepared with. The standard library of another Python counts as the same source, so that
+    prepared data can be carried to another machine. A source that no longer exists counts as the same if its path is
+    the same.
 
     A killed run leaves a folder `.NAME.*.partial` beside `out_dir`, which may be deleted.
 
     Args:
-        out_dir: Folder to write: one that does not exist yet, or is empty.
-        source: None: the sources of the running Python's standard library. Or a folder of text
-            files, a folder of .jsonl files, or one .jsonl file. Files that are not UTF-8 are left
-            out and counted in the record.
-        vocab_size: Ids of the tokenizer at most, from 257 to 2**24; 8192 for a new folder. Below
-            65500 tokens take 2 bytes on disk, else 4.
-        validation_fraction: Fraction of the files (one .jsonl file: of its lines) kept for
-            validation, chosen by the hash of their names. In (0, 1); 0.02 for a new folder.
-        seed: Changes which files are for validation and which ones `max_bytes` takes; 0 for a new
-            folder.
-        max_bytes: Takes only so many bytes of documents, in hash order; all for a new folder.
+        out_dir: Folder to write, which does not exist yet or is empty.
+        source: None: the sources of the running Python's standard library. Or a folder of text files, a folder of
+            .jsonl files, or one .jsonl file. Files that are not UTF-8 are left out and counted in the record.
+        vocab_size: Largest number of ids of the tokenizer, from 257 to 2**24; 8192 for a new folder. A token takes 2
+            bytes on disk below 65500 ids, else 4.
+        validation_fraction: Fraction of the files (one .jsonl file: of its lines) kept for validation, chosen by the
+            hash of their names. In (0, 1); 0.02 for a new folder.
+        seed: Changes which files are for validation and which files `max_bytes` takes; 0 for a new folder.
+        max_bytes: Bytes of documents to take, in hash order; all for a new folder.
         text_field: Key of the text in .jsonl lines; `text` for a new folder.
-        tokenizer_bytes: The tokenizer is trained on so many bytes of training documents, in hash
-            order; 8,000,000 for a new folder.
+        tokenizer_bytes: Bytes of training documents, in hash order, that the tokenizer is trained on; 8,000,000 for a
+            new folder.
 
     Raises:
-        ValueError: A bad value; an empty or unreadable source; or `out_dir` holds something else,
-            or data prepared from other files or with other arguments.
+        ValueError: A bad value; an empty or unreadable source; or `out_dir` holds something else, or data prepared from
+            other files or with other arguments.
         NotWrittenError: A full disk, or a folder that may not be written to.
     """
-    given = {
-        "vocab_size": vocab_size,
-        "validation_fraction": validation_fraction,
-        "seed": seed,
-        "max_bytes": max_bytes,
-        "text_field": text_field,
-        "tokenizer_bytes": tokenizer_bytes,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in locals().items() if name in _DEFAULTS and value is not None}
     if vocab_size is not None:
         check_vocab_size(vocab_size)
     path = None if source is None else str(source)
@@ -226,10 +216,10 @@ def is_prepared(out_dir: str | Path) -> bool:
 
 
 def open_prepared(out_dir: str | Path) -> PreparedData:
-    """Opens a prepared folder, wherever it was moved, and whatever its arguments were.
+    """Opens a prepared folder, wherever the folder was moved, and whatever its arguments were.
 
     Raises:
-        ValueError: It was not written by `prepare_data`, or a file of it is missing or truncated.
+        ValueError: The folder was not written by `prepare_data`, or a file in it is missing or truncated.
     """
     path = Path(os.path.abspath(out_dir))
     try:
@@ -239,8 +229,8 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
         complete = False
     if not complete:
         raise ValueError(
-            f"{path} is not a folder of prepared data (it has no {_RECORD} of format {_FORMAT}): "
-            "pass one that prepare_data wrote, or a new one to prepare."
+            f"{path} is not a folder of prepared data (it has no {_RECORD} of format {_FORMAT}): pass one that "
+            "prepare_data wrote, or a new one to prepare."
         )
     prepared = PreparedData(path, record)
     if not prepared.tokenizer_path.is_file():
@@ -252,7 +242,7 @@ def open_prepared(out_dir: str | Path) -> PreparedData:
             "not the tokenizer of these data. Copy the folder again, or prepare a new one."
         )
     for split, prefix in (("train", prepared.train_prefix), ("validation", prepared.validation_prefix)):
-        data = open_indexed(prefix)  # whose arrays are gone with it
+        data = open_indexed(prefix)  # keeps the memory map of `sequence_lengths` open
         tokens = int(data.sequence_lengths.sum(dtype=np.int64))
         wanted = (record.get(split) or {}).get("tokens")
         if tokens != wanted:
@@ -274,8 +264,8 @@ def _reuse(target: Path, source: str | None, given: dict[str, Any]) -> PreparedD
     other += _source_difference(prepared.record, source)
     if other:
         raise ValueError(
-            f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use "
-            "that one with its own arguments."
+            f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use that one with its own "
+            "arguments."
         )
     return prepared
 
@@ -302,12 +292,12 @@ def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: 
         total += document.size
     with progress_bar("Reading for the tokenizer", total) as advance:
         texts = (text[:max_bytes] for text in _read(taken, advance, []))
-        # Memory is taken for all ids at once, and each beyond the bytes is at least one pair of the text.
+        # The trainer allocates memory for all ids at once; beyond the 256 bytes, an id takes at least a byte of text.
         return train_tokenizer(texts, min(vocab_size, MIN_VOCAB_SIZE + total))
 
 
 def _read(documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]) -> Iterator[str]:
-    """The texts that are UTF-8; the names of the others go to `skipped`."""
+    """The texts of the UTF-8 documents; the names of the other documents are appended to `skipped`."""
     for document in documents:
         text = document.read()
         advance(document.size)
@@ -318,7 +308,7 @@ def _read(documents: Iterable[Document], advance: Callable[[int], None], skipped
 
 
 def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Document]) -> dict[str, Any]:
-    """Writes PREFIX.bin and PREFIX.idx; returns what `prepared.json` says about them."""
+    """Writes PREFIX.bin and PREFIX.idx; returns their entry of `prepared.json`."""
     indexed_dataset = import_megatron("datasets.indexed_dataset")
     dtype = indexed_dataset.DType.optimal_dtype(tokenizer.get_vocab_size())
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
@@ -340,7 +330,7 @@ def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Docum
 
 
 def _make_readable(folder: Path) -> None:
-    """Gives a folder of mkdtemp (0700) the permissions of an ordinary new one."""
+    """Gives a folder of mkdtemp (0700) the permissions of an ordinary new folder."""
     mask = os.umask(0)
     os.umask(mask)
     folder.chmod(0o777 & ~mask)

@@ -1,11 +1,12 @@
 """A byte-level BPE tokenizer (Sennrich et al. 2016; bytes as in GPT-2), trained on the corpus.
 
-Its base alphabet is all 256 bytes, so there is no unknown token and decoding gives back exactly
-the text. Ids run from 0; `<|endoftext|>`, the end of a document (eod), is 0.
+The base alphabet is all 256 bytes, so there is no unknown token and decoding returns exactly the encoded text. Ids run
+from 0; `<|endoftext|>`, the end of a document (eod), is 0.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -14,7 +15,7 @@ from nemo_lowprec.arguments import RANGES, check_value
 END_OF_DOCUMENT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the bytes and the end of a document
 
-# Runs that ByteLevel would make one word of. The time that BPE takes grows with the square of a word's length.
+# ByteLevel makes one word of each such run. The time of BPE grows with the square of a word's length.
 _LONGEST = 256
 _TOO_LONG = Regex("|".join(f"{kind}{{{_LONGEST}}}" for kind in (r"\p{L}", r"\p{N}", r"[^\s\p{L}\p{N}]", r"\s")))
 
@@ -24,8 +25,8 @@ def check_vocab_size(vocab_size: int) -> None:
     check_value("vocab_size", vocab_size, RANGES["vocab_size"])
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
-            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and "
-            f"{END_OF_DOCUMENT}: pass at least that."
+            f"vocab_size={vocab_size} is less than {MIN_VOCAB_SIZE}, the 256 bytes and {END_OF_DOCUMENT}: pass at "
+            "least that."
         )
 
 
@@ -35,9 +36,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 8192) -> Tokenizer:
     Words of more than 256 characters are cut after every 256.
 
     Args:
-        texts: The training texts; they are taken one by one.
-        vocab_size: Number of ids wanted, the 256 bytes and the end of a document included. A small
-            corpus can run out of pairs that occur twice and give fewer.
+        texts: The training texts, read one by one.
+        vocab_size: Number of ids, the 256 bytes and the end of a document included. A small corpus gives fewer ids when
+            no pair is left that occurs twice.
 
     Raises:
         ValueError: `vocab_size` is less than 257.
@@ -63,7 +64,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer.json.
 
     Raises:
-        ValueError: It cannot be read, or is no tokenizer.
+        ValueError: The file cannot be read, or is no tokenizer.
     """
     try:
         return Tokenizer.from_file(str(path))
@@ -71,11 +72,33 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise ValueError(f"{path} is no tokenizer ({str(error).splitlines()[0]}): copy it again.") from error
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
-    """The ids of each text, the end of a document appended, in order; on all cores.
+def load_transformers_tokenizer(path: Path) -> Any:
+    """Reads a tokenizer.json, or a folder with one, as a tokenizer of transformers; nothing is downloaded.
 
-    The characters `<|endoftext|>` in a text are encoded as those characters, never as the end of a
-    document.
+    A tokenizer without an end of sequence gets `<|endoftext|>`, which ends the documents of `prepare_data`.
+
+    Raises:
+        ValueError: There is no tokenizer at `path`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        if path.is_dir() and (path / "tokenizer_config.json").is_file():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        else:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise ValueError(f"tokenizer={str(path)!r}: no tokenizer.json that can be read ({error}).") from error
+    if tokenizer.eos_token is None and END_OF_DOCUMENT in tokenizer.get_vocab():
+        tokenizer.eos_token = END_OF_DOCUMENT
+    return tokenizer
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each text in order, with the end of a document appended; uses all cores.
+
+    The characters `<|endoftext|>` in a text are encoded as characters, never as the end of a document.
     """
     end = tokenizer.get_vocab()[END_OF_DOCUMENT]
     before = tokenizer.encode_special_tokens

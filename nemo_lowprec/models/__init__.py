@@ -3,13 +3,12 @@
 presets      architectures as data: published sizes, and tiny ones for a machine without a GPU
 causal_lm    CausalLM, any causal language model of transformers built from a config
 megatron_gpt MegatronGPT, Megatron-core's GPTModel of a Llama-family architecture
-megatron_llama, megatron_weights  the parts of it: its config, its weights to and from transformers' names
+megatron_llama, megatron_weights  the config of MegatronGPT, and its weights under transformers' names
 loss         next-token cross entropy in FP32, a slice of the tokens at a time
-schedule     linear warm-up, then cosine decay
-param_groups which parameters weight decay applies to
+optimizer    parameter groups of the weight decay, linear warm-up, then cosine decay
 throughput   tokens per second between two log steps
 export       a checkpoint's weights as safetensors that transformers loads
-saved_weights, cast, export_tokenizer  the parts of it: reading, rounding, the tokenizer's files
+saved_weights, cast  read and round the weights for export
 """
 
 from importlib import import_module

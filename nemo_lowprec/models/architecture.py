@@ -1,4 +1,4 @@
-"""Fields of a transformers config, checked before a model is built of them."""
+"""Checks the fields of a transformers config before a model is built from the config."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from typing import Annotated, Any
 from annotated_types import MinLen
 
 from nemo_lowprec.arguments import AtLeast0, check_value
+from nemo_lowprec.lines import one_line
 
-__all__ = ["check_architecture", "one_line"]
+__all__ = ["check_architecture"]
 
 _MAX_LAYERS = 10_000
-_MAX_NUMBER = 1e12  # the bases of RoPE are the largest numbers there are
+_MAX_NUMBER = 1e12  # the base of RoPE is the largest number in a config
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _DROPOUTS = ("dropout", "pdrop", "drop")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str = "config.") -> None:
-    """Check names and values of a config's fields, and that heads and sizes go together.
+    """Check names and values of a config's fields, and that heads and sizes fit together.
 
     Args:
         model_type: transformers' name of the architecture.
-        fields: of its config class.
-        prefix: of the names in messages.
+        fields: fields of the config class by name.
+        prefix: prefix of the names in messages.
 
     Raises:
-        ValueError: the architecture, or a field of it, does not exist; a value that a field does not take, or sizes
-            that do not go together.
+        ValueError: an unknown architecture or field, a value that a field does not take, or sizes that do not fit
+            together.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -46,9 +47,9 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
             )
         _check_range(prefix + name, name, value)
     try:
-        # An architecture's own special tokens may be outside this vocabulary: transformers would warn of them.
+        # Without special tokens: transformers warns where the architecture's own tokens lie outside the vocabulary.
         made = kind(**{**dict.fromkeys(_TOKEN_IDS), **fields})
-    except Exception as error:  # of transformers' own checks, in classes and words of several libraries
+    except Exception as error:  # transformers' checks raise exceptions of several libraries
         raise ValueError(f"{prefix.rstrip('.')} does not make a {kind.__name__}: {one_line(error)}") from error
     heads, groups = (getattr(made, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
@@ -56,13 +57,6 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
             f"{prefix}num_key_value_heads={groups} must divide the {heads} attention heads (num_attention_heads)."
         )
     _check_activation(made, prefix)
-
-
-def one_line(error: BaseException) -> str:
-    """An exception of another library in one line, with its class where the text alone says nothing."""
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    told = isinstance(error, ValueError | TypeError) or type(error).__name__ == "MisconfigurationException"
-    return text if told and text else f"{type(error).__name__}: {text}"
 
 
 def _names(kind: type) -> set[str]:
@@ -74,7 +68,7 @@ def _names(kind: type) -> set[str]:
 
 
 def _check_range(label: str, name: str, value: Any) -> None:
-    """What transformers takes, and no model can be made of."""
+    """Check a value that transformers accepts, and of which no model can be made."""
     if isinstance(value, bool) or value is None:
         return
     if name in _TOKEN_IDS:

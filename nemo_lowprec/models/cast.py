@@ -1,4 +1,4 @@
-"""Weights rounded to another format for use outside of training, and what that changes in them."""
+"""Rounds weights to another format for use outside of training, and measures the rounding errors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 __all__ = ["DTYPES", "Cast"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_CHUNK = 1 << 20  # elements that are compared at a time: temporaries that stay in the cache
+_CHUNK = 1 << 20  # elements compared at a time, so that temporaries stay in the cache
 
 
 class Cast:
-    """Rounds tensors to one dtype, to nearest, and keeps account of it.
+    """Rounds tensors to one dtype, to nearest, and counts and measures the errors.
 
     Args:
         dtype: ``bf16``, ``fp16`` or ``fp32``.
 
     Attributes:
         max_relative_error: the largest abs(rounded - exact) / abs(exact) of an element that did not become zero.
-        underflows: elements that became zero, and were not.
-        not_finite: elements that are infinite or NaN already where they come from, and stay so.
-        found: elements by the dtype that they came in, ``FP32`` for example.
+        underflows: nonzero elements that became zero.
+        not_finite: elements that are infinite or NaN before and after rounding.
+        found: number of elements by the name of their dtype before rounding, such as ``FP32``.
 
     Raises:
-        ValueError: ``dtype`` is none of these.
+        ValueError: an unknown ``dtype``.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -39,11 +39,10 @@ class Cast:
 
     @torch.no_grad()
     def __call__(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` in the dtype, contiguous; itself where it has it, or where it holds no floating-point numbers.
+        """Return ``tensor`` in the dtype, contiguous. A tensor of the dtype, or of integers, keeps its values.
 
         Raises:
-            ValueError: a finite value that is beyond the dtype's largest, or a tensor of FP8, which means nothing
-                without its scale.
+            ValueError: a finite value above the dtype's largest value, or a tensor of FP8 without its scale.
         """
         if not tensor.is_floating_point():
             return tensor.contiguous()
@@ -69,7 +68,7 @@ class Cast:
             exact, rounded = exact.where(finite, 0.0), rounded.where(finite, 0.0)
             ends = torch.stack(exact.aminmax())
         if torch.promote_types(exact.dtype, self.dtype) == self.dtype:
-            return  # every value has its place there
+            return  # the dtype holds every value exactly
         if not ends.to(self.dtype).isfinite().all():
             raise ValueError(self._too_large(name, float(ends.abs().max())))
         wide = torch.promote_types(exact.dtype, torch.float32)

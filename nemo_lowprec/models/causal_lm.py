@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.torch_zip import check_file, reading
-from nemo_lowprec.models.architecture import check_architecture, one_line
+from nemo_lowprec.lines import one_line
+from nemo_lowprec.models.architecture import check_architecture
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
-from nemo_lowprec.models.param_groups import decay_groups
+from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_cosine
 from nemo_lowprec.models.presets import get_preset
-from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
 from nemo_lowprec.models.throughput import TokenRate, data_parallel_size
 
 __all__ = ["CausalLM"]
@@ -30,21 +30,21 @@ class CausalLM(LightningModule):
     """Next-token prediction with AdamW, warm-up and a cosine schedule.
 
     A batch is a dict of ``input_ids`` and ``labels``, int64 [batch, sequence]; ``labels[:, t]`` is the token that
-    follows ``input_ids[:, t]`` (already shifted), -100 leaves it out of the loss.
+    follows ``input_ids[:, t]`` (already shifted), and the loss ignores labels of -100.
 
     Logged each ``log_every_n_steps``: ``train/loss`` (nats a token, of the last micro-batch), ``train/perplexity``,
     ``train/tokens_per_sec`` (all ranks, validation excluded), ``lr``. Logged at validation and test: ``val/loss`` and
     ``val/perplexity`` (``test/...``), the mean over tokens of all ranks.
 
-    The weights are made in ``configure_model``, so that a sharding strategy can make them in place. Outside of a
-    Trainer call it by hand; it needs ``vocab_size`` (or a preset that has one) there.
+    ``configure_model`` makes the weights, so that a sharding strategy can make them in place. Outside of a Trainer call
+    ``configure_model()`` by hand, and pass ``vocab_size`` or a preset with a vocabulary.
 
     Args:
         preset: an architecture of ``models/presets.py``; None with ``model_type``.
         model_type: transformers' name of any other architecture with a causal language model, such as ``qwen3``.
         config: fields of the transformers config, on top of the preset's.
         vocab_size: ids of the tokenizer; None: the config's, else the data module's. Where the config has none, the
-            model gets it rounded up to a multiple of 128; the ids above are never a label.
+            model has this number rounded up to a multiple of 128; the ids above ``vocab_size`` are never a label.
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
         weight_decay: of matrices, embeddings included; biases and norms do not decay.
@@ -55,7 +55,7 @@ class CausalLM(LightningModule):
         fused: torch's fused AdamW; None: where the parameters are on a GPU.
         activation_checkpointing: recompute each layer in backward in place of keeping its activations.
         attn_implementation: transformers' name: ``sdpa``, ``eager``, ...
-        init_seed: of the initial weights, whatever the global random state; None uses and advances the global one.
+        init_seed: seed of the initial weights; None draws from torch's global random state.
 
     Raises:
         ValueError: a bad value, at construction; a vocabulary that is missing or too small, or samples longer than
@@ -83,31 +83,14 @@ class CausalLM(LightningModule):
         attn_implementation: str = "sdpa",
         init_seed: int | None = 1234,
     ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
         if (preset is None) == (model_type is None):
             raise ValueError("CausalLM takes one of preset (see nemo_lowprec.models.presets) and model_type.")
         if min_lr > lr:
             raise ValueError(f"min_lr={min_lr} must be between 0 and lr={lr}.")
         config, betas = dict(config or {}), (float(betas[0]), float(betas[1]))
-        self.save_hyperparameters(
-            {
-                "preset": preset,
-                "model_type": model_type,
-                "config": config,
-                "vocab_size": vocab_size,
-                "lr": lr,
-                "min_lr": min_lr,
-                "weight_decay": weight_decay,
-                "betas": betas,
-                "eps": eps,
-                "warmup_steps": warmup_steps,
-                "schedule_steps": schedule_steps,
-                "fused": fused,
-                "activation_checkpointing": activation_checkpointing,
-                "attn_implementation": attn_implementation,
-                "init_seed": init_seed,
-            }
-        )
+        self.save_hyperparameters({**arguments, "config": config, "betas": betas})
         if preset is not None:
             found = get_preset(preset)
             self._model_type, self._fields = found.model_type, {**found.config, **config}
@@ -121,10 +104,10 @@ class CausalLM(LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, of a local file whose checksums hold.
+        """Lightning's method, with a check of the checksums of a local file.
 
         Raises:
-            ValueError: what is wrong with the file, in one sentence.
+            ValueError: the file is missing or damaged; the message is one sentence.
         """
         if not isinstance(checkpoint_path, (str, os.PathLike)) or "://" in str(checkpoint_path):
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[arg-type]
@@ -142,7 +125,7 @@ class CausalLM(LightningModule):
 
         config = self.transformers_config()
         seed = self.hparams["init_seed"]
-        # A strategy that shards the weights lets one process make them.
+        # With a strategy that shards the weights, one process makes all weights.
         once = getattr(getattr(self._trainer, "strategy", None), "init_on_first_process", nullcontext)
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(gpus, enabled=seed is not None):
@@ -152,11 +135,11 @@ class CausalLM(LightningModule):
                 self.model = self._build(AutoModelForCausalLM, config)
 
     def agreement(self) -> dict[str, Any]:
-        """What every process must have the same of: the arguments, but for the path of weights."""
+        """Values that must be equal on every process: the arguments, except the path of weights."""
         return {name: value for name, value in self.hparams.items() if name != "weights"}
 
     def transformers_config(self) -> Any:
-        """The architecture as transformers has it, with the vocabulary that the model gets.
+        """The transformers config of the model, with the vocabulary that the model gets.
 
         Raises:
             ValueError: see the class.
@@ -178,13 +161,13 @@ class CausalLM(LightningModule):
         except Exception as error:  # in classes and words of several libraries
             raise ValueError(f"transformers builds no {type(config).__name__} like this: {one_line(error)}") from error
         if self.hparams["activation_checkpointing"]:
-            # transformers renamed it, and warns of the old name.
+            # transformers has renamed this method and warns where the old name is called.
             new = getattr(model, "activation_checkpointing_enable", None)
             (new or model.gradient_checkpointing_enable)({"use_reentrant": False})
         return model.train()
 
     def _resolve_vocab_size(self) -> int:
-        """The model's vocabulary. It becomes a hyperparameter, so that a checkpoint opens without the data."""
+        """The model's vocabulary, saved as a hyperparameter so that a checkpoint opens without the data."""
         wanted = self.hparams["vocab_size"]
         data = getattr(self._datamodule(), "vocab_size", None)
         fixed = self._fields.get("vocab_size")
@@ -218,20 +201,23 @@ class CausalLM(LightningModule):
     # ------------------------------------------------------------------ steps
 
     def _loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum of the loss over the tokens of a batch, and their number; neither waits for the device."""
+        """Sum of the loss over the tokens of a batch, and the number of tokens; both stay on the device."""
         labels = batch["labels"]
         return summed_cross_entropy(self(batch["input_ids"]), labels), (labels != IGNORE).sum()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         total, tokens = self._loss_sum(batch)
         loss = total / tokens.clamp(min=1)
-        self.token_rate.add(batch["labels"].numel())
-        # Lightning reads logged tensors only at the log interval.
-        self.log("train/loss", loss.detach(), prog_bar=True)
-        self.log("train/perplexity", loss.detach().exp())
+        self._log_step(loss.detach(), batch["labels"].numel())
+        return loss
+
+    def _log_step(self, loss: Tensor, tokens: int) -> None:
+        """Log a training step of ``tokens`` tokens; Lightning reads logged tensors only at the log interval."""
+        self.token_rate.add(tokens)
+        self.log("train/loss", loss, prog_bar=True)
+        self.log("train/perplexity", loss.exp())
         if self._is_log_step(self.trainer.global_step + 1):
             self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-        return loss
 
     def _is_log_step(self, step: int) -> bool:
         """Whether Lightning writes to its loggers once ``step`` optimizer steps are done."""
@@ -248,16 +234,6 @@ class CausalLM(LightningModule):
         if rate is not None:
             self.log("train/tokens_per_sec", rate * data_parallel_size(self.trainer), prog_bar=True)
 
-    def _start_eval(self) -> None:
-        self._eval_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._eval_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-
-    def _eval_step(self, batch: dict[str, Tensor]) -> None:
-        assert self._eval_loss is not None and self._eval_tokens is not None
-        total, tokens = self._loss_sum(batch)
-        self._eval_loss += total
-        self._eval_tokens += tokens
-
     def _end_eval(self, stage: str) -> None:
         reduce = self.trainer.strategy.reduce
         loss = reduce(self._eval_loss, reduce_op="sum") / reduce(self._eval_tokens, reduce_op="sum").clamp(min=1)
@@ -268,10 +244,14 @@ class CausalLM(LightningModule):
         self.token_rate.pause()
 
     def on_validation_epoch_start(self) -> None:
-        self._start_eval()
+        self._eval_loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._eval_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._eval_step(batch)
+        assert self._eval_loss is not None and self._eval_tokens is not None
+        total, tokens = self._loss_sum(batch)
+        self._eval_loss += total
+        self._eval_tokens += tokens
 
     def on_validation_epoch_end(self) -> None:
         self._end_eval("val")
@@ -279,11 +259,8 @@ class CausalLM(LightningModule):
     def on_validation_end(self) -> None:
         self.token_rate.resume()
 
-    def on_test_epoch_start(self) -> None:
-        self._start_eval()
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._eval_step(batch)
+    on_test_epoch_start = on_validation_epoch_start
+    test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
         self._end_eval("test")

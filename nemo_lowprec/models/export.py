@@ -1,6 +1,6 @@
-"""A checkpoint's weights as safetensors in one dtype: a folder that ``transformers`` loads.
+"""Exports a checkpoint's weights as safetensors in one dtype, as a folder that ``transformers`` loads.
 
-What training needs beside the weights stays behind: optimizer states, scales, random states, the position in the data.
+Optimizer states, scales, random states and the position in the data are not exported.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from torch import Tensor, nn
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
 from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
-from nemo_lowprec.lines import pair_lines
+from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
+from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
 from nemo_lowprec.models.causal_lm import CausalLM
-from nemo_lowprec.models.export_tokenizer import load_tokenizer
 from nemo_lowprec.models.saved_weights import SavedWeights, open_checkpoint
-from nemo_lowprec.models.words import first_of
 from nemo_lowprec.plugins.precision import LowPrecision
 
 __all__ = ["ExportResult", "export_checkpoint"]
 
 _PREFIX = "model."  # of the transformers model in a CausalLM
-_OWN = {"preset", "model_type", "config", "vocab_size"}  # the hyperparameters that tell a CausalLM's architecture
-_MAX_SHARD_SIZE = "50GB"  # of one file; transformers' own default, the most that its hub takes
+_OWN = {"preset", "model_type", "config", "vocab_size"}  # the hyperparameters of a CausalLM's architecture
+_MAX_SHARD_SIZE = "50GB"  # of one file; transformers' default, and the limit of its hub
 
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written, and what it was made of.
+    """The written folder, and the source of its weights.
 
     Attributes:
         path: the folder.
-        architecture: class of transformers that loads it; None for the bare weights of another LightningModule.
-        level: precision level of the run; None where the checkpoint names none.
-        source: which of the level's values these are: master weights, or weights that are the only copy.
+        architecture: class of transformers that loads the folder; None for weights of another LightningModule.
+        level: precision level of the run; None where the checkpoint names no level.
+        source: the column of the level that the weights come from: master weights, or weights without a master.
         stored: dtypes of the weights in the checkpoint.
-        dtype: of the weights in the folder.
-        parameters: elements written, buffers included, those that are tied once.
-        bytes: of the safetensors files.
-        max_relative_error: the largest that rounding to ``dtype`` made; 0.0 where nothing was rounded.
-        underflows: elements that rounding made zero, not counted in the error.
+        dtype: dtype of the weights in the folder.
+        parameters: number of elements written, with buffers; tied elements count once.
+        bytes: size of the safetensors files.
+        max_relative_error: largest relative error of rounding to ``dtype``; 0.0 where nothing was rounded.
+        underflows: nonzero elements that rounding made zero, not counted in the error.
         not_finite: elements that are infinite or NaN, in the checkpoint as in the folder.
         tokenizer: whether the folder has a tokenizer.
     """
@@ -97,17 +96,17 @@ def export_checkpoint(
 ) -> ExportResult:
     """Writes the weights of a checkpoint as safetensors in ``dtype``, to be used outside of training.
 
-    A ``CausalLM``'s become a folder that ``AutoModelForCausalLM.from_pretrained(out)`` loads; those of any other
-    LightningModule a ``model.safetensors`` under the module's own names. The files' metadata name the level, the
-    source and the dtype; ``checksums.json`` has their CRC-32, which safetensors lacks. Runs in one process without a
-    GPU and holds the weights in memory once, in ``dtype``. The folder appears when it is complete; a killed run leaves
-    ``.NAME.*.part`` beside it, which may be deleted.
+    ``AutoModelForCausalLM.from_pretrained(out)`` loads the weights of a ``CausalLM``. The weights of any other
+    LightningModule become a ``model.safetensors`` under the module's own names. The metadata of the files name the
+    level, the source and the dtype; ``checksums.json`` has the CRC-32 of each file, because safetensors has none. The
+    export runs in one process without a GPU and holds the weights in memory once, in ``dtype``. The folder appears when
+    all files are written; a killed run leaves ``.NAME.*.part`` beside the folder, which may be deleted.
 
     Args:
         checkpoint: a Lightning file, or the folder that ``lowprec_sharded`` or ``MegatronStrategy`` writes.
-        out: folder to write; a new or an empty one.
+        out: folder to write, which is new or empty.
         dtype: ``bf16``, ``fp16`` or ``fp32``, of all floating-point weights.
-        tokenizer: a ``tokenizer.json``, or a folder with one: that of ``prepare-data``, or of a transformers model.
+        tokenizer: a ``tokenizer.json``, or a folder with this file, of ``prepare-data`` or of a transformers model.
 
     Raises:
         ValueError: a bad value; a checkpoint that is incomplete or does not fit its own architecture; a weight beyond
@@ -163,7 +162,7 @@ def export_checkpoint(
     )
 
 
-# What it is
+# The checkpoint
 
 
 def _level_of(saved: SavedWeights) -> PrecisionLevel | None:
@@ -172,13 +171,13 @@ def _level_of(saved: SavedWeights) -> PrecisionLevel | None:
 
 
 def _source(level: PrecisionLevel | None) -> str:
-    """Which of the level's values a checkpoint holds (see ``weights/saved_form.py``)."""
+    """The column of the level that the saved weights come from (see ``weights/saved_form.py``)."""
     if level is None:
         return "weights of the checkpoint, which names no level: plain Lightning's, or saved with save_weights_only"
     vectors = f"; norms, biases and other vectors {level.vectors.upper()}" if level.vectors else ""
     if level.master_weight is None:
         return f"weights ({level.weight.upper()}), the only copy{vectors}"
-    # At the MS-AMP levels a parameter that is no weight of a converted layer has no master.
+    # At the MS-AMP levels only weights of converted layers have a master.
     rest = f"; other matrices are {level.rest.upper()}, the only copy" if level.is_low_bit else ""
     return f"master weights ({level.master_weight.upper()}){rest}{vectors}"
 
@@ -190,7 +189,7 @@ def _model_of(hparams: Mapping[str, Any]) -> Any:
     with torch.device("meta"):
         module.configure_model()
     model: Any = module.model
-    # Off in training, where it would have no use; generation is slow without.
+    # The cache is off in training, and generation without the cache is slow.
     use_cache = dict(hparams["config"] or {}).get("use_cache", True)
     model.config.use_cache = model.generation_config.use_cache = use_cache
     return model
@@ -206,7 +205,7 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
     first: dict[int, str] = {}
     weights: dict[str, Tensor] = {}
     names = [_PREFIX + name for name in tied if _PREFIX + name in saved.tensors]
-    # The second name of a tied tensor is compared only, and cast on an account of its own.
+    # The second name of a tied tensor is only compared, so that its elements are not counted twice.
     again = Cast(cast.name)
     for key, tensor in saved.read(names):
         name = key.removeprefix(_PREFIX)
@@ -216,7 +215,7 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
         elif not _same_bits(again(key, tensor), weights[one]):
             raise ValueError(f"{saved.path} holds other values for {key} than for {_PREFIX + one}, which are tied.")
     count = sum(tensor.numel() for tensor in weights.values())
-    # transformers tells tied weights by their storage.
+    # transformers recognises tied weights by their shared storage.
     weights |= {name: weights[first[number]] for name, number in tied.items()}
     model.to(cast.dtype)
     with _bars_on_terminals():
@@ -226,7 +225,7 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
 
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars on a terminal only: in a log they are control characters."""
+    """Show transformers' progress bars on a terminal only, because a log would get control characters."""
     from transformers.utils import logging
 
     hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
@@ -240,7 +239,7 @@ def _bars_on_terminals() -> Iterator[None]:
 
 
 def _tied_names(model: nn.Module) -> dict[str, int]:
-    """Names of the model's ``state_dict``, with a number that tied ones have in common."""
+    """Names of the model's ``state_dict``, with a number that is equal for tied tensors."""
     return {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
@@ -249,13 +248,13 @@ def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) ->
     unexpected = [name for name in saved.tensors if name not in keys]
     if unexpected:
         raise ValueError(
-            f"{saved.path} holds {first_of(unexpected)}, which a {type(model).__name__} does not have: its "
+            f"{saved.path} holds {abbreviate(unexpected)}, which a {type(model).__name__} does not have: its "
             "hyperparameters say CausalLM, but it is another module."
         )
     there = {number for name, number in tied.items() if _PREFIX + name in saved.tensors}
     missing = [_PREFIX + name for name, number in tied.items() if number not in there]
     if missing:
-        raise ValueError(f"{saved.path} lacks {first_of(missing)} of its {type(model).__name__}.")
+        raise ValueError(f"{saved.path} lacks {abbreviate(missing)} of its {type(model).__name__}.")
     for name, tensor in model.state_dict().items():
         found = saved.tensors.get(_PREFIX + name)
         if found is not None and found.shape != tensor.shape:
@@ -274,7 +273,7 @@ def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
     seen: set[int] = set()
     for name, tensor in saved.read(saved.tensors):
         value = cast(name, tensor)
-        # The format has no shared storage: a tied weight is there under each of its names.
+        # safetensors has no shared storage: a tied weight is written under each of its names.
         weights[name] = value.clone() if value.untyped_storage().data_ptr() in seen else value
         seen.add(value.untyped_storage().data_ptr())
     save_file(weights, part / "model.safetensors", {"format": "pt"})
@@ -282,7 +281,7 @@ def _write_bare(part: Path, saved: SavedWeights, cast: Cast) -> int:
 
 
 def _write_tokenizer(part: Path, model: Any, path: str | Path) -> None:
-    tokenizer = load_tokenizer(Path(path))
+    tokenizer = load_transformers_tokenizer(Path(path))
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(
             f"The tokenizer of {path} has {len(tokenizer)} ids, more than the model's {model.config.vocab_size}: it is "
@@ -297,20 +296,20 @@ def _write_tokenizer(part: Path, model: Any, path: str | Path) -> None:
 
 
 def _add_metadata(path: Path, entries: dict[str, str]) -> None:
-    """Add to what a safetensors file says about itself: ``save_pretrained`` takes no metadata."""
+    """Add entries to the metadata of a safetensors file, because ``save_pretrained`` takes no metadata."""
     new = path.with_name(f".{path.name}")
     with path.open("rb") as source, new.open("wb") as sink:
         header = json.loads(source.read(int.from_bytes(source.read(8), "little")))
         header["__metadata__"] = {**header.get("__metadata__", {}), **entries}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # the tensors that follow are aligned
+        text += b" " * (-len(text) % 8)  # keeps the tensors after the header aligned
         sink.write(len(text).to_bytes(8, "little") + text)
         shutil.copyfileobj(source, sink, 1 << 24)
     new.replace(path)
 
 
 def _sync(folder: Path) -> None:
-    """Have the files on the disk before the folder gets its name."""
+    """Flush all files to the disk before the folder is renamed."""
     for path in folder.rglob("*"):
         if path.is_file():
             sync_file(path)

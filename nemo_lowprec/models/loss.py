@@ -1,4 +1,4 @@
-"""Next-token cross entropy in FP32 that never holds FP32 logits of a whole batch."""
+"""Next-token cross entropy in FP32, without the FP32 logits of a whole batch in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["IGNORE", "summed_cross_entropy"]
 
-IGNORE = -100  # label of a token that the loss leaves out
+IGNORE = -100  # label of a token that the loss ignores
 
 
 def _slice_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -19,14 +19,14 @@ def _slice_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def summed_cross_entropy(logits: Tensor, labels: Tensor, tokens_at_once: int = 4096) -> Tensor:
     """Sum over tokens of the cross entropy, in nats.
 
-    At a vocabulary of 128k, FP32 logits, their softmax and its gradient take 1.5 GB each 1,000 tokens. Where there
-    are more tokens than ``tokens_at_once``, each slice is cast to FP32 by itself, and again in backward, so that
-    only the half-precision logits and their gradient stay for the whole batch.
+    At a vocabulary of 128k, FP32 logits, their softmax and the gradient of the softmax take 1.5 GB for 1,000 tokens.
+    With more tokens than ``tokens_at_once``, each slice is cast to FP32 by itself, and again in backward. Only the
+    half-precision logits and their gradient stay in memory for the whole batch.
 
     Args:
         logits: [batch, sequence, vocabulary], any floating dtype.
-        labels: int64 [batch, sequence]: the id that ``logits`` at the same position predict (already shifted);
-            -100 leaves a position out.
+        labels: int64 [batch, sequence], already shifted: the id that ``logits`` predict at the same position; -100 is
+            ignored.
         tokens_at_once: tokens of a slice.
 
     Returns:
@@ -35,7 +35,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, tokens_at_once: int = 4
     logits, labels = logits.flatten(0, -2), labels.flatten()
     if labels.numel() <= tokens_at_once:
         return _slice_loss(logits, labels)
-    # split's backward is one cat; slicing by hand would add a zero-filled gradient of full size for every slice.
+    # The backward of split is one cat; slicing by hand would add a zero-filled gradient of full size for every slice.
     parts = zip(logits.split(tokens_at_once), labels.split(tokens_at_once), strict=True)
     if not torch.is_grad_enabled():
         return torch.stack([_slice_loss(*part) for part in parts]).sum()

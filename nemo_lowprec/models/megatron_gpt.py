@@ -1,4 +1,4 @@
-"""A LightningModule around Megatron-core's GPTModel, for ``MegatronStrategy``: what ``CausalLM`` is for the others."""
+"""A LightningModule around Megatron-core's GPTModel, for ``MegatronStrategy``; ``CausalLM`` is for other strategies."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class MegatronGPT(CausalLM):
         config: fields of the transformers config, on top of the preset's.
         vocab_size: ids of the tokenizer; as in ``CausalLM``.
         weights: folder of a transformers model to start from; None: Megatron-core's own random weights.
-        transformer: further fields of TransformerConfig, such as ``recompute_granularity``; those of the level and of
-            the parallel sizes are the plugin's and the strategy's.
+        transformer: further fields of TransformerConfig, such as ``recompute_granularity``; not the fields that the
+            plugin sets for the level, or the strategy for the parallel sizes.
         lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps: as in ``CausalLM``.
         activation_checkpointing: recompute each layer in backward in place of keeping its activations.
-        init_seed: of the random weights.
+        init_seed: seed of the random weights.
 
     Raises:
         ValueError: a bad value, at construction; an architecture that GPTModel cannot follow, once it is built.
@@ -71,14 +71,14 @@ class MegatronGPT(CausalLM):
             preset, model_type, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps,
             schedule_steps, activation_checkpointing=activation_checkpointing, init_seed=init_seed,
         )  # fmt: skip
-        for choice in ("attn_implementation", "fused"):  # which Megatron-core's layers and optimizer leave nobody
+        for choice in ("attn_implementation", "fused"):  # Megatron-core's layers and optimizer have no such choice
             del self.hparams[choice]
         self.save_hyperparameters({"weights": weights, "transformer": dict(transformer or {})})
 
     # ------------------------------------------------------------------ the model
 
     def configure_model(self) -> None:
-        """Nothing: the strategy builds the parts when its processes are there."""
+        """Makes no weights: the strategy builds the parts of the model once its process groups exist."""
         if not isinstance(getattr(self._trainer, "strategy", None), MegatronStrategy):
             raise RuntimeError("MegatronGPT is built by MegatronStrategy: give it to the Trainer, or use CausalLM.")
 
@@ -117,9 +117,10 @@ class MegatronGPT(CausalLM):
     def forward_step(
         self, chunk: nn.Module, batch: dict[str, Tensor]
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]]:
-        """One micro-batch through one part; Megatron-core's convention.
+        """Run one micro-batch through one part of the model, in Megatron-core's convention.
 
-        Reports the loss' sum and the tokens of this process's part of the sequences, and the tokens of all parts.
+        The returned function reports the sum of the loss and the number of tokens in this process's part of the
+        sequences, and the number of tokens in all parts.
         """
         from nemo_lowprec.megatron.context import over_context
 
@@ -129,7 +130,7 @@ class MegatronGPT(CausalLM):
         def loss_func(losses: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
             counts = labels != IGNORE
             total, tokens = (losses.float() * counts).sum(), counts.sum()
-            # Megatron adds up what the context-parallel processes have.
+            # Megatron-core sums the losses of the context-parallel processes.
             whole = over_context(tokens)
             return total / whole.clamp(min=1), (total.detach(), tokens, whole)
 
@@ -139,11 +140,7 @@ class MegatronGPT(CausalLM):
         engine = self._engine
         reported = engine.forward_backward(self.forward_step, batch)
         loss = engine.mean_loss([total / whole.clamp(min=1) for total, _, whole in reported])
-        self.token_rate.add(sum(b["labels"].numel() for b in batch))
-        self.log("train/loss", loss, prog_bar=True)
-        self.log("train/perplexity", loss.exp())
-        if self._is_log_step(self.trainer.global_step + 1):
-            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self._log_step(loss, sum(b["labels"].numel() for b in batch))
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -166,7 +163,7 @@ def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequen
 
     Args:
         fields: of TransformerConfig.
-        sequence: tokens of a sample; None where nobody knows.
+        sequence: tokens of a sample; None without a data module that says so.
     """
     layers, stages = architecture.transformer["num_layers"], fields["pipeline_model_parallel_size"]
     parts = stages * (fields["virtual_pipeline_model_parallel_size"] or 1)
@@ -185,7 +182,7 @@ def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequen
 
 
 def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Give this process's part of a GPTModel the values of the whole one.
+    """Copy the values of the whole GPTModel into this process's part.
 
     Args:
         part: a GPTModel, before it is wrapped.
@@ -214,7 +211,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path in files:
         check_regular(path)
-    check_sums(folder, [path.name for path in files])  # of nemo-lowprec export
+    check_sums(folder, [path.name for path in files])  # in a folder of nemo-lowprec export
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:

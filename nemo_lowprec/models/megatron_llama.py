@@ -1,4 +1,4 @@
-"""Megatron-core's ``GPTModel`` of a Llama-family architecture that is given as a transformers config."""
+"""Builds Megatron-core's ``GPTModel`` from the transformers config of a Llama-family architecture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line
 
 __all__ = ["GptArchitecture", "build_gpt", "gpt_architecture"]
 
-# transformers' model types of this shape, with what the type itself decides and no field of the config says.
+# transformers' model types of this shape, with the fields of TransformerConfig that follow from the type alone.
 _FAMILY: dict[str, dict[str, bool]] = {
     "llama": {},
     "mistral": {},
@@ -19,11 +19,11 @@ _FAMILY: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_layernorm": True},
 }
 
-# RotaryEmbedding of Megatron-core (0.16 to 0.19) takes the factor only: these are defaults inside of it.
+# RotaryEmbedding of Megatron-core (0.16 to 0.19) takes the factor only, and has these values fixed.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
-# Not of the architecture: one kernel each for SwiGLU, residual addition and RoPE. The first two are compiled by
-# torch, the last is Transformer Engine's, which rotates in FP32 whatever the dtype of queries and keys.
+# Fused kernels, no part of the architecture: SwiGLU and residual addition are compiled by torch; RoPE is Transformer
+# Engine's kernel, which rotates in FP32 whatever the dtype of queries and keys.
 _FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
 
 
@@ -32,15 +32,15 @@ class GptArchitecture:
     """One architecture in Megatron-core's terms.
 
     Attributes:
-        transformer: the fields of ``TransformerConfig`` that it decides.
-        gpt: the arguments of ``GPTModel`` that it decides, ``vocab_size`` among them.
+        transformer: the fields of ``TransformerConfig`` that follow from the architecture.
+        gpt: the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``.
     """
 
     transformer: dict[str, Any]
     gpt: dict[str, Any]
 
     def with_vocab_size(self, rows: int) -> GptArchitecture:
-        """The same with another number of rows in the embedding and the head: Megatron-core itself pads nothing."""
+        """The same architecture with ``rows`` rows in the embedding and the head; Megatron-core itself pads nothing."""
         return replace(self, gpt={**self.gpt, "vocab_size": rows})
 
 
@@ -124,25 +124,26 @@ def build_gpt(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> Any:
-    """This rank's part of the model, with Transformer Engine's layers, on its GPU, initialized by Megatron-core.
+    """Build this rank's part of the model on its GPU, with Transformer Engine's layers and random weights.
 
-    Needs ``megatron.core.parallel_state`` and its random states (``model_parallel_cuda_manual_seed``). The logits of
-    the last stage are [batch, sequence, vocabulary / tensor-parallel size].
+    The caller has initialized ``megatron.core.parallel_state`` and Megatron-core's random states
+    (``model_parallel_cuda_manual_seed``). The logits of the last stage have the shape [batch, sequence, vocabulary /
+    tensor-parallel size].
 
     Args:
         architecture: of the whole model.
         fields: the other fields of ``TransformerConfig``: dtypes, parallel sizes, recomputation. The fusions of
-            SwiGLU, residual and RoPE are on unless a field turns them off.
-        pre_process: with the embedding: the first pipeline stage.
-        post_process: with the last norm and the head: the last pipeline stage.
-        vp_stage: which of this rank's virtual pipeline stages; None without them.
+            SwiGLU, residual and RoPE are on unless a field turns a fusion off.
+        pre_process: whether the part has the embedding, as the first pipeline stage does.
+        post_process: whether the part has the last norm and the head, as the last pipeline stage does.
+        vp_stage: index of the virtual pipeline stage; None without virtual stages.
 
     Returns:
         A ``GPTModel``.
 
     Raises:
-        ValueError: the vocabulary does not divide by the tensor-parallel ranks; also any of ``TransformerConfig``.
-        TypeError: a field that there is not, or that the architecture decides.
+        ValueError: the vocabulary does not divide by the tensor-parallel ranks, or TransformerConfig refuses a value.
+        TypeError: an unknown field, or a field that follows from the architecture.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -25,14 +25,17 @@ _PREFIX = "model."  # of the transformers model in a CausalLM
 _STACKED = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")
 
 
-def _stored(path: Path) -> dict[str, TensorStorageMetadata]:
+def _weights(path: Path) -> dict[str, tuple[str, TensorStorageMetadata]]:
+    """Key and metadata of each weight by name; the key is the master weight's key where the folder has a master."""
     found = read_index(path).state_dict_metadata
-    return {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+    stored = {name: meta for name, meta in found.items() if isinstance(meta, TensorStorageMetadata)}
+    keys = {name: _MASTERS + name if _MASTERS + name in stored else name for name in stored}
+    return {name: (key, stored[key]) for name, key in keys.items() if not name.startswith("optimizer.")}
 
 
 def is_of_megatron(path: Path) -> bool:
     """Whether the folder ``path`` holds a GPTModel's weights under Megatron-core's keys."""
-    return _EMBEDDING in _stored(path)
+    return _EMBEDDING in _weights(path)
 
 
 def open_of_megatron(path: Path, hparams: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
@@ -43,47 +46,37 @@ def open_of_megatron(path: Path, hparams: Mapping[str, Any]) -> tuple[dict[str, 
         hparams: of the ``MegatronGPT`` that was trained.
 
     Returns:
-        for each name a tensor of the meta device; and a function from names to (name, tensor) pairs. Values are the
-        masters' where there are any.
+        a meta tensor for each name, and a function that reads (name, tensor) pairs for an iterable of names. The
+        function reads master weights where the folder has master weights.
 
     Raises:
         ValueError: the folder does not hold the whole model, or is damaged.
     """
     arguments = {k: v for k, v in hparams.items() if k in inspect.signature(CausalLM).parameters}
     architecture = gpt_architecture(CausalLM(**arguments).transformers_config())
-    stored = _stored(path)
-    empty = {name: torch.empty(meta.size, device="meta") for name, meta in _chosen(stored).items()}
+    weights = _weights(path)
+    empty = {name: torch.empty(meta.size, device="meta") for name, (_, meta) in weights.items()}
     tensors = to_transformers(_unstacked(empty, architecture), architecture)
-    kinds = {meta.properties.dtype for meta in _chosen(stored).values()}
-    kind = max(kinds, key=lambda dtype: dtype.itemsize)
+    kind = max((meta.properties.dtype for _, meta in weights.values()), key=lambda dtype: dtype.itemsize)
     named = {_PREFIX + name: tensor.to(kind) for name, tensor in tensors.items()}
 
     def read(wanted: Mapping[str, Tensor] | Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        full = to_transformers(_unstacked(_read(path, stored), architecture), architecture)
+        full = to_transformers(_unstacked(_read(path, weights), architecture), architecture)
         for name in wanted:
             yield name, full[name.removeprefix(_PREFIX)]
 
     return named, read
 
 
-def _chosen(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, TensorStorageMetadata]:
-    """The keys of the weights, by their names: those of the masters where there are any."""
-    weights = {name: meta for name, meta in stored.items() if not name.startswith("optimizer.")}
-    return {name: stored.get(_MASTERS + name, meta) for name, meta in weights.items()}
-
-
-def _read(path: Path, stored: Mapping[str, TensorStorageMetadata]) -> dict[str, Tensor]:
-    """The whole model, on the CPU."""
-    keys = {name: _MASTERS + name if _MASTERS + name in stored else name for name in _chosen(stored)}
-    tensors: dict[str, Any] = {
-        key: torch.empty(stored[key].size, dtype=stored[key].properties.dtype) for key in keys.values()
-    }
+def _read(path: Path, weights: Mapping[str, tuple[str, TensorStorageMetadata]]) -> dict[str, Tensor]:
+    """The tensors of the whole model by name, on the CPU."""
+    tensors: dict[str, Any] = {key: torch.empty(m.size, dtype=m.properties.dtype) for key, m in weights.values()}
     read_tensors(CheckedReader(path), tensors, alone=True)
-    return {name: tensors[key] for name, key in keys.items()}
+    return {name: tensors[key] for name, (key, _) in weights.items()}
 
 
 def _unstacked(state: Mapping[str, Tensor], architecture: GptArchitecture) -> dict[str, Tensor]:
-    """Parameters by layer: Megatron-core saves those of all layers as one tensor [layers, ...], under one key."""
+    """One tensor for each layer's parameter; Megatron-core saves one tensor [layers, ...] for all layers."""
     layers, parameters = architecture.transformer["num_layers"], {}
     for name, tensor in state.items():
         found = _STACKED.fullmatch(name)

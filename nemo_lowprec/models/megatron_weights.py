@@ -1,33 +1,33 @@
-"""Weights of ``megatron_llama`` to and from transformers, and their tensor-parallel and pipeline parts.
+"""Converts a GPTModel's weights to and from transformers, and cuts tensor-parallel and pipeline parts.
 
 Names and layouts are those of a GPTModel with Transformer Engine's layers, in Megatron-core 0.16 to 0.19. A state is a
-dict of parameters by name, without Transformer Engine's ``_extra_state``. Nothing here knows of processes.
+dict of parameters by name, without Transformer Engine's ``_extra_state``. No function here uses a process group.
 
-Megatron-core fuses projections that read the same input by rows. ``linear_qkv`` has, for each query group, the rows
-of its queries, then of its key, then of its value; ``linear_fc1`` those of the gate, then those of the other factor.
-A norm is a parameter of the projection that reads its output.
+Megatron-core fuses by rows the projections that read the same input. ``linear_qkv`` has, for each query group, the rows
+of the queries, then of the key, then of the value. ``linear_fc1`` has the rows of the gate, then of the up projection.
+A norm is a parameter of the projection that reads the output of the norm.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_llama import GptArchitecture
-from nemo_lowprec.models.words import first_of
 
-__all__ = ["from_transformers", "joined", "of_stage", "part_of", "shifted", "to_transformers"]
+__all__ = ["from_transformers", "of_stage", "part_of", "to_transformers"]
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
-# How tensor parallelism splits a parameter, by the end of its name: of a weight, dimension 0 is what comes out.
+# How tensor parallelism splits a parameter, by the end of its name; dimension 0 of a weight is the output.
 _WHOLE = ("layer_norm_weight", "layernorm.weight")
 _DIM_1 = ("linear_proj.weight", "linear_fc2.weight")
 _DIM_0 = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
@@ -36,11 +36,11 @@ _DIM_0_OF_HALVES = ("linear_fc1.weight",)
 
 @dataclass(frozen=True)
 class _Fused:
-    """How one parameter is made: the rows of each source, in order, group by group.
+    """One fused parameter: the rows of each source, in order, group by group.
 
     Attributes:
-        sources: transformers' names, with their shapes.
-        groups: equal parts of every source's rows.
+        sources: shapes of transformers' parameters by name.
+        groups: number of equal parts of every source's rows.
     """
 
     sources: dict[str, tuple[int, ...]]
@@ -107,7 +107,7 @@ def _layout(architecture: GptArchitecture, vocab_size: int) -> dict[str, _Fused]
 def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture) -> dict[str, Tensor]:
     """The whole GPTModel's parameters.
 
-    Parameters that only change their name are the given tensors.
+    A parameter that only changes its name is the given tensor, not a copy.
 
     Args:
         state: the ``state_dict()`` of transformers' causal language model. The head of a tied model may be missing.
@@ -121,7 +121,7 @@ def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture
     if given > rows:
         raise ValueError(f"{_HF_EMBEDDING} has {given} rows, more than the vocabulary of {rows}.")
     layout = _layout(architecture, given)
-    # Older checkpoints have RoPE's frequencies, which follow from the architecture.
+    # Older checkpoints hold RoPE's frequencies, which follow from the architecture.
     state = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
     state = _without_tied_head(state, _HF_HEAD, _HF_EMBEDDING, _HEAD not in layout)
     _check(state, {name: shape for fused in layout.values() for name, shape in fused.sources.items()})
@@ -140,9 +140,9 @@ def to_transformers(
     Tied embedding and head are one tensor under both names, as in transformers' own. Otherwise no two share memory.
 
     Args:
-        state: the whole GPTModel's parameters. The head of a tied model may be there, as its last pipeline stage has
-            one.
-        architecture: of the GPTModel.
+        state: the whole GPTModel's parameters. The state of a tied model may have a head, because the last pipeline
+            stage has a head.
+        architecture: architecture of the GPTModel.
         vocab_size: rows of the embedding and the head to return; None: all.
 
     Raises:
@@ -176,8 +176,8 @@ def _without_tied_head(state: Mapping[str, Tensor], head: str, embedding: str, t
 def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     missing, unexpected = shapes.keys() - state.keys(), state.keys() - shapes.keys()
     if missing or unexpected:
-        said = [f"lacks {first_of(sorted(missing))}"] if missing else []
-        said += [f"has {first_of(sorted(unexpected))}, which the architecture does not"] if unexpected else []
+        said = [f"lacks {abbreviate(sorted(missing))}"] if missing else []
+        said += [f"has {abbreviate(sorted(unexpected))}, which the architecture does not"] if unexpected else []
         raise ValueError(f"The state {' and '.join(said)}.")
     for name, shape in shapes.items():
         if state[name].shape != shape:
@@ -188,12 +188,12 @@ def _check(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
-    """What rank ``tp_rank`` of ``tp_size`` holds of the parameter ``full``: contiguous, may share its memory.
+    """The part of the parameter ``full`` on rank ``tp_rank`` of ``tp_size``; contiguous.
 
-    Norms are whole on every rank.
+    The part may share memory with ``full``. Every rank has whole norms.
 
     Raises:
-        ValueError: a name that GPTModel does not have; a parameter that does not split so.
+        ValueError: an unknown name, or a parameter that does not split into ``tp_size`` parts.
     """
     dim, halves = _split_of(name)
     if dim is None:
@@ -204,62 +204,36 @@ def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
     return (torch.cat(parts, dim) if halves > 1 else parts[0]).contiguous()
 
 
-def joined(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """The parameter of which the tensor-parallel ranks hold ``parts``, in order: the inverse of ``part_of``.
-
-    Raises:
-        ValueError: a name that GPTModel does not have.
-    """
-    dim, halves = _split_of(name)
-    if dim is None or len(parts) == 1:
-        return parts[0]
-    return torch.cat([part.chunk(halves, dim)[half] for half in range(halves) for part in parts], dim)
-
-
 def _split_of(name: str) -> tuple[int | None, int]:
-    """The dimension that is split, None for none, and how many parts of equal size are split each by itself."""
-    # A group's queries, key and value are neighbours, so ranks that divide the groups get whole ones. With more ranks
-    # than groups, Megatron-core splits a group's rows evenly, too, and gathers what linear_qkv returns.
+    """The dimension of the split (None: no split), and the number of equal parts that are split one by one."""
+    # Queries, key and value of a group are adjacent rows, so ranks that divide the groups get whole groups. With more
+    # ranks than groups, Megatron-core splits the rows of a group evenly and gathers the output.
     for ends, split in ((_WHOLE, (None, 1)), (_DIM_0, (0, 1)), (_DIM_0_OF_HALVES, (0, 2)), (_DIM_1, (1, 1))):
         if name.endswith(ends):
             return split
     raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")
 
 
-# Pipeline stages: each numbers its layers from 0
-
-
-def shifted(state: Mapping[str, Tensor], first_layer: int) -> dict[str, Tensor]:
-    """A stage's parameters under the whole model's names.
-
-    Args:
-        state: the parameters of one stage, or of one virtual stage.
-        first_layer: how many layers come before it: ``model.decoder.layers[0].layer_number - 1``.
-    """
-    return {_shifted_name(name, first_layer): tensor for name, tensor in state.items()}
+# Pipeline stages: every stage numbers its layers from 0
 
 
 def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int) -> dict[str, Tensor]:
-    """The whole model's parameters that one stage has, under its names: the inverse of ``shifted``.
+    """The parameters of one pipeline stage, under the names that the stage has for them.
 
     Args:
         full: the whole model's parameters.
-        names: of the stage's own. Its head, where ``full`` has none, is the embedding that it is tied to.
-        first_layer: how many layers come before it.
+        names: the parameter names of the stage. A head that ``full`` lacks is tied to the embedding.
+        first_layer: how many layers come before the stage: ``model.decoder.layers[0].layer_number - 1``.
 
     Raises:
         ValueError: ``full`` lacks a parameter.
     """
     found = {}
     for name in names:
-        source = _shifted_name(name, first_layer)
+        source = _LAYER.sub(lambda number: str(int(number[0]) + first_layer), name)
         if source == _HEAD and _HEAD not in full:
             source = _EMBEDDING
         if source not in full:
             raise ValueError(f"The state lacks {source}.")
         found[name] = full[source]
     return found
-
-
-def _shifted_name(name: str, layers: int) -> str:
-    return _LAYER.sub(lambda number: str(int(number[0]) + layers), name)

@@ -1,6 +1,6 @@
 """Architectures as data: fields of a transformers config by preset name.
 
-The published sizes are those of the models' own config.json; ``vocab_size`` is missing where the data decide it.
+The published sizes are copied from the models' own config.json. ``vocab_size`` is missing where the data decide it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Preset:
 
     Attributes:
         model_type: transformers' name of the architecture, as ``AutoConfig.for_model`` takes it.
-        config: fields of its config class that differ from that class' defaults.
+        config: fields of the architecture's config class that differ from the defaults.
         summary: one line for people.
     """
 
@@ -26,111 +26,66 @@ class Preset:
     summary: str
 
 
+def _llama(
+    summary: str, hidden: int, ffn: int, layers: int, heads: int, groups: int, positions: int, tied: bool, **more: Any
+) -> Preset:
+    """A Llama; ``ffn`` is the intermediate size, ``groups`` counts key-value heads, ``more`` are other fields."""
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": tied,
+    }
+    return Preset("llama", {**config, **more}, summary)
+
+
+def _scaled_rope(factor: float) -> dict[str, Any]:
+    """The rotary embedding of Llama 3.1 and 3.2, for 128k positions."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5}
+_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+
+# fmt: off
 PRESETS: dict[str, Preset] = {
-    "llama_tiny": Preset(
-        "llama",
-        {
-            "hidden_size": 128,
-            "intermediate_size": 384,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-        },
+    "llama_tiny": _llama(
         "0.8M parameters and the embedding: 200 steps take about a minute on two CPU cores",
+        hidden=128, ffn=384, layers=4, heads=4, groups=2, positions=2048, tied=True,
     ),
-    "llama_100m": Preset(
-        "llama",
-        {
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 12,
-            "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-        },
+    "llama_100m": _llama(
         "85M parameters and the embedding: the size of the convergence runs",
+        hidden=768, ffn=2048, layers=12, heads=12, groups=12, positions=4096, tied=True,
     ),
-    "llama32_1b": Preset(
-        "llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 32.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            "tie_word_embeddings": True,
-        },
+    "llama32_1b": _llama(
         "Llama 3.2 1B, 1.24B parameters",
+        hidden=2048, ffn=8192, layers=16, heads=32, groups=8, positions=131072, tied=True,
+        head_dim=64, rope_parameters=_scaled_rope(32.0), **_LLAMA3,
     ),
-    "llama3_8b": Preset(
-        "llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "tie_word_embeddings": False,
-        },
+    "llama3_8b": _llama(
         "Llama 3 8B, 8.03B parameters",
+        hidden=4096, ffn=14336, layers=32, heads=32, groups=8, positions=8192, tied=False,
+        rope_parameters=dict(_ROPE), **_LLAMA3,
     ),
-    "llama3_70b": Preset(
-        "llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-            "tie_word_embeddings": False,
-        },
+    "llama3_70b": _llama(
         "Llama 3 70B, 70.55B parameters",
+        hidden=8192, ffn=28672, layers=80, heads=64, groups=8, positions=8192, tied=False,
+        rope_parameters=dict(_ROPE), **_LLAMA3,
     ),
-    "llama3_405b": Preset(
-        "llama",
-        {
-            "vocab_size": 128256,
-            "hidden_size": 16384,
-            "intermediate_size": 53248,
-            "num_hidden_layers": 126,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 500000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 8192,
-            },
-            "tie_word_embeddings": False,
-        },
+    "llama3_405b": _llama(
         "Llama 3.1 405B, 405.85B parameters",
+        hidden=16384, ffn=53248, layers=126, heads=128, groups=8, positions=131072, tied=False,
+        rope_parameters=_scaled_rope(8.0), **_LLAMA3,
     ),
     "gpt2_tiny": Preset(
         "gpt2",
@@ -143,13 +98,14 @@ PRESETS: dict[str, Preset] = {
         "GPT-2 small, 124M parameters",
     ),
 }
+# fmt: on
 
 
 def get_preset(name: str) -> Preset:
     """Return a preset.
 
     Raises:
-        ValueError: there is no preset of that name.
+        ValueError: no preset has the name.
     """
     if name not in PRESETS:
         raise ValueError(f"Unknown model preset {name!r}. Choose one of: {', '.join(PRESETS)}.")

@@ -1,9 +1,10 @@
-"""The weights in a checkpoint on the disk, one file or a folder, opened without reading the optimizer states."""
+"""Opens the weights of a checkpoint, a file or a folder, without reading the optimizer states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ from torch import Tensor
 from nemo_lowprec.checkpoint.sharded_folder import META, is_folder, open_folder, read_weights
 from nemo_lowprec.checkpoint.torch_zip import load
 from nemo_lowprec.checkpoint.writing import recover
+from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
-from nemo_lowprec.models.words import first_of
 
 __all__ = ["SavedWeights", "open_checkpoint"]
 
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Weights that are read when they are asked for.
+    """The weights of one checkpoint; ``read`` loads their values.
 
     Attributes:
-        tensors: shapes and dtypes by name; their values are not to be read here.
-        rest: everything else in the checkpoint but optimizer states: hyperparameters, the plugin's state.
-        path: of the checkpoint.
+        tensors: tensors by name, of which only shape and dtype may be read.
+        rest: the checkpoint without weights and optimizer states: hyperparameters, the plugin's state.
+        path: path of the checkpoint.
     """
 
     tensors: dict[str, Tensor]
@@ -43,7 +44,7 @@ def open_checkpoint(path: Path) -> SavedWeights:
 
     Raises:
         ValueError: ``path`` does not exist, is incomplete or damaged, is no checkpoint of a LightningModule, or holds
-            what may run code.
+            objects that may run code.
     """
     recover(path)
     if path.is_dir() and is_folder(path) and is_of_megatron(path):
@@ -53,14 +54,13 @@ def open_checkpoint(path: Path) -> SavedWeights:
     rest, tensors = _open_folder(path) if path.is_dir() else _open_file(path)
     foreign = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if foreign:
-        raise ValueError(f"{path} holds {first_of(foreign)} among its weights, which is no tensor.")
-    if path.is_dir():
-        return SavedWeights(tensors, rest, path, lambda wanted: read_weights(path, wanted))
-    return SavedWeights(tensors, rest, path, lambda wanted: wanted.items())
+        raise ValueError(f"{path} holds {abbreviate(foreign)} among its weights, which is no tensor.")
+    read = partial(read_weights, path) if path.is_dir() else dict.items
+    return SavedWeights(tensors, rest, path, read)
 
 
 def _open_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    # Mapped: what is not read, such as the optimizer states, takes no memory.
+    # The file is memory-mapped, so that optimizer states, which nothing reads, take no memory.
     checkpoint = load(path, only="state_dict", mmap=True)
     weights = checkpoint.pop("state_dict", None) if isinstance(checkpoint, dict) else None
     if not isinstance(weights, dict):

@@ -11,10 +11,10 @@ __all__ = ["TokenRate", "data_parallel_size"]
 
 
 class TokenRate:
-    """A stopwatch over training tokens of this process.
+    """Measures the training tokens per second of this process.
 
-    It starts at the first ``read``, so that the first step (allocation, autotuning, compilation) does not count, and
-    stops while validation runs. Reading waits for the GPU; nothing else does.
+    The clock starts at the first ``read``, so that the first step (allocation, autotuning, compilation) does not count,
+    and stops while validation runs. ``read``, ``pause`` and ``resume`` wait for the GPU; ``add`` does not.
     """
 
     def __init__(self) -> None:
@@ -30,18 +30,18 @@ class TokenRate:
         self._tokens += tokens
 
     def pause(self) -> None:
-        """Stops the watch: what follows is not training."""
+        """Stops the clock."""
         if self._since is not None:
             self._seconds += _now() - self._since
             self._since = None
 
     def resume(self) -> None:
-        """Starts the watch again after ``pause``; it does not start one that was never read."""
+        """Starts the clock again after ``pause``; before the first ``read`` the clock stays off."""
         if self._started:
             self._since = _now()
 
     def read(self) -> float | None:
-        """Tokens per second since the last reading, and starts anew; None at the first reading."""
+        """Returns the tokens per second since the last reading, and resets the count; None at the first reading."""
         now = _now()
         if self._since is not None:
             self._seconds += now - self._since
@@ -56,7 +56,7 @@ class TokenRate:
 
     @property
     def mean(self) -> float | None:
-        """Tokens per second over all readings; None before the second one."""
+        """Tokens per second over all readings; None before the second reading."""
         return self._total_tokens / self._total_seconds if self._total_seconds else None
 
 
@@ -67,6 +67,6 @@ def _now() -> float:
 
 
 def data_parallel_size(trainer: Any) -> int:
-    """How many processes of a Trainer have batches of their own."""
+    """The number of data-parallel ranks of a Trainer, which have batches of their own."""
     sampler: dict[str, int] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return sampler["num_replicas"] if sampler else int(trainer.world_size)

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from nemo_lowprec.options.values import Arguments, is_integer
 
 __all__ = ["LayerFilter"]
 
 
 @dataclass(frozen=True)
-class LayerFilter:
+class LayerFilter(Arguments):
     """A choice of linear layers and norms.
 
     An ``nn.MultiheadAttention`` is a layer, too: its name stands for the projections of its inputs.
 
     Args:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
-            ``(name, module) -> bool``; None for all but the head. A head is converted only where ``convert`` names it.
+            ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
+            names the head.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
         num_layers_at_start_in_half, num_layers_at_end_in_half: blocks that stay in half precision, of the
-            ``ModuleList`` with the most linear layers in it (single layers where there is no such list).
+            ``ModuleList`` with the most linear layers (single layers in a model without a ``ModuleList``).
     """
 
     convert: Sequence[str] | Callable[..., bool] | None = None
@@ -39,13 +42,8 @@ class LayerFilter:
                 raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if not is_integer(value, 0):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 0.")
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LayerFilter)}
 
 
 def _are_strings(value: Any) -> bool:

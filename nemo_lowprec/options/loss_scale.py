@@ -1,26 +1,27 @@
-"""Arguments of the loss scale, which FP16 levels take; names are Megatron's."""
+"""Arguments of the loss scale, for FP16 levels; the names are Megatron's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+
+from nemo_lowprec.options.values import Arguments, is_integer
 
 __all__ = ["HIGHEST", "LOWEST", "LossScaleConfig"]
 
-LOWEST = 2.0**-24  # FP16's smallest number: below, a gradient of 1 would become zero
-HIGHEST = 2.0**126  # FP32 holds it, and its reciprocal as a normal number
+LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of 1 would become zero
+HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
 
 
 @dataclass(frozen=True)
-class LossScaleConfig:
+class LossScaleConfig(Arguments):
     """How the loss is scaled.
 
     Args:
         loss_scale: a static scale; None for dynamic scaling.
         initial_loss_scale: first scale of dynamic scaling.
-        loss_scale_window: good steps after which the scale doubles.
-        hysteresis: overflows that are tolerated before the scale halves.
-        min_loss_scale: the scale never falls below this.
+        loss_scale_window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows after which the scale halves.
+        min_loss_scale: smallest scale of dynamic scaling.
 
     Raises:
         ValueError: a scale below 2**-24 or above 2**126, a count below 1, or ``initial_loss_scale`` below
@@ -47,14 +48,9 @@ class LossScaleConfig:
                 )
         for name in ("loss_scale_window", "hysteresis"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_integer(value, 1):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
         if self.initial_loss_scale < self.min_loss_scale:
             raise ValueError(
                 f"initial_loss_scale={self.initial_loss_scale!r} lies below min_loss_scale={self.min_loss_scale!r}."
             )
-
-    @staticmethod
-    def arguments() -> dict[str, Any]:
-        """Argument names and defaults."""
-        return {f.name: f.default for f in fields(LossScaleConfig)}

@@ -11,7 +11,7 @@ from nemo_lowprec.options.loss_scale import LossScaleConfig
 from nemo_lowprec.options.low_bit import LowBitOptions
 from nemo_lowprec.options.recipe import Recipe
 
-__all__ = ["ATTENTION", "BACKEND_NAMES", "Options", "option_defaults", "parse_options"]
+__all__ = ["ATTENTION", "BACKEND_NAMES", "Options", "check_option", "option_defaults", "parse_options"]
 
 BACKEND_NAMES = ("te", "torch", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
@@ -19,7 +19,7 @@ ATTENTION = ("auto", "cudnn")
 
 @dataclass(frozen=True)
 class Options:
-    """A level's arguments, checked and sorted by the column they belong to."""
+    """The checked arguments of a level, sorted by the column that reads them."""
 
     level: PrecisionLevel
     recipe: Recipe | None
@@ -45,38 +45,53 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     return defaults
 
 
+def check_option(level: PrecisionLevel, name: str) -> None:
+    """Check that ``level`` takes an argument of this name.
+
+    Raises:
+        TypeError: the level does not; the message lists the levels that do, or else the level's own arguments.
+    """
+    known = option_defaults(level)
+    if name in known:
+        return
+    takers = [row.name for row in CHART.values() if name in option_defaults(row)]
+    if takers:
+        raise TypeError(f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}.")
+    raise TypeError(f"{level.name} has no argument {name!r}. It takes: {', '.join(known) or 'no arguments'}.")
+
+
 def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
-    """Check the arguments given for ``level``.
+    """Check the row ``level`` and the arguments given for it.
 
     Raises:
         TypeError: an argument that the level does not take.
-        ValueError: a value that an argument does not take.
+        ValueError: a value that an argument or a column of the row does not take.
     """
-    defaults = option_defaults(level)
+    level.validate()
     for name in given:
-        if name not in defaults:
-            raise TypeError(_unknown(level, name, defaults))
+        check_option(level, name)
+    defaults = option_defaults(level)
     values = defaults | given
 
-    scaling = None
-    if level.has_loss_scale or level.half:
-        scaling = LossScaleConfig(**{name: values[name] for name in LossScaleConfig.arguments()})
+    def pick(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in arguments}
+
+    scaling = LossScaleConfig(**pick(LossScaleConfig.arguments())) if level.has_loss_scale or level.half else None
     if level.half:
         level = level.with_half(values["half"])
         if not level.has_loss_scale:
             for name in LossScaleConfig.arguments():
                 if values[name] != defaults[name]:
-                    raise ValueError(f"{name}={values[name]!r} has no effect in bf16, which needs no loss scaling. "
-                                     f"Leave it out, or pass half='fp16' to {level.name}.")  # fmt: skip
-
-    def pick(arguments: dict[str, Any]) -> dict[str, Any]:
-        return {name: values[name] for name in arguments}
+                    raise ValueError(
+                        f"{name}={values[name]!r} has no effect in bf16, which needs no loss scaling. Leave it out, or "
+                        f"pass half='fp16' to {level.name}."
+                    )
 
     recipe = None
     if level.scaling is not None:
         arguments: dict[str, Any] = {"fp8": "e4m3"} if level.scaling == "nvfp4" else {}
         flags = values["override_linear_precision"]
-        # Hydra and JSON know lists only.
+        # Hydra and JSON have lists and no tuples.
         values["override_linear_precision"] = tuple(flags) if hasattr(flags, "__iter__") else flags
         recipe = Recipe(level.scaling, **arguments, **pick(Recipe.arguments(level)))
         if values["backend"] != "auto" and values["backend"] not in BACKEND_NAMES:
@@ -98,11 +113,3 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         low_bit,
         values.get("attention", "auto"),
     )
-
-
-def _unknown(level: PrecisionLevel, name: str, defaults: dict[str, Any]) -> str:
-    takers = [row.name for row in CHART.values() if name in option_defaults(row)]
-    if takers:
-        return f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}."
-    known = ", ".join(defaults) or "no arguments"
-    return f"{level.name} has no argument {name!r}. It takes: {known}."

@@ -7,22 +7,24 @@ Argument names are NeMo's (``fp8``, ``fp8_margin``, ...) and Accelerate's (``int
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.options.values import check_flag, is_integer
 
 __all__ = ["Recipe"]
 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 
-# E4M3 has 2**17 between its largest and its smallest number. A margin of 8 leaves half of these powers, one of -1
-# clamps what is above half of the amax; beyond, results are zeros or clamped throughout.
+# E4M3 spans 17 powers of two. A margin of 8 leaves half of the powers, and a margin of -1 clamps values above half of
+# the amax. Margins beyond these two give zeros or clamped values throughout.
 _MARGINS = (-1, 8)
 _LONGEST_HISTORY = 2**16  # entries of each operand, 4 bytes each
 
-# What each way of scaling takes beside override_linear_precision, with its default. A recipe takes an argument only
-# if it has an effect there.
+# The arguments of each way of scaling, with their defaults; every way also takes override_linear_precision. An argument
+# is listed only where the argument has an effect.
 _ARGUMENTS: dict[str, dict[str, Any]] = {
     "delayed": {
         "fp8": "hybrid",
@@ -48,7 +50,7 @@ class Recipe:
         fp8_margin: per-tensor scales are divided by 2**fp8_margin, from -1 to 8.
         fp8_amax_history_len: steps in the amax history, at most 65536.
         fp8_amax_compute_algo: ``max`` over the history or its ``most_recent`` entry.
-        fp8_params: weights of converted layers stored in FP8, scaled by their own amax at every refresh.
+        fp8_params: whether weights of converted layers are stored in FP8, scaled by their own amax at every refresh.
         interval: steps between two computations of the scales.
         override_linear_precision: (fprop, dgrad, wgrad): True runs that GEMM in half precision.
     """
@@ -74,15 +76,13 @@ class Recipe:
         for name, low, high in (
             ("fp8_margin", *_MARGINS),
             ("fp8_amax_history_len", 1, _LONGEST_HISTORY),
-            ("interval", 1, None),
+            ("interval", 1, inf),
         ):
             value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < low or (high is not None and value > high):
-                wanted = f"an integer of at least {low}" + (f" and at most {high}" if high is not None else "")
-                raise ValueError(f"{name}={value!r} must be {wanted}.")
-        if not isinstance(self.fp8_params, bool):
-            raise ValueError(f"fp8_params={self.fp8_params!r} must be True or False.")
+            if not is_integer(value, low, high):
+                top = "" if high == inf else f" and at most {high}"
+                raise ValueError(f"{name}={value!r} must be an integer of at least {low}{top}.")
+        check_flag("fp8_params", self.fp8_params)
         flags = self.override_linear_precision
         if isinstance(flags, str) or not hasattr(flags, "__len__") or len(flags) != 3:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The nemo_run face: every level as a factory of ``run.Config``, and the pretrain recipes.
+"""Every level as a nemo_run factory, the pretrain recipes, and ``pretrain`` as an entrypoint of nemo_run.
 
 ::
 
@@ -6,28 +6,34 @@
 
     recipe = llama3_8b.pretrain_recipe(dir="outputs", name="fp16")
     recipe.trainer.plugins = fp16_mixed()
-    recipe.trainer.strategy = lowprec_sharded()  # of several processes the default
+    recipe.trainer.strategy = lowprec_sharded()  # the default of several processes
     run.run(recipe, executor=run.LocalExecutor())
 
 and on the command line, with or without nemo_run's own ``nemorun lowprec pretrain``::
 
     nemo-lowprec run --yes --factory tiny trainer.plugins=bf16_with_fp8_mixed trainer.plugins.fp8_margin=1
 
-These are configs: to train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer, not this package's.
+The factories return configs. To train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 try:
-    import nemo_run  # noqa: F401
+    import nemo_run as run
 except ImportError as error:
     raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
-from nemo_lowprec.recipes import entrypoint, llama3_8b, llama32_1b, tiny  # noqa: F401
+from nemo_lowprec.recipes import llama3_8b, llama32_1b, tiny
+from nemo_lowprec.recipes.context import RecipeContext
+from nemo_lowprec.recipes.factories import FACTORIES
 from nemo_lowprec.recipes.megatron import megatron_llama3_8b, megatron_llama3_70b, megatron_llama32_1b, megatron_tiny
-from nemo_lowprec.recipes.precision import FACTORIES
 from nemo_lowprec.recipes.strategies import lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.train import pretrain
 
 __all__ = [
     "FACTORIES",
+    "RECIPES",
     "llama3_8b",
     "llama32_1b",
     "lowprec_ddp",
@@ -42,3 +48,13 @@ __all__ = [
 ]
 
 globals().update(FACTORIES)
+_ON_MEGATRON = (megatron_tiny, megatron_llama32_1b, megatron_llama3_8b, megatron_llama3_70b)
+RECIPES: dict[str, Callable[..., Any]] = {
+    recipe.NAME: recipe.pretrain_recipe for recipe in (tiny, llama32_1b, llama3_8b, *_ON_MEGATRON)
+}
+run.cli.entrypoint(
+    pretrain,
+    namespace="lowprec",
+    help="Trains a recipe of nemo_lowprec at a precision level: --factory tiny --yes trainer.plugins=fp16_mixed",
+    run_ctx_cls=RecipeContext,
+)

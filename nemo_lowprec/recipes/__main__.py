@@ -19,12 +19,12 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs ``pretrain`` by nemo_run's own command line (``--yes`` asks nothing).
+    """Runs ``pretrain`` by nemo_run's command line (``--yes`` asks nothing).
 
-    ``nemo_lowprec.run_arguments`` has what ``--help`` prints.
+    ``nemo_lowprec.run_arguments`` has the text of ``--help``.
 
     Args:
-        arguments: without the program's name; None: the process' own.
+        arguments: the command line without the program's name; None: the command line of this process.
 
     Raises:
         ValueError: an unknown level or recipe, or a value that nemo_run cannot read.
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     check_run_arguments(arguments)
-    # Without --verbose nemo_run prints an error and returns as if all were well.
+    # Without --verbose nemo_run prints an error and returns normally.
     argv = ["nemo-lowprec run", "--verbose", *arguments]
     try:
         with (
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print(*values: Any, **options: Any) -> None:
-    """nemo_run's prints, without one that says nothing to a user."""
+    """``print`` for nemo_run, without a line that tells a user nothing."""
     if values != ("Configuring global options",):
         print(*values, **options)
 

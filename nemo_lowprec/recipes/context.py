@@ -1,4 +1,4 @@
-"""What nemo_run does between a command line and ``pretrain``, in this package's words."""
+"""nemo_run's context of ``pretrain``, with checks of names and with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_run.cli.api import RunContext
 from nemo_run.cli.cli_parser import parse_factory
 from typing_extensions import override
 
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line
 from nemo_lowprec.recipes.names import check_names, nemo_run_words
 from nemo_lowprec.recipes.shown import show_recipe
 from nemo_lowprec.run_arguments import DEFAULT_RECIPE, check_recipe, check_terminal
@@ -21,11 +21,11 @@ __all__ = ["RecipeContext", "own_words", "replaced"]
 
 
 class RecipeContext(RunContext):
-    """nemo_run's context of one command line; names are checked first, and a mistake is one sentence.
+    """nemo_run's context of one command line, which checks names first; a mistake is one sentence.
 
     Attributes:
-        started_as: ``sys.argv`` of this process, where nemo_run was given another; Lightning starts its other processes
-            with it.
+        started_as: ``sys.argv`` of this process, while nemo_run reads another ``sys.argv``. Lightning starts its other
+            processes with the command line in ``started_as``.
     """
 
     started_as: ClassVar[list[str] | None] = None
@@ -54,7 +54,7 @@ class RecipeContext(RunContext):
                 recipe = parse_factory(fn, "", fn, recipe)
         elif recipe is not None:
             recipe = recipe()
-        # A file may hold any of the recipe.
+        # With a YAML file or a value "@file" the recipe may differ from the factory's.
         if recipe is not None and self.yaml is None and not any("=@" in argument for argument in args):
             check_names(recipe, args)
         with nemo_run_words():
@@ -63,7 +63,7 @@ class RecipeContext(RunContext):
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have a module or a class hold another value by a name."""
+    """Set an attribute of a module or a class while the context lasts."""
     missing = object()
     before = vars(owner).get(name, missing)
     setattr(owner, name, value)
@@ -78,15 +78,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def own_words() -> Iterator[None]:
-    """fiddle adds the recipe to what a class says while it is made; the class says it better."""
+    """Raise the exception of a class or function in place of fiddle's, which adds the text of the whole recipe."""
     try:
         yield
     except Exception as error:
         own = getattr(error, "proxy_base_exception", None)
         if own is None:
             raise
-        if isinstance(own, RuntimeError):  # ours or torch's: where it was raised tells
+        if isinstance(own, RuntimeError):  # its traceback tells whether this package or torch raised it
             raise own.with_traceback(error.__traceback__) from own.__cause__
-        # Nothing has begun yet: what another library says here is about its arguments.
+        # Objects are only being made: an exception of another library is about the arguments.
         kind = TypeError if isinstance(own, TypeError) else ValueError
         raise kind(one_line(own)) from error

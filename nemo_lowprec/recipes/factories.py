@@ -1,4 +1,4 @@
-"""nemo_run's ``factory``, for functions that say which arguments there are when one is mistyped."""
+"""Every level as a nemo_run factory of its name, and the decorator that makes the other factories."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import nemo_run as run
+from lightning.pytorch.plugins.precision import Precision
 
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
+from nemo_lowprec.plugins import LEVELS, LowPrecision
+from nemo_lowprec.recipes.parsers import register_parsers
+from nemo_lowprec.run_arguments import check_level_argument
 
-__all__ = ["factory"]
+__all__ = ["FACTORIES", "factory"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def factory(target: Any, name: str | None = None) -> Callable[[F], F]:
-    """Decorate a function that returns a config: nemo_run's command line knows it.
+    """Register a function that returns a config with nemo_run, and name the known arguments in its TypeErrors.
 
     Args:
-        target: class or function whose configs it returns.
-        name: on the command line; None: the function's.
+        target: class or function of the returned config.
+        name: name on the command line; None: the name of the function.
     """
 
     def known(function: F) -> F:
@@ -39,3 +43,27 @@ def factory(target: Any, name: str | None = None) -> Callable[[F], F]:
         return run.cli.factory(call, name=name, target=target)  # type: ignore[no-any-return]
 
     return known
+
+
+def _level_factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
+    """A factory with the arguments of the level ``name``, which returns the level's config."""
+    level = LEVELS[name]
+
+    @wraps(level)
+    def build(**arguments: Any) -> run.Config[LowPrecision]:
+        for argument in arguments:
+            check_level_argument(name, argument)
+        return run.Config(level, **arguments)
+
+    build.__module__ = __name__
+    build.__signature__ = inspect.signature(level).replace(  # type: ignore[attr-defined]
+        return_annotation=run.Config[LowPrecision]
+    )
+    # nemo_run looks a factory up under the exact types in an argument's annotation: Precision for the Trainer's
+    # `plugins`, and perhaps LowPrecision in a function of the user's own.
+    run.cli.factory(build, target=LowPrecision)
+    return run.cli.factory(build, target=Precision)  # type: ignore[no-any-return]
+
+
+register_parsers()
+FACTORIES: dict[str, Callable[..., run.Config[LowPrecision]]] = {name: _level_factory(name) for name in LEVELS}

@@ -1,4 +1,4 @@
-"""A Trainer whose run writes to a folder that its level names."""
+"""A Trainer that writes to a folder with the name of its level."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 
 from nemo_lowprec.arguments import check_arguments, checked
+from nemo_lowprec.train import level_name
 
 __all__ = ["CheckedTrainer"]
 
@@ -17,11 +18,12 @@ _make = checked(Trainer.__init__)
 
 
 class CheckedTrainer(Trainer):
-    """Lightning's Trainer; its folder is ``default_root_dir/LEVEL``, and a bad argument a ValueError at once.
+    """Lightning's Trainer with the folder ``default_root_dir/LEVEL``; a bad argument is a ValueError at once.
 
-    The level of a recipe may be replaced until the Trainer is made. So callbacks and loggers that write to the folder
-    come as partials (``run.Partial`` of a recipe), and are made with the Trainer: a callback with ``dirpath``
-    LEVEL/checkpoints, a logger with ``save_dir`` LEVEL, unless they have one. Others are taken as they are.
+    A user may replace the level of a recipe until the Trainer is made. So callbacks and loggers that write to the
+    folder are given as partials (``run.Partial`` in a recipe). The Trainer calls a callback's partial with ``dirpath``
+    LEVEL/checkpoints and a logger's partial with ``save_dir`` LEVEL, unless the partial has that argument. Other
+    callbacks and loggers are used as they are.
     """
 
     @wraps(Trainer.__init__)  # type: ignore[misc]
@@ -38,10 +40,10 @@ class CheckedTrainer(Trainer):
 
 
 def _level(plugins: Any = None, precision: Any = None, **_: Any) -> str:
-    """The level's name, or Lightning's of another precision."""
+    """The name of the level among ``plugins``, or else of Lightning's ``precision``."""
     for plugin in plugins if isinstance(plugins, list) else [plugins]:
         if isinstance(plugin, Precision):
-            return str(getattr(getattr(plugin, "level", None), "name", plugin.precision))
+            return level_name(plugin)
     return str(precision or "32-true")
 
 

@@ -1,58 +1,19 @@
 """Llama 3 8B, 65k tokens a step.
 
 Weights, masters, gradients and moments take 18 bytes a parameter at bf16_mixed, 145 GB: more than one GPU has. Several
-share them (``num_gpus_per_node=8``); ``nemo-lowprec plan model=llama3_8b gpus=8`` says what each holds.
+GPUs share them (``num_gpus_per_node=8``); ``nemo-lowprec plan model=llama3_8b gpus=8`` says what each GPU holds.
 The text is the Python standard library until ``recipe.data.source`` names your own
 (and ``recipe.data.data_dir`` a folder for it).
 """
 
+from functools import partial
+
 import nemo_run as run
-from lightning.pytorch import LightningModule
 
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.recipes.factories import factory
-from nemo_lowprec.recipes.parts import assemble, texts, trainer
-from nemo_lowprec.recipes.precision import FACTORIES
-from nemo_lowprec.train import pretrain
+from nemo_lowprec.recipes.recipe import make_recipe, texts
 
-__all__ = ["model", "pretrain_recipe"]
+__all__ = ["NAME", "model", "pretrain_recipe"]
 
-NAME = "llama3_8b"
-
-
-@factory(LightningModule, NAME)
-def model() -> run.Config[CausalLM]:
-    """The model alone."""
-    return run.Config(CausalLM, preset="llama3_8b", lr=3e-4, min_lr=3e-5, activation_checkpointing=True)
-
-
-@factory(pretrain, NAME)
-def pretrain_recipe(
-    dir: str = "outputs",
-    name: str = NAME,
-    num_nodes: int = 1,
-    num_gpus_per_node: int = 1,
-    max_steps: int = 10_000,
-) -> run.Partial[pretrain]:  # type: ignore[valid-type]
-    """The recipe, ready to be changed: ``recipe.trainer.plugins = fp16_mixed()``.
-
-    Args:
-        dir: the run writes to dir/name/LEVEL.
-        name: of the run.
-        num_nodes: machines.
-        num_gpus_per_node: processes a machine, each on a GPU or (without one) on the CPU.
-        max_steps: optimizer steps.
-    """
-    return assemble(
-        model(),
-        texts(seq_length=8192, micro_batch_size=1, validation_samples=128),
-        trainer(
-            f"{dir}/{name}",
-            plugins=FACTORIES["bf16_mixed"](),
-            max_steps=max_steps,
-            val_check_interval=4000,
-            accumulate_grad_batches=8,
-            num_nodes=num_nodes,
-            devices=num_gpus_per_node,
-        ),
-    )
+_MODEL = partial(run.Config, CausalLM, preset="llama3_8b", lr=3e-4, min_lr=3e-5, activation_checkpointing=True)
+NAME, model, pretrain_recipe = make_recipe("llama3_8b", _MODEL, partial(texts, 8192, 1, 128), accumulate=8)

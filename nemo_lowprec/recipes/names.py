@@ -1,4 +1,4 @@
-"""Names in a command line's settings against the recipe that they are for, before nemo_run sets them."""
+"""Checks the names in a command line's settings against the recipe, before nemo_run sets the values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_run.cli.cli_parser import CLIException, parse_cli_args
 from nemo_run.config import get_type_namespace
 
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.nearest import nearest
+from nemo_lowprec.lines import nearest
 from nemo_lowprec.run_arguments import check_level, check_level_argument, split_call, split_setting
 
 __all__ = ["check_names", "nemo_run_words"]
@@ -27,19 +27,19 @@ _KINDS: dict[str, type] = {"model": LightningModule, "trainer.strategy": Strateg
 
 
 def check_names(recipe: fdl.Buildable, settings: Sequence[str]) -> None:
-    """Check that there is what each setting sets.
+    """Check that the recipe has every argument that a setting names.
 
     Args:
         recipe: is not changed.
-        settings: of the command line, such as ``trainer.max_steps=20``.
+        settings: words of the command line, such as ``trainer.max_steps=20``.
 
     Raises:
-        TypeError: an argument that its class or function does not take, or that is of nothing with arguments.
+        TypeError: an argument that its class or function does not take, or an argument of a plain value.
         ValueError: an unknown level, model or strategy, a value of another type, or a word that is no setting.
     """
     recipe = copy.deepcopy(recipe)
     pairs = {setting: split_setting(setting) for setting in settings}
-    # nemo_run's order: whole parts come before what is in them.
+    # nemo_run's order: a whole part of the recipe comes before the part's arguments.
     for setting, (path, value) in sorted(pairs.items(), key=lambda pair: "." in pair[1][0]):
         _check_path(recipe, path)
         if path == "trainer.plugins":
@@ -49,15 +49,15 @@ def check_names(recipe: fdl.Buildable, settings: Sequence[str]) -> None:
             with nemo_run_words():
                 parse_cli_args(recipe, [setting])
         except ValueError as error:
-            if "${" in value:  # which nemo_run resolves first
+            if "${" in value:  # nemo_run resolves an interpolation first
                 return
             raise ValueError(f"{setting}: {error}") from error
 
 
 @contextmanager
 def nemo_run_words() -> Iterator[None]:
-    """What nemo_run says of an argument is one sentence, a ValueError: what it began with, without the whole recipe."""
-    # It also logs the recipe before it raises.
+    """Shorten nemo_run's exceptions to a ValueError with the first cause, without the text of the whole recipe."""
+    # nemo_run also logs the recipe before an exception.
     log = logging.getLogger("nemo_run.cli.cli_parser")
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -104,9 +104,9 @@ def _check_name(node: Any, name: str, path: str) -> None:
 
 
 def _arguments(function: Callable[..., Any]) -> list[str] | None:
-    """Names of a function's arguments; None where it takes any.
+    """Names of a function's arguments; None where the function takes any.
 
-    A class of this package hands further ones to the class of Lightning that it extends.
+    A class of this package passes further arguments to its base class of Lightning.
     """
     names: dict[str, None] = {}
     for cls in (
@@ -122,7 +122,7 @@ def _arguments(function: Callable[..., Any]) -> list[str] | None:
 
 
 def _check_factory(path: str, value: str) -> None:
-    """Check a model or a strategy that is named, and the arguments that it is given in brackets."""
+    """Check the name of a model's or a strategy's factory, and the arguments in brackets after the name."""
     call = split_call(value)
     if path not in _KINDS or call is None or "." in call[0]:
         return

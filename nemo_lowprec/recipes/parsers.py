@@ -1,7 +1,6 @@
-"""Types of our arguments that nemo_run's command-line parser does not read by itself.
+"""Parsers for the types that nemo_run's command line does not read: tuples, sequences, ``X | Y``, string annotations.
 
-These are tuples, sequences, ``X | Y``, and annotations that are strings (``from __future__ import annotations``).
-nemo_run refuses them ("Unsupported type"), so registering them changes nothing for other recipes.
+nemo_run refuses these types ("Unsupported type"), so a registered parser changes nothing for other recipes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from nemo_run.cli.cli_parser import ParseError, type_parser
 __all__ = ["register_annotations", "register_parsers"]
 
 
-def _literal(value: str, annotation: Any) -> list[Any]:
+def _sequence(value: str, annotation: Any) -> list[Any]:
     try:
         parsed = ast.literal_eval(value)
     except (ValueError, SyntaxError) as error:
@@ -28,11 +27,7 @@ def _literal(value: str, annotation: Any) -> list[Any]:
 
 
 def _tuple(value: str, annotation: Any) -> tuple[Any, ...]:
-    return tuple(_literal(value, annotation))
-
-
-def _sequence(value: str, annotation: Any) -> list[Any]:
-    return _literal(value, annotation)
+    return tuple(_sequence(value, annotation))
 
 
 def _union(value: str, annotation: Any) -> Any:
@@ -40,7 +35,7 @@ def _union(value: str, annotation: Any) -> Any:
     if type(None) in members and value.lower() in ("none", "null"):
         return None
     reasons = []
-    # A string can be read as anything, so it comes last.
+    # Any value is a string, so the type str comes last.
     for member in sorted((m for m in members if m is not type(None)), key=lambda m: m is str):
         try:
             return type_parser.parse(value, member)
@@ -50,13 +45,13 @@ def _union(value: str, annotation: Any) -> Any:
 
 
 def register_parsers() -> None:
-    """Teaches nemo_run's command line the types."""
+    """Register the parsers of this file with nemo_run's command line."""
     for kind, parser in ((tuple, _tuple), (Sequence, _sequence), (types.UnionType, _union)):
         type_parser.register_parser(kind)(parser)
 
 
 def register_annotations(*functions: Callable[..., Any]) -> None:
-    """Teaches it what the annotations of these functions or classes mean, where they are strings."""
+    """Register a parser for each string annotation of the functions or classes, which parses the type it names."""
     for function in functions:
         meant = inspect.signature(function, eval_str=True).parameters
         for name, parameter in inspect.signature(function).parameters.items():

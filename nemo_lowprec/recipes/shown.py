@@ -1,4 +1,4 @@
-"""A recipe as lines of the form that the command line takes."""
+"""Prints a recipe as settings of the command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["show_recipe"]
 
 
 def show_recipe(recipe: fdl.Buildable, executor: Any = None) -> None:
-    """Print what is set in a recipe, once for all processes of a machine.
+    """Print the values that a recipe sets, once for all processes of a machine.
 
-    nemo_run's own function is the same with the heading "Dry run"; it also shows the executor, where there is one.
+    nemo_run's own function prints the recipe under the heading "Dry run", and prints the executor.
 
     Args:
-        recipe: with all overrides.
-        executor: nemo_run's, that runs it elsewhere.
+        recipe: the recipe with all overrides.
+        executor: nemo_run's executor of the recipe; None: this process.
     """
     if executor is not None:
         dryrun_fn(recipe, executor)

@@ -1,4 +1,4 @@
-"""Strategies for several processes as nemo_run factories of their names."""
+"""Strategies for several processes as nemo_run factories: each argument is one of the strategy's own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["lowprec_ddp", "lowprec_megatron", "lowprec_sharded"]
 
 @factory(Strategy)
 def lowprec_ddp(bucket_cap_mb: float | None = None) -> run.Config[LowPrecisionDDPStrategy]:
-    """Gradients averaged in the level's format, without torch's wrapper.
+    """Data-parallel training that averages gradients in the level's format, without torch's wrapper.
 
     Args:
         bucket_cap_mb: size of a bucket on the wire, MiB; None for the default.
     """
-    return run.Config(LowPrecisionDDPStrategy, bucket_cap_mb=bucket_cap_mb)
+    return run.Config(LowPrecisionDDPStrategy, **locals())
 
 
 @factory(Strategy)
@@ -34,16 +34,10 @@ def lowprec_sharded(
     Args:
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
         shard_size: processes that hold one copy of the model among them; None for all.
-        save_distributed_checkpoint: whether a checkpoint is a folder that every process writes a part of, or one file.
+        save_distributed_checkpoint: whether every process writes its part of a checkpoint folder, or rank 0 one file.
         async_checkpoints: whether checkpoints are written while training goes on.
     """
-    return run.Config(
-        LowPrecisionShardedStrategy,
-        reshard_after_forward=reshard_after_forward,
-        shard_size=shard_size,
-        save_distributed_checkpoint=save_distributed_checkpoint,
-        async_checkpoints=async_checkpoints,
-    )
+    return run.Config(LowPrecisionShardedStrategy, **locals())
 
 
 @factory(Strategy)
@@ -73,19 +67,7 @@ def lowprec_megatron(
         bucket_size: parameters of a bucket; None for Megatron-core's choice.
         checkpoint_form: ``fully_reshardable``, or ``dp_reshardable``: faster, for the same tensor and pipeline sizes.
     """
-    return run.Config(
-        MegatronStrategy,
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        context_parallel_size=context_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        sequence_parallel=sequence_parallel,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
-        bucket_size=bucket_size,
-        checkpoint_form=checkpoint_form,
-    )
+    return run.Config(MegatronStrategy, **locals())
 
 
 register_annotations(LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy)

@@ -1,12 +1,13 @@
 """The chart: design and data say the same, and every level that can be asked for is there."""
 
+from dataclasses import replace
 from inspect import signature
 
 import pytest
 
 import nemo_lowprec
 from nemo_lowprec.chart import CHART, COLUMNS, get_level
-from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe
+from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, parse_options
 
 TABLE = """
 | fp16_amp | FP16 | FP32 | FP32 | – | FP32 | FP32+FP32 |
@@ -87,6 +88,39 @@ def test_the_half_format_of_an_msamp_level_is_chosen(name):
 def test_an_unknown_level_is_a_value_error_that_lists_the_levels(name):
     with pytest.raises(ValueError, match=r"Unknown precision level .*fp16_amp, te_fp8.*bf16_with_nvfp4_mixed"):
         get_level(name)
+
+
+@pytest.mark.parametrize("name", CHART)
+def test_a_row_of_the_chart_is_valid(name):
+    assert CHART[name].validate() is CHART[name]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"compute": "int8"}, "compute='int8' of the row 'mine' must be one of: fp16, bf16, fp8, mxfp8, nvfp4."),
+        ({"comm": "fp6"}, "comm='fp6' .* must be one of: fp32, fp16, bf16, fp8."),
+        ({"weight": "mxfp8"}, "weight='mxfp8' "),
+        ({"weight": ("fp8", "fp16")}, r"weight=\('fp8', 'fp16'\) "),
+        ({"weight": None}, "weight=None "),
+        ({"master_weight": "FP32"}, "master_weight='FP32' .* must be one of: None, fp32,"),
+        ({"weight_grad": "e5m2"}, "weight_grad='e5m2' "),
+        ({"optimizer_states": ("fp8", "int8")}, r"optimizer_states=\('fp8', 'int8'\) .* must be one of: fp32,"),
+        ({"optimizer_states": ("fp8",)}, r"optimizer_states=\('fp8',\) must be two formats"),
+        ({"rest": "fp64"}, "rest='fp64' "),
+        ({"vectors": "fp64"}, "vectors='fp64' "),
+        ({"autocast": "fp32"}, "autocast='fp32' of the row 'mine' must be one of: bf16, fp16."),
+        ({"scaling": "rowwise"}, "scaling='rowwise' .* delayed, current, blockwise with compute='fp8'"),
+        ({"scaling": None}, "scaling=None .* with compute='fp8'"),
+        ({"compute": "bf16"}, "scaling='delayed' of the row 'mine' must be one of: None with compute='bf16'"),
+    ],
+)
+def test_a_value_that_a_column_does_not_have_is_a_value_error_that_names_the_column(changed, message):
+    row = replace(CHART["bf16_with_fp8_mixed"], name="mine", **changed)
+    with pytest.raises(ValueError, match=message):
+        row.validate()
+    with pytest.raises(ValueError, match=message):
+        parse_options(row, {})
 
 
 def expected_arguments(level):

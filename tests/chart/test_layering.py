@@ -12,7 +12,7 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "column", "options", "formats", "lines", "nearest", "observers", "quiet"},
+    {"chart", "arguments", "column", "options", "formats", "lines", "observers", "quiet"},
     {"kernels"},
     {"tensors"},
     COLUMNS,

@@ -16,9 +16,8 @@ import nemo_lowprec
 from nemo_lowprec import LowPrecision
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.conf.check import check_config
-from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 from nemo_lowprec.conf.job import build
-from nemo_lowprec.conf.levels import register_levels
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import PRESETS, CausalLM, MegatronGPT
 from nemo_lowprec.strategies import MegatronStrategy

@@ -95,8 +95,7 @@ def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture) -> None:
 def test_pretrain_takes_the_same_keys() -> None:
     from hydra import compose, initialize_config_dir
 
-    from nemo_lowprec.conf.choices import CONF_DIR
-    from nemo_lowprec.conf.levels import register_levels
+    from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 
     register_levels()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):

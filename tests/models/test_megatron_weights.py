@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_lowprec.models import PRESETS
 from nemo_lowprec.models.megatron_llama import build_gpt, gpt_architecture
-from nemo_lowprec.models.megatron_weights import from_transformers, joined, of_stage, part_of, shifted, to_transformers
+from nemo_lowprec.models.megatron_weights import from_transformers, of_stage, part_of, to_transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:megatron")  # of what is not installed
 
@@ -165,6 +165,17 @@ def test_a_padded_vocabulary_has_rows_of_zeros_that_are_cut_off_again():
     assert to_transformers(full, architecture)["lm_head.weight"].shape == (128, 32)
 
 
+def joined(name, parts):
+    """The parameter whose tensor-parallel parts are ``parts``, by Megatron-core's layout."""
+    if name.endswith(("layer_norm_weight", "layernorm.weight")):  # whole on every rank
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0]
+    if name.endswith("linear_fc1.weight"):  # the gate's rows, then the other factor's, on each rank
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([half[i] for i in range(2) for half in halves])
+    return torch.cat(parts, 1 if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["llama_tied", "qwen2", "qwen3"])
 def test_tensor_parallel_parts_are_joined_again(name, tp_size):
@@ -190,7 +201,7 @@ def test_stages_number_their_layers_from_zero():
     assert [list(stage) for stage in stages] == [first, last]
     proj = "decoder.layers.{}.self_attention.linear_proj.weight"
     assert stages[1][proj.format(0)] is full[proj.format(2)]
-    whole = shifted(stages[0], 0) | shifted(stages[1], 2)
+    whole = {**stages[0], **{n.replace("layers.0.", "layers.2."): tensor for n, tensor in stages[1].items()}}
     assert_same(to_transformers(whole, architecture), state)
     with pytest.raises(ValueError, match=r"lacks decoder\.layers\.3\.self_attention\.linear_proj\.weight"):
         of_stage(full, [proj.format(1)], 2)

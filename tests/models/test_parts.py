@@ -8,8 +8,7 @@ from torch import nn
 from nemo_lowprec.models import PRESETS, CausalLM
 from nemo_lowprec.models import throughput as throughput_module
 from nemo_lowprec.models.loss import summed_cross_entropy
-from nemo_lowprec.models.param_groups import decay_groups
-from nemo_lowprec.models.schedule import default_warmup, warmup_cosine
+from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_cosine
 from nemo_lowprec.models.throughput import TokenRate
 
 # Parameters of the published checkpoints (tied weights once), and of ours at a vocabulary of 4,096.

@@ -216,9 +216,8 @@ def test_a_command_in_a_sentence_or_a_comment_is_one(command: str) -> None:
     from hydra import compose, initialize_config_dir
 
     from nemo_lowprec.conf.check import check_values
-    from nemo_lowprec.conf.choices import CONF_DIR
+    from nemo_lowprec.conf.choices import CONF_DIR, register_levels
     from nemo_lowprec.conf.command_line import CommandLine
-    from nemo_lowprec.conf.levels import register_levels
     from nemo_lowprec.conf.overrides import check_overrides, with_plus, with_strategy
     from nemo_lowprec.run_arguments import check_run_arguments
 

@@ -10,7 +10,7 @@ import typer
 from typer.main import get_command
 
 from nemo_lowprec import run_arguments
-from nemo_lowprec.recipes.entrypoint import RECIPES
+from nemo_lowprec.recipes import RECIPES
 from nemo_lowprec.run_arguments import check_run_arguments, run_help
 from nemo_lowprec.train import pretrain
 

@@ -7,7 +7,7 @@ import pytest
 from nemo_run.cli.cli_parser import parse_cli_args
 
 from nemo_lowprec.cli import main
-from nemo_lowprec.recipes.entrypoint import RECIPES
+from nemo_lowprec.recipes import RECIPES
 from nemo_lowprec.recipes.shown import show_recipe
 
 

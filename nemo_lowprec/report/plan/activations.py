@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.models.architecture import one_line
+from nemo_lowprec.lines import one_line
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
