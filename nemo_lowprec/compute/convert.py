@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import HEAD, reasons_to_keep
 from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
-from nemo_lowprec.compute.half_linear import HalfLinear
+from nemo_lowprec.compute.half_linear import HalfLinear, Watched
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
@@ -26,6 +26,7 @@ from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 
 __all__ = [
@@ -89,6 +90,7 @@ def convert_layers(
     histories: DelayedScaling | None,
     fp32_wgrad: bool = False,
     weight_scales: WeightScales | None = None,
+    observers: Observers = NOBODY,
 ) -> Conversion:
     """Convert linear layers and norms of ``model`` in place.
 
@@ -101,22 +103,25 @@ def convert_layers(
         histories: gets a column for every operand but the weight, for delayed scaling.
         fp32_wgrad: whether those layers' weight gradients are FP32; torch rounds them to half before.
         weight_scales: gets an entry for every weight, for delayed scaling; None scales a weight at each use.
+        observers: the operands of the layers' GEMMs are announced to them.
     """
     result = Conversion()
     for module in list(model.modules()):
         _call_layers(module)
     if recipe is not None:
-        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
+        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
             if _plan_of(module, weight) is not None or _linear_obstacle(module, weight) is not None:
                 continue
             if half_backend is not None:
-                _plan(module, weight, GemmPlan(half_backend, half))
+                _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))
             elif _is_conv1d(module):
                 continue
             elif isinstance(module, nn.Linear):
-                _swap(module, HalfLinear)
+                _swap(module, HalfLinear, watched=Watched(item, observers))
+            elif isinstance(module, LowPrecisionMultiheadAttention):
+                module.watched[weight] = Watched(item, observers)
             result.half.append(item)
     return result
 
@@ -162,7 +167,7 @@ def _call_layers(module: nn.Module) -> None:
         if isinstance(module, kind) and getattr(module, name, value) != value:
             _swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
+        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, watched={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
@@ -204,6 +209,7 @@ def _convert_low(
     layers: LayerFilter,
     histories: DelayedScaling | None,
     weight_scales: WeightScales | None,
+    observers: Observers,
     result: Conversion,
 ) -> None:
     linears: dict[str, nn.Module] = {}
@@ -245,7 +251,8 @@ def _convert_low(
     inputs = SharedInput(histories)
     for item, (full_name, module, weight) in chosen.items():
         operands = {kind: operand_of(recipe, kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
-        _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
+        plan = GemmPlan(backend, half, recipe, operands, inputs, name=item, observers=observers)
+        _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(full_name)
 

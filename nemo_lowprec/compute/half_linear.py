@@ -6,7 +6,7 @@ costs more than the GEMM's wider output. Source: Megatron-LM's ``gradient_accumu
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,25 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, among_rows, wgrad_dtype
+from nemo_lowprec.compute.linear import AutocastOff, among_rows, announce, wgrad_dtype
+from nemo_lowprec.observers import NOBODY, Observers
 
-__all__ = ["HalfLinear", "half_linear"]
+__all__ = ["UNWATCHED", "HalfLinear", "Watched", "half_linear"]
+
+
+class Watched(NamedTuple):
+    """What the operands of a layer without a ``GemmPlan`` are announced by.
+
+    Attributes:
+        name: the layer's name in the model.
+        observers: of the engine that converted the model.
+    """
+
+    name: str = ""
+    observers: Observers = NOBODY
+
+
+UNWATCHED = Watched()
 
 
 class HalfLinear(nn.Linear):
@@ -25,11 +41,19 @@ class HalfLinear(nn.Linear):
     All else (a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
     """
 
+    watched: Watched
+
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias)
+        return half_linear(input, self.weight, self.bias, None, self.watched)
 
 
-def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None = None) -> Tensor:
+def half_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    part: tuple[int, int] | None = None,
+    watched: Watched = UNWATCHED,
+) -> Tensor:
     """``F.linear``, by some rows of the weight where there is a ``part``; an FP32 gradient is not rounded to half."""
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
@@ -38,7 +62,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[
         if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
                 rows = input.to(half).reshape(-1, input.shape[-1])
-                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part)
+                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part, watched)
             # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
             shape = [*input.shape[:-1], out.shape[-1]]
             return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
@@ -49,15 +73,23 @@ class _HalfLinearFunction(torch.autograd.Function):
     """Of (input [rows, in_features], weight, bias or None), all half, to [rows, out_features]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None) -> Tensor:
-        ctx.part = part
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, watched: Watched
+    ) -> Tensor:
+        ctx.part, ctx.watched = part, watched
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight if part is None else weight[slice(*part)], bias)
+        own = weight if part is None else weight[slice(*part)]
+        if watched.observers.quantized:
+            announce(watched.observers, watched.name, "input", x, x, None)
+            announce(watched.observers, watched.name, "weight", own, own, None)
+        return F.linear(x, own, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if ctx.watched.observers.quantized:
+            announce(ctx.watched.observers, ctx.watched.name, "grad_output", grad_output, grad_output, None)
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
             dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None
@@ -66,4 +98,4 @@ class _HalfLinearFunction(torch.autograd.Function):
                 dw = dw if ctx.part is None else among_rows(dw, ctx.part, weight.shape[0])
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
-        return dx, dw, db, None
+        return dx, dw, db, None, None

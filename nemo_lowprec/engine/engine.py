@@ -44,6 +44,7 @@ from nemo_lowprec.compute import (
 from nemo_lowprec.engine.late_optimizers import watch_for_optimizers
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.grads import FoundInf, Fp8Gradients, LossScale, clip_grad_norm_, find_nonfinite, unscale_
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import LowBitStates, StateFormats, adopt, check_adoptable, release
 from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe
 from nemo_lowprec.tensors import QuantizedTensor
@@ -127,6 +128,7 @@ class Engine:
         attention: str = "auto",
     ) -> None:
         self.level = level
+        self.observers = Observers()
         self.recipe = recipe
         self.half = DTYPES[level.autocast]
         self.layers = layers or LayerFilter()
@@ -216,6 +218,7 @@ class Engine:
             self.histories,
             fp32_wgrad=self.level.has_half_weights and self.level.weight_grad == "fp32",
             weight_scales=self.weight_scales,
+            observers=self.observers,
         )
         if self.level.has_half_weights:
             take_fp32_input(model, device.type == "cpu")
@@ -228,7 +231,8 @@ class Engine:
             margin = self.recipe.fp8_margin if self.recipe is not None else 0
             self.stored = LowBitWeights(self.reads_as, fp8, margin, keep=not training)
             self.stored.install(model)
-            self.gradients = Fp8Gradients(weakly(self._step_at_once) if self.low_bit.gradient_release else None)
+            release_one = weakly(self._step_at_once) if self.low_bit.gradient_release else None
+            self.gradients = Fp8Gradients(release_one, observers=self.observers)
         elif self.level.has_half_weights:
             self.masters = MasterWeights(self.half, grad_fp32=self.level.weight_grad == "fp32", training=training)
             self.masters.measures = self.weight_scales is not None
@@ -347,7 +351,7 @@ class Engine:
             self.conversion.weights if level.weight == "fp8" or fp8_params else [],
             recipe.fp8_margin if recipe is not None else 0,
             DTYPES[level.weight_grad] if level.has_half_weights and not level.is_low_bit else None,
-            partial(reduce_amax, group=sharding.world),
+            partial(reduce_amax, group=sharding.world, observers=self.observers),
             self._meet_gathered,
         )
         self.shards.settle(self.model)
@@ -358,9 +362,9 @@ class Engine:
         if self.weight_scales is not None:
             gathered_as = torch.float16 if level.is_low_bit else self.half if level.has_half_weights else torch.float32
             self.weight_scales.settle(self.device, gathered_as)
-            self.weight_scales.reduce_amax = partial(reduce_amax, group=sharding.world)
+            self.weight_scales.reduce_amax = partial(reduce_amax, group=sharding.world, observers=self.observers)
         if level.is_low_bit:
-            self.gradients = Fp8Gradients(apart=True)
+            self.gradients = Fp8Gradients(apart=True, observers=self.observers)
 
     def _meet_gathered(self, params: list[Tensor]) -> None:
         if self.gradients is not None and self.shards is not None:
@@ -394,8 +398,9 @@ class Engine:
             sharding.world,
             lambda _: torch.float8_e4m3fn,
             shards=lambda params: Fp8ShardBucket(
-                params, sharding.shards, kept, [shard_of[id(p)] for p in params], sharding.replicas
+                params, sharding.shards, kept, [shard_of[id(p)] for p in params], sharding.replicas, self.observers
             ),
+            observers=self.observers,
         )
 
     def cover_gradients(self) -> None:
@@ -471,9 +476,9 @@ class Engine:
 
         TE's own layers share only whether their amaxes are finite.
         """
-        self._share_flag = partial(any_rank_, group=group)
+        self._share_flag = partial(any_rank_, group=group, observers=self.observers)
         if self.histories is not None:
-            self.histories.reduce_amax = partial(reduce_amax, group=group)
+            self.histories.reduce_amax = partial(reduce_amax, group=group, observers=self.observers)
 
     def average_over(self, group: dist.ProcessGroup | None, bucket_bytes: int | None = None) -> GradientReducer:
         """Average gradients over the processes of ``group`` (see ``averaging``), and scale by all their amaxes.
@@ -489,7 +494,9 @@ class Engine:
         if self.reducer is None or self.reducer.group is not group:
             if self.reducer is not None:
                 self.reducer.remove()
-            self.reducer = GradientReducer(self.model.parameters(), group, self.wire_dtype, bucket_bytes)
+            self.reducer = GradientReducer(
+                self.model.parameters(), group, self.wire_dtype, bucket_bytes, observers=self.observers
+            )
             self.share_amaxes(group)
         return self.reducer
 
@@ -502,7 +509,7 @@ class Engine:
         assert self.reducer is not None and self.model is not None
         self.forget_weight_scales()
         tensors = [*self.model.parameters(), *(self.model.buffers() if buffers else ())]
-        changed = broadcast_weights(tensors, self.reducer.group)
+        changed = broadcast_weights(tensors, self.reducer.group, self.observers)
         for weights in (self.masters, self.stored):
             if weights is not None:
                 weights.note_frozen()  # nobody has written them by hand

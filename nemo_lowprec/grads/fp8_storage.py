@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
 __all__ = ["Fp8Gradients", "is_released"]
@@ -30,17 +31,18 @@ class Fp8Gradients:
     Args:
         release: steps a parameter and drops its gradient, called as soon as that is stored.
         apart: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
+        observers: each gradient is announced to them when it is stored.
 
     Attributes:
         apart: gradients that are not left on their parameters, by the parameters' id; None where they are.
-        watch: called with each parameter whose gradient was put apart, before anyone takes it from there.
         overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
-    def __init__(self, release: Callable[[Tensor], None] | None = None, apart: bool = False) -> None:
-        self.release = release
+    def __init__(
+        self, release: Callable[[Tensor], None] | None = None, apart: bool = False, observers: Observers = NOBODY
+    ) -> None:
+        self.release, self._observers = release, observers
         self.apart: dict[int, GradientTensor] | None = {} if apart else None
-        self.watch: Callable[[Tensor], None] | None = None
         self.overflowed: Callable[[Tensor], Tensor | None] | None = None
         self._handles: dict[int, Any] = {}
         self._marked: list[ref[Tensor]] = []  # weak: their hooks hold this object (see ``formats/hooks.py``)
@@ -63,8 +65,8 @@ class Fp8Gradients:
                 self.apart[id(param)].accumulate_(grad)
             else:
                 self.apart[id(param)] = GradientTensor.from_float(grad)
-            if self.watch is not None:
-                self.watch(param)
+            for see in self._observers.gradient:
+                see(param, self.apart[id(param)])
             return
         if grad is not None and grad.requires_grad and torch.is_grad_enabled():
             # Of backward(create_graph=True): what is computed from it reaches the weights through its own graph.
@@ -77,6 +79,9 @@ class Fp8Gradients:
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
             param.grad = stored = GradientTensor.from_float(grad)
             stored.overflowed = self.overflowed
+        if isinstance(param.grad, GradientTensor):
+            for see in self._observers.gradient:
+                see(param, param.grad)
         if self.release is not None:
             self.release(param)
 

@@ -158,7 +158,9 @@ class AveragesGradients:
         if len(key) == count:
             return whole
         if key not in self._of_parts:
-            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.wire_dtype)
+            self._of_parts[key] = GradientReducer(
+                params, whole.group, self._engine.wire_dtype, observers=self._engine.observers
+            )
         return self._of_parts[key]
 
 

@@ -23,6 +23,7 @@ from nemo_lowprec.compute import (
 from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.megatron.chunks import cast_parameters
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Options
 
 __all__ = ["ConvertedModule"]
@@ -36,12 +37,16 @@ class ConvertedModule:
         options: of the level.
         settings: of the level.
         device: the GPU.
+        observers: the layers' operands, and amaxes that are sent, are announced to them.
 
     Raises:
         ValueError: the backend, or the attention kernels, cannot run on ``device``.
     """
 
-    def __init__(self, module: nn.Module, options: Options, settings: MegatronSettings, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, options: Options, settings: MegatronSettings, device: torch.device,
+        observers: Observers = NOBODY,
+    ) -> None:  # fmt: skip
         level, recipe = settings.level, options.recipe
         check_attention(options.attention, device)
         backend = choose_backend(options.backend, recipe, device)
@@ -54,7 +59,8 @@ class ConvertedModule:
         self.weight_scales = new_weight_scales(recipe)
         fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
         self.conversion = convert_layers(
-            module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad, self.weight_scales
+            module, self._half, recipe, backend, None, options.layers, self.histories, fp32_wgrad, self.weight_scales,
+            observers,
         )  # fmt: skip
         cast_parameters(module, settings)
         if fp32_wgrad:
@@ -63,7 +69,7 @@ class ConvertedModule:
                     param.grad_dtype = torch.float32
         if self.histories is not None:
             self.histories.to(device)
-            self.histories.reduce_amax = partial(reduce_amax, group=dist.group.WORLD)
+            self.histories.reduce_amax = partial(reduce_amax, group=dist.group.WORLD, observers=observers)
         if self.weight_scales is not None:
             self.weight_scales.settle(device)
         self._stack = ExitStack()

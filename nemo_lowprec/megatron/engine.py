@@ -23,7 +23,6 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.megatron.chunks import cast_parameters, unwrapped, wrap
 from nemo_lowprec.megatron.context import part_of_sequence
@@ -32,6 +31,7 @@ from nemo_lowprec.megatron.delayed import mend_delayed_scaling
 from nemo_lowprec.megatron.optimizer_step import Stepper
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.options import Options
 
 __all__ = ["MegatronEngine", "PipelinedModule"]
@@ -75,12 +75,14 @@ class MegatronEngine:
         chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
         converted: of a model that Megatron-core has not built; else None.
         optimizer: steps the user's; None where nothing is trained.
+        observers: subscribers to the operands of own layers, and to this package's messages.
         config: TransformerConfig of the first part, which the schedules read.
         gradient_unit: what the gradients in the amax histories of delayed scaling are multiplied by; None: unknown.
     """
 
     def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
         self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
+        self.observers = Observers()
         self.chunks: list[Any] = []
         self.converted: ConvertedModule | None = None
         self.optimizer: Stepper | None = None
@@ -140,7 +142,7 @@ class MegatronEngine:
 
     def convert(self, module: nn.Module, options: Options, device: torch.device) -> None:
         """Convert the layers of any other module, which is on ``device``."""
-        self.converted = ConvertedModule(module, options, self.settings, device)
+        self.converted = ConvertedModule(module, options, self.settings, device, self.observers)
         # Sizes that Megatron's DDP does not look at.
         self.config = TransformerConfig(
             num_layers=1, hidden_size=1, num_attention_heads=1, **self._transformer_fields()
@@ -189,7 +191,7 @@ class MegatronEngine:
             clip_grad=clip_grad,
             overlap_param_gather=self.overlaps["overlap_param_gather"],
         )
-        self.optimizer = Stepper(inner, config, self.settings, self.chunks)
+        self.optimizer = Stepper(inner, config, self.settings, self.chunks, self.observers)
         self.optimizer.take_masters(self._module.__dict__.pop(_MASTERS, {}))
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
@@ -309,8 +311,7 @@ class MegatronEngine:
     def _nobody_has_scales(self) -> bool:
         """The same on all processes: some may have no layer with scales."""
         flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device())
-        with bookkeeping():
-            dist.all_reduce(flag, dist.ReduceOp.MIN)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
     @contextmanager
@@ -405,6 +406,5 @@ class MegatronEngine:
         mean = torch.zeros((), device=torch.cuda.current_device())
         if losses:
             mean += torch.stack(list(losses)).float().mean()
-        with bookkeeping():
-            dist.all_reduce(mean)
+        dist.all_reduce(mean)
         return mean * (self.layout.pipeline * self.layout.context / dist.get_world_size())

@@ -22,11 +22,11 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradS
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.chunks import unhook
 from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import NOBODY, Observers
 
 __all__ = ["Stepper"]
 
@@ -39,6 +39,7 @@ class Stepper:
         config: of Megatron-core, with the level's fields.
         settings: of the level.
         chunks: the wrapped parts of the model.
+        observers: the amaxes that are sent for FP8 weights are announced to them.
 
     Attributes:
         parts: the distributed optimizers: of the parameters, and of the experts' where there are any.
@@ -47,8 +48,9 @@ class Stepper:
     """
 
     def __init__(
-        self, inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any]
-    ) -> None:
+        self, inner: Optimizer, config: OptimizerConfig, settings: MegatronSettings, chunks: list[Any],
+        observers: Observers = NOBODY,
+    ) -> None:  # fmt: skip
         self.inner, self.chunks, self._clip = inner, chunks, config.clip_grad
         self.scaler = _scaler(config)
         self._seen: tuple[Tensor | None, float] = None, 1.0  # the scale, on the device and here
@@ -74,6 +76,8 @@ class Stepper:
                     dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
                 )
             )  # fmt: skip
+        for part in self.parts:
+            part.observers = observers
 
     @property
     def loss_scale(self) -> float:
@@ -102,8 +106,7 @@ class Stepper:
         squares = torch.stack([part.squares() for part in self.parts]).sum()
         if saturated is not None:
             squares = torch.where(saturated, torch.inf, squares)
-        with bookkeeping():
-            dist.all_reduce(squares)
+        dist.all_reduce(squares)
         scale = torch.ones_like(squares) if self.scaler is None else self.scaler.scale.float().reshape(())
         self.grad_norm = norm = squares.sqrt() / scale
         found = FoundInf((~norm.isfinite()).float())

@@ -183,7 +183,7 @@ class Measure(Callback):
         if trainer.global_step == 1 and self._most is None:
             engine = trainer.precision_plugin.engine
             self._most = Most(module, engine, self._flat)
-            self._traffic = Traffic(lambda t: is_bookkeeping(t, engine))
+            self._traffic = Traffic(lambda t: is_bookkeeping(t, engine), engine.observers)
             self._traffic.__enter__()
             self._most.__enter__()
 
