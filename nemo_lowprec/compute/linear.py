@@ -332,7 +332,8 @@ class _LinearFunction(torch.autograd.Function):
 
         dy = grad_output
         rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
-        dy8 = dy_half = None
+        dy8: Any = None
+        dy_half: Any = None
         if rowwise or columnwise:
             values = _compute_dtype(F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy, plan)
             dy8 = backend.quantize(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-
 __all__ = ["over_context", "part_of_sequence", "zigzag"]
 
 

@@ -1,6 +1,4 @@
-"""The messages that a process sends: calls that reach a process group, from Python or from C++ (torch's DDP), and copies
-between the memories of GPUs.
-"""
+"""Messages of a process: each call that reaches a process group, from Python or C++, and copies between GPUs."""
 
 from __future__ import annotations
 
