@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.look import STATES, Held, Look
-from nemo_lowprec.report.parts import ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.look import Held, Look
+from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -115,7 +115,8 @@ class ShardedLook(EngineLook):
         return replace(super().held(params), weights=Bytes(whole), masters=Bytes(masters))
 
     def sent_gradients(self) -> list[Sent] | None:
-        return [s for s in super().sent_gradients() or [] if not self._is_weight(s)]
+        sent = super().sent_gradients()
+        return None if sent is None else [s for s in sent if not self._is_weight(s)]
 
     def _is_weight(self, sent: Sent) -> bool:
         """Whether a message gathers weights: of one copy of the model, among the processes that hold it."""

@@ -20,9 +20,8 @@ from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, ModelPart
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 
-__all__ = ["STATES", "Held", "Look"]
+__all__ = ["Held", "Look"]
 
-STATES = ("exp_avg", "exp_avg_sq")
 _Group = tuple[str, str, list[nn.Parameter], list[Sent]]
 
 
@@ -33,7 +32,7 @@ class Held:
     Attributes:
         weights: that the model computes with.
         masters: that the optimizer steps, where they are others.
-        states: ``STATES`` of the optimizer; None for one that the optimizer does not have.
+        states: ``STATES`` of Adam; None for one that the optimizer does not have.
         elements: of the parameters' shards, which masters and states belong to.
     """
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from nemo_lowprec.options import Recipe
-from nemo_lowprec.report.look import STATES, Held, Look
-from nemo_lowprec.report.parts import ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.look import Held, Look
+from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent
 

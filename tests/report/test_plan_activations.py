@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nemo_lowprec.formats import block, floats, gradient
+from nemo_lowprec.formats import floats, gemm_block_scaling
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.report.plan import activations
 from nemo_lowprec.report.plan.on_gpu import GpuRules
-from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors import QuantizedTensor, gradient
 from nemo_lowprec.weights import master_of
 from tests.support import plugin
 
@@ -64,7 +64,11 @@ RUNS = [(case, False) for case in LEVELS] + [(case, True) for case in ("te_fp8",
 
 @pytest.mark.parametrize(("case", "recompute"), RUNS)
 def test_a_real_forward_pass_keeps_what_is_planned(case, recompute):
-    for table in (floats._table, block._grid, gradient._one):  # as in a process that has trained nothing yet
+    for table in (
+        floats._table,
+        gemm_block_scaling._grid,
+        gradient._one,
+    ):  # as in a process that has trained nothing yet
         table.cache_clear()
     got = plan_training(language_model(recompute), plugin(case), accelerator="cpu", **SAMPLE)
     assert got.recomputes is recompute

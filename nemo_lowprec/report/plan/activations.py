@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.models.architecture import one_line
-from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.layout import Layout, check_count
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
 from nemo_lowprec.report.plan.tracing import Traced, fake, trace
@@ -45,8 +45,8 @@ class Sample:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "seq_length"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+            if value is not None:
+                check_count(name, value)
         if (self.micro_batch_size is None) != (self.seq_length is None):
             raise ValueError("micro_batch_size and seq_length go together: give both, or neither.")
         if self.batch is not None and self.seq_length is not None:

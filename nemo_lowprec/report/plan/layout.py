@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["STRATEGIES", "Layout"]
+__all__ = ["STRATEGIES", "Layout", "Processes", "check_count", "check_options"]
 
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single_device": (),
@@ -20,34 +21,71 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Processes and a strategy, checked.
+def check_options(strategy: str, options: Iterable[str]) -> None:
+    """Raise TypeError for an option that ``strategy`` does not take."""
+    for name in options:
+        if name not in STRATEGIES[strategy]:
+            known = ", ".join(STRATEGIES[strategy]) or "no options"
+            raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes of a plan, checked.
 
     Attributes:
         nodes, gpus: machines, and processes of each.
-        strategy: a key of ``STRATEGIES``.
-        accelerator: ``gpu`` or ``cpu``.
         micro_batches: backward passes of a step.
+        strategy: a key of ``STRATEGIES``.
+    """
+
+    nodes: int
+    gpus: int
+    micro_batches: int = 1
+    strategy: str
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus", "micro_batches"):
+            check_count(name, getattr(self, name))
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.nodes * self.gpus
+
+    def how(self) -> str:
+        """How the strategy cuts a model, as the end of a list."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}{self.how()}"
+        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Processes):
+    """Processes of any strategy but Megatron-core's.
+
+    Attributes:
+        accelerator: ``gpu`` or ``cpu``.
         reshard_after_forward: whether ``lowprec_sharded`` frees gathered weights between forward and backward.
         shard_size: processes that hold one copy of the model among them; None for all.
         bucket_cap_mb: size of a bucket of gradients, MiB; None for the default.
     """
 
-    nodes: int
-    gpus: int
-    strategy: str
     accelerator: str = "gpu"
-    micro_batches: int = 1
     reshard_after_forward: bool = True
     shard_size: int | None = None
     bucket_cap_mb: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        super().__post_init__()
         if self.accelerator not in ("gpu", "cpu"):
             raise ValueError(f"accelerator={self.accelerator!r} must be 'gpu' or 'cpu'.")
         if self.strategy == "single_device" and self.world > 1:
@@ -57,10 +95,8 @@ class Layout:
             )
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r} must be True or False.")
-        if self.shard_size is not None and (
-            isinstance(self.shard_size, bool) or not isinstance(self.shard_size, int) or self.shard_size < 1
-        ):
-            raise ValueError(f"shard_size={self.shard_size!r} must be an integer of at least 1.")
+        if self.shard_size is not None:
+            check_count("shard_size", self.shard_size)
         if self.world % self.shards:
             raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
@@ -78,16 +114,8 @@ class Layout:
             strategy = "single_device" if nodes == gpus == 1 else "lowprec_sharded"
         if strategy not in STRATEGIES:
             raise ValueError(f"Unknown strategy {strategy!r}. Choose one of: {', '.join(STRATEGIES)}.")
-        for name in options:
-            if name not in STRATEGIES[strategy]:
-                known = ", ".join(STRATEGIES[strategy]) or "no options"
-                raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
-        return cls(nodes, gpus, strategy, **rest, **options)
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.nodes * self.gpus
+        check_options(strategy, options)
+        return cls(nodes=nodes, gpus=gpus, strategy=strategy, **rest, **options)
 
     @property
     def is_sharded(self) -> bool:
@@ -114,11 +142,11 @@ class Layout:
         on_one_node = size <= self.gpus and self.gpus % size == 0
         return self.accelerator == "gpu" and size > 1 and on_one_node
 
+    def how(self) -> str:
+        if not self.is_sharded:
+            return ""
+        text = ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
+        return text + (f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else "")
+
     def __str__(self) -> str:
-        if self.strategy == "single_device":
-            return "one process, single_device"
-        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
-        if self.is_sharded:
-            text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
-            text += f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else ""
-        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+        return "one process, single_device" if self.strategy == "single_device" else super().__str__()

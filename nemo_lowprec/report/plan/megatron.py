@@ -19,10 +19,9 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.megatron.settings import DTYPES
-from nemo_lowprec.optim.storage import StateFormats, zeros
 from nemo_lowprec.report.plan.activations import Activations, Sample
-from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
-from nemo_lowprec.report.plan.layout import STRATEGIES
+from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
+from nemo_lowprec.report.plan.layout import Processes, check_options
 from nemo_lowprec.report.plan.megatron_layers import Layers, Shape
 from nemo_lowprec.report.plan.tracing import Traced
 from nemo_lowprec.tensors import GradientTensor
@@ -48,31 +47,23 @@ def is_megatron(model: nn.Module) -> bool:
     return callable(getattr(model, "build_chunk", None))
 
 
-@dataclass(frozen=True)
-class MegatronLayout:
+@dataclass(frozen=True, kw_only=True)
+class MegatronLayout(Processes):
     """Processes and Megatron-core's parallel sizes, checked.
 
     Attributes:
-        nodes, gpus: machines, and processes of each.
         sizes: of the groups.
-        micro_batches: of a step.
         overlap_grad_reduce: whether gradients are reduced in buckets.
         bucket_size: parameters of a bucket; None for Megatron-core's choice.
     """
 
-    nodes: int
-    gpus: int
     sizes: ParallelLayout
-    micro_batches: int = 1
     overlap_grad_reduce: bool = True
     bucket_size: int | None = None
     strategy: str = MEGATRON
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+        super().__post_init__()
         self.sizes.check_world(self.world)
         self.sizes.check_micro_batches(self.micro_batches, "A step")
         if self.sizes.expert > 1:
@@ -85,31 +76,22 @@ class MegatronLayout:
         Raises:
             TypeError: an option that a plan does not know.
         """
-        for name in options:
-            if name not in STRATEGIES[MEGATRON]:
-                known = ", ".join(STRATEGIES[MEGATRON])
-                raise TypeError(f"{MEGATRON} has no option {name!r} that a plan knows. It takes: {known}.")
+        check_options(MEGATRON, options)
         sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
-        return cls(nodes, gpus, sizes, micro_batches, **{n: v for n, v in options.items() if n not in _SIZES})
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.nodes * self.gpus
+        rest = {name: value for name, value in options.items() if name not in _SIZES}
+        return cls(nodes=nodes, gpus=gpus, micro_batches=micro_batches, sizes=sizes, **rest)
 
     @property
     def replicas(self) -> int:
         """Processes that the optimizer's shards are cut over."""
         return self.world // (self.sizes.tensor * self.sizes.pipeline)
 
-    def __str__(self) -> str:
+    def how(self) -> str:
         s = self.sizes
-        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
         names = {"TP": s.tensor, "PP": s.pipeline, "CP": s.context}
-        text += "".join(f", {name} {size}" for name, size in names.items() if size > 1)
+        text = "".join(f", {name} {size}" for name, size in names.items() if size > 1)
         text += ", sequence parallel" if s.sequence_parallel else ""
-        text += f", {s.virtual_pipeline} parts a stage" if s.virtual_pipeline else ""
-        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+        return text + (f", {s.virtual_pipeline} parts a stage" if s.virtual_pipeline else "")
 
 
 @dataclass(frozen=True)
@@ -192,9 +174,8 @@ def _check_fields(own: Mapping[str, Any]) -> None:
 def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int) -> PlannedStage:
     settings, cut = layers.settings, layout.replicas
     shapes = layers.of_stage(stage)
-    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
-    first, second = settings.level.optimizer_states
-    formats = StateFormats(first, second)  # type: ignore[arg-type]
+    weights, masters, gradients, states = columns_of_chart()
+    copies, buffers = PlannedColumn("Weights for GEMMs", KEPT), PlannedColumn("Communication buffers", AT_MOST)
     sent: list[Message] = []
     in_buckets = 0
     for part, count in _counts(shapes).items():
@@ -209,8 +190,7 @@ def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage
         if is_matrix:
             mark_part_of_matrix(shard)
         masters.add(part, _master(shard, dtype, settings))
-        for name in ("exp_avg", "exp_avg_sq"):
-            states.add(part, zeros(shard, formats.of(name, shard)))
+        states.add_states(part, shard, shard, settings.level)
         if cut > 1:
             fp8 = isinstance(gradient, GradientTensor)
             size = gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
@@ -218,22 +198,13 @@ def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage
             kind = torch.float8_e4m3fn if fp8 else gradient.dtype
             sent.append(Message("all_to_all" if fp8 else "reduce_scatter", kind, size, cut))
             sent.append(Message("all_gather", dtype, shard.numel() * dtype.itemsize, cut))
-    copies = Holdings()
     half = torch.float8_e4m3fn if layers.low else DTYPES[settings.level.autocast]
     copies.add_bytes("converted", half, round(layers.weight_copies(_counts(shapes).get("converted", 0))))
-    buffers = Holdings()
     matrices = sum(n for part, n in _counts(shapes).items() if part != "vectors")
     buffers.add_bytes("all", torch.float8_e4m3fn, _under_way(in_buckets, matrices, layout))
-    columns = [
-        weights.column("Weight", KEPT),
-        copies.column("Weights for GEMMs", KEPT),
-        masters.column("Master weight", KEPT),
-        gradients.column("Weight gradient", AFTER_BACKWARD),
-        states.column("Optimizer states", KEPT),
-        buffers.column("Communication buffers", AT_MOST),
-    ]
+    columns = [weights, copies, masters, gradients, states, buffers]
     messages = {**({"DP": sent} if sent else {}), **layers.messages(stage, layout.micro_batches, own)}
-    beside = Beside(0, 0, sum(buffers.parts.values()))
+    beside = Beside(0, 0, buffers.bytes)
     return PlannedStage(stage, columns, messages, beside, _activations(layers, layout, own, stage))
 
 
@@ -294,7 +265,7 @@ def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any]
     in_layer = kept + again + layers.beside_layer()
     names = {_name(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
     names.add(layers.settings.level.autocast)
-    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), "+".join(sorted(names)))
+    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), names)
 
 
 def _name(dtype: torch.dtype) -> str:

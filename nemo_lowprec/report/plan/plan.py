@@ -17,7 +17,7 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
-from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, OF_CHART, Beside, PlannedColumn
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.megatron import MEGATRON, MegatronLayout, is_megatron, plan_megatron
 from nemo_lowprec.report.plan.on_meta import settled_on_meta
@@ -33,7 +33,6 @@ _NOT_PLANNED = (
     "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
     "the model."
 )
-_OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 _CHOICES = {True: "with recomputation", False: "without recomputation"}
 
 
@@ -122,7 +121,7 @@ class Plan:
             table.add_column(heading, no_wrap=True, min_width=width)
         table.add_column("Size", justify="right", no_wrap=True, min_width=9)
         for c in self.columns:
-            if not c.bytes and c.name not in _OF_CHART:
+            if not c.bytes and c.name not in OF_CHART:
                 continue
             table.add_row(c.name, c.when, c.formats.upper(), _size(c.bytes))
         table.add_section()
@@ -255,8 +254,8 @@ def with_activations(plan: Plan, found: Activations | str, sample: Sample, besid
         return there + max(forward, traced.backward + beside.backward, 0)
 
     traced = found.chosen
-    kept = PlannedColumn("Activations", AFTER_FORWARD, traced.formats, {"all": traced.kept})
-    others = PlannedColumn("Temporaries", AT_MOST, "–", {"all": max(traced.most - traced.kept, 0)})
+    kept = PlannedColumn("Activations", AFTER_FORWARD, {"all": traced.kept}, traced.formats)
+    others = PlannedColumn("Temporaries", AT_MOST, {"all": max(traced.most - traced.kept, 0)})
     return replace(
         plan, columns=(*plan.columns, kept, others), peak=peak(traced), sample=sample, recomputes=found.recomputes,
         other_choice=None if found.other is None else (found.other.kept, peak(found.other)),
@@ -271,11 +270,11 @@ def name_of(model: nn.Module) -> str:
 
 def _histories(engine: Engine) -> PlannedColumn:
     """Amaxes and scales of GEMM operands, for delayed scaling."""
-    held = Holdings()
+    held = PlannedColumn("Amax history", KEPT)
     if engine.histories is not None:
         for table in (engine.histories.history, engine.histories.amax, engine.histories.scale):
             held.add("converted", table)
-    return held.column("Amax history", KEPT)
+    return held
 
 
 def _by_kind(messages: list[Message]) -> tuple[PlannedTraffic, ...]:

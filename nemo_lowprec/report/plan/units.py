@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.plan.on_meta import parts_of
+from nemo_lowprec.report.plan.on_meta import planned_parts
 from nemo_lowprec.strategies.shard import blocks_of, policy_for
 from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.weights import kept_in_fp32
@@ -92,7 +92,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     Raises:
         ValueError: a parameter without dimensions, which FSDP2 does not shard.
     """
-    part_of = {id(p): part.name for part in parts_of(model, engine) for p in part.params}
+    part_of = {id(p): part.name for part in planned_parts(model, engine) for p in part.params}
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
     low = engine.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
     in_fp8 = {id(model.get_parameter(name)) for name in low}
