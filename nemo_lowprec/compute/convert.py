@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.filters import HEAD, reasons_to_keep
 from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
-from nemo_lowprec.compute.half_linear import HalfLinear, Watched
+from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, rms_norm_kind
@@ -114,14 +114,15 @@ def convert_layers(
         for item, weight in _linear_weights(name, module).items():
             if _plan_of(module, weight) is not None or _linear_obstacle(module, weight) is not None:
                 continue
+            plan = GemmPlan(half_backend, half, name=item, observers=observers)  # type: ignore[arg-type]
             if half_backend is not None:
-                _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))
+                _plan(module, weight, plan)
             elif _is_conv1d(module):
                 continue
             elif isinstance(module, nn.Linear):
-                _swap(module, HalfLinear, watched=Watched(item, observers))
+                _swap(module, HalfLinear, half_plan=plan)
             elif isinstance(module, LowPrecisionMultiheadAttention):
-                module.watched[weight] = Watched(item, observers)
+                module.half_plans[weight] = plan
             result.half.append(item)
     return result
 
@@ -167,7 +168,7 @@ def _call_layers(module: nn.Module) -> None:
         if isinstance(module, kind) and getattr(module, name, value) != value:
             _swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, watched={})
+        _swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, half_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:

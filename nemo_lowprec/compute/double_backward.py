@@ -44,29 +44,21 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
             raise RuntimeError("A layer's weight was changed in place before a second derivative of its output.")
         weight = ctx.weight.t() if ctx.transposed else ctx.weight
         weight = weight if ctx.part is None else weight[slice(*ctx.part)]
-        dx = plan.backend.matmul(_half(dy, "grad_output", plan), _half(weight, "weight", plan), ctx.x_dtype)
+        dx = plan.backend.matmul(plan.in_half("grad_output", dy), plan.in_half("weight", weight), ctx.x_dtype)
         total = None if ctx.gradient is None else ctx.gradient.take()
         dx = dx if total is None else dx + total[: ctx.rows]
         if ctx.gradient is not None and not ctx.gives_out:
             _hand_on(ctx, ctx.gradient, dx)
             dx = None
     if need_wgrad and _is_reached(ctx, 1):
-        values = _saved_input(ctx)
-        dw = plan.backend.matmul(_half(dy, "grad_output", plan).t(), _half(values, "input", plan), ctx.grad_dtype)
+        values = plan.in_half("input", _saved_input(ctx))
+        dw = plan.backend.matmul(plan.in_half("grad_output", dy).t(), values, ctx.grad_dtype)
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:  # as ``among_rows`` in linear.py
             dw = F.pad(dw, (0, 0, ctx.part[0], ctx.all_rows - ctx.part[1]))
     if ctx.bias_dtype is not None and need_bias:
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, db, None
-
-
-def _half(values: Tensor, kind: str, plan: Any) -> Tensor:
-    """The operand ``kind`` [rows, features] of a GEMM in half precision, as a part of the graph."""
-    half = values.to(plan.half)
-    if plan.observers.quantized:
-        plan.announce(kind, values, half)
-    return half
 
 
 def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:

@@ -6,7 +6,7 @@ costs more than the GEMM's wider output. Source: Megatron-LM's ``gradient_accumu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,47 +14,33 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, among_rows, announce, wgrad_dtype
-from nemo_lowprec.observers import NOBODY, Observers
+from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, among_rows, wgrad_dtype
 
-__all__ = ["UNWATCHED", "HalfLinear", "Watched", "half_linear"]
-
-
-class Watched(NamedTuple):
-    """What the operands of a layer without a ``GemmPlan`` are announced by.
-
-    Attributes:
-        name: the layer's name in the model.
-        observers: of the engine that converted the model.
-    """
-
-    name: str = ""
-    observers: Observers = NOBODY
-
-
-UNWATCHED = Watched()
+__all__ = ["HalfLinear", "half_linear"]
 
 
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient; made by ``convert``, not constructed.
 
     All else (a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, other dtypes) is left to ``nn.Linear``.
+
+    Attributes:
+        half_plan: announces the operands.
     """
 
-    watched: Watched
+    half_plan: GemmPlan
 
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias, None, self.watched)
+        return half_linear(input, self.weight, self.bias, None, self.half_plan)
 
 
 def half_linear(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    part: tuple[int, int] | None = None,
-    watched: Watched = UNWATCHED,
+    input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, plan: GemmPlan | None
 ) -> Tensor:
-    """``F.linear``, by some rows of the weight where there is a ``part``; an FP32 gradient is not rounded to half."""
+    """``F.linear``, by some rows of the weight where there is a ``part``; an FP32 gradient is not rounded to half.
+
+    Operands are announced by ``plan``, where the gradient is FP32.
+    """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
@@ -62,7 +48,7 @@ def half_linear(
         if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
                 rows = input.to(half).reshape(-1, input.shape[-1])
-                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part, watched)
+                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part, plan)
             # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
             shape = [*input.shape[:-1], out.shape[-1]]
             return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
@@ -74,22 +60,22 @@ class _HalfLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, watched: Watched
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, plan: GemmPlan | None
     ) -> Tensor:
-        ctx.part, ctx.watched = part, watched
+        ctx.part, ctx.plan = part, plan
         ctx.save_for_backward(x, weight)
         own = weight if part is None else weight[slice(*part)]
-        if watched.observers.quantized:
-            announce(watched.observers, watched.name, "input", x, x, None)
-            announce(watched.observers, watched.name, "weight", own, own, None)
+        if plan is not None and plan.observers.quantized:
+            plan.announce("input", x, x)
+            plan.announce("weight", own, own)
         return F.linear(x, own, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        if ctx.watched.observers.quantized:
-            announce(ctx.watched.observers, ctx.watched.name, "grad_output", grad_output, grad_output, None)
+        if ctx.plan is not None and ctx.plan.observers.quantized:
+            ctx.plan.announce("grad_output", grad_output, grad_output)
         with AutocastOff(grad_output.device.type):  # a loop may call backward() inside its own
             dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None

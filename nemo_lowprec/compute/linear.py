@@ -29,8 +29,7 @@ from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor
 
-__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "announce",
-           "wgrad_dtype"]  # fmt: skip
+__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
 
 
 @dataclass
@@ -38,7 +37,7 @@ class GemmPlan:
     """How a layer computes.
 
     Attributes:
-        backend: runs the GEMMs.
+        backend: runs the GEMMs; None for ``HalfLinear``, which torch computes.
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
@@ -71,19 +70,24 @@ class GemmPlan:
         assert self.operands is not None
         return self.operands[kind]
 
+    def in_half(self, kind: str, values: Tensor) -> Tensor:
+        """The operand ``kind`` [rows, features] of a GEMM in half precision."""
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled():  # which has no derivative
+            half = values.dequantize(self.half)
+        else:
+            half = values.to(self.half)
+        if self.observers.quantized:
+            self.announce(kind, values, half)
+        return half
+
     def announce(self, kind: str, values: Tensor, operand: Any) -> None:
         """Tell ``observers`` that an operand is ready (see ``Observer.quantized``); called where there are any."""
-        announce(self.observers, self.name, kind, values, operand, self.backend)
-
-
-def announce(observers: Observers, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
-    """Announce an operand, whose arguments are those of ``Observer.quantized``, without autograd and transforms."""
-    if torch._C._get_tracing_state() is not None or is_legacy_batchedtensor(values):
-        return
-    values, operand = _outside_transforms(values), _outside_transforms(operand)
-    with torch.no_grad():
-        for see in observers.quantized:
-            see(layer, kind, values, operand, backend)
+        if torch._C._get_tracing_state() is not None or is_legacy_batchedtensor(values):
+            return
+        values, operand = _outside_transforms(values), _outside_transforms(operand)
+        with torch.no_grad():
+            for see in self.observers.quantized:
+                see(self.name, kind, values, operand, self.backend)
 
 
 def _outside_transforms(operand: Any) -> Any:
@@ -193,13 +197,10 @@ def _by_torch(
             stacklevel=2,
         )
     with AutocastOff(x.device.type):
-        rows = x.reshape(-1, x.shape[-1]).to(plan.half)
-        half = weight.to(plan.half)
-        half = half if part is None else half[slice(*part)]
-        if plan.observers.quantized:
-            plan.announce("input", rows, rows)
-            plan.announce("weight", half.t() if transposed else half, half)
-        out = plan.backend.matmul(rows, half if transposed else half.t(), plan.half).to(out_dtype)
+        rows = plan.in_half("input", x.reshape(-1, x.shape[-1]))
+        half = weight.to(plan.half).t() if transposed else weight.to(plan.half)
+        half = plan.in_half("weight", half if part is None else half[slice(*part)])
+        out = plan.backend.matmul(rows, half.t(), plan.half).to(out_dtype)
         out = out if bias is None else out + bias.to(out_dtype)
         return out.reshape(*x.shape[:-1], out.shape[1])
 
@@ -280,7 +281,7 @@ class _LinearFunction(torch.autograd.Function):
             if pad:  # not as a view, which could not be changed in place
                 out = torch.ops.aten._unsafe_view.default(out[:rows], [rows, out.shape[1]])
         else:
-            out = backend.matmul(_half(x, "input", plan), _half(weight, "weight", plan).t(), out_dtype)
+            out = backend.matmul(plan.in_half("input", x), plan.in_half("weight", weight).t(), out_dtype)
             out = out if bias is None else out + bias.to(out_dtype)
 
         x_tensors: list[Tensor | None] = []
@@ -342,7 +343,7 @@ class _LinearFunction(torch.autograd.Function):
             if plan.observers.quantized:
                 plan.announce("grad_output", values, dy8)
         if (need_dgrad and not dgrad8) or (need_wgrad and not wgrad8):
-            dy_half = _half(dy, "grad_output", plan)
+            dy_half = plan.in_half("grad_output", dy)
 
         dx = dw = db = None
         if need_dgrad:
@@ -355,7 +356,7 @@ class _LinearFunction(torch.autograd.Function):
                     w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True)
                 dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
             else:
-                dx = backend.matmul(dy_half, _half(w_saved[0], "weight", plan), ctx.x_dtype)
+                dx = backend.matmul(dy_half, plan.in_half("weight", w_saved[0]), ctx.x_dtype)
                 dx = dx if total is None else dx.add_(total[: ctx.rows])
             if shared is not None:
                 shared.put(dx)
@@ -366,7 +367,7 @@ class _LinearFunction(torch.autograd.Function):
             if wgrad8:
                 dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)
             else:
-                dw = backend.matmul(dy_half.t(), _half(x_saved[0], "input", plan), ctx.grad_dtype)
+                dw = backend.matmul(dy_half.t(), plan.in_half("input", x_saved[0]), ctx.grad_dtype)
             dw = dw.t() if ctx.transposed else dw
             if ctx.part is not None:
                 dw = among_rows(dw, ctx.part, ctx.all_rows)
@@ -383,14 +384,6 @@ def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
     """Activations are quantized from half, as they come out of the layers around."""
     return values if values.dtype == plan.half else values.to(plan.half)
-
-
-def _half(values: Tensor, kind: str, plan: GemmPlan) -> Tensor:
-    """The operand ``kind`` [rows, features] of a GEMM in half precision."""
-    half = values.dequantize(plan.half) if isinstance(values, QuantizedTensor) else values.to(plan.half)
-    if plan.observers.quantized:
-        plan.announce(kind, values, half)
-    return half
 
 
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:

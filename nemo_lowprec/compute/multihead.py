@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.half_linear import UNWATCHED, Watched, half_linear
+from nemo_lowprec.compute.half_linear import half_linear
 from nemo_lowprec.compute.linear import GemmPlan, _apply
 
 __all__ = ["FUSED", "LowPrecisionMultiheadAttention", "projection_weights"]
@@ -47,11 +47,11 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
     Attributes:
         gemm_plans: by the name of the weight; a projection without one is computed in half precision.
-        watched: by the names of the other weights.
+        half_plans: announce the operands of the other projections, by the name of the weight.
     """
 
     gemm_plans: dict[str, GemmPlan]
-    watched: dict[str, Watched]
+    half_plans: dict[str, GemmPlan]
 
     def forward(
         self,
@@ -121,7 +121,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
         if plan is None:
-            return half_linear(x, weight, bias, rows, self.watched.get(name, UNWATCHED))
+            return half_linear(x, weight, bias, rows, self.half_plans.get(name))
         return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

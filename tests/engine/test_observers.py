@@ -215,7 +215,7 @@ def test_without_a_subscriber_no_event_is_made(monkeypatch):
 
     for name in EVENTS:
         monkeypatch.setattr(Observer, name, refuse)
-    monkeypatch.setattr("nemo_lowprec.compute.linear.announce", refuse)
+    monkeypatch.setattr("nemo_lowprec.compute.linear.GemmPlan.announce", refuse)
     for case in ("te_fp8", "msamp_o2", "bf16_mixed"):
         run = trainer(plugin(case), max_steps=2)
         run.precision_plugin.engine.observers.add(Observer())
