@@ -72,8 +72,8 @@ class GemmPlan:
 
     def in_half(self, kind: str, values: Tensor) -> Tensor:
         """The operand ``kind`` [rows, features] of a GEMM in half precision."""
-        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled():  # which has no derivative
-            half = values.dequantize(self.half)
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled():
+            half = values.dequantize(self.half)  # has no derivative
         else:
             half = values.to(self.half)
         if self.observers.quantized:

@@ -157,9 +157,9 @@ class Look(Observer, ABC):
                 if states is not None:
                     report.add("Optimizer states", name, vectors or declared, states, held.elements)
         sent = self.sent_gradients()
-        for name, declared, members, messages in [] if sent is None else self._groups(parts, sent):
+        for name, wanted, members, messages in [] if sent is None else self._groups(parts, sent):
             bytes_ = Bytes(Stored("fp8" if m.dtype == torch.uint8 else format_of(m.dtype), m.bytes) for m in messages)
-            report.add("Comm", name, declared, bytes_, sum(p.numel() for p in members))
+            report.add("Comm", name, wanted, bytes_, sum(p.numel() for p in members))
         report.total_bytes |= self.further_bytes()
         return report
 

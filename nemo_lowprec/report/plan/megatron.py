@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -19,11 +18,13 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.megatron.settings import DTYPES
+from nemo_lowprec.report.parts import CONVERTED, VECTORS
 from nemo_lowprec.report.plan.activations import Activations, Sample
 from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
 from nemo_lowprec.report.plan.layout import Processes, check_options
-from nemo_lowprec.report.plan.megatron_layers import Layers, Shape
+from nemo_lowprec.report.plan.megatron_layers import Layers
 from nemo_lowprec.report.plan.tracing import Traced
+from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 
@@ -151,7 +152,7 @@ def plan_megatron(
     tied = architecture.gpt["share_embeddings_and_output_weights"]
     layers = Layers(architecture.transformer, architecture.gpt["vocab_size"], tied, settings, sizes, rows)
     alone = Layers(architecture.transformer, layers.vocab, tied, settings, ParallelLayout(), 0)
-    count = sum(prod(shape.size) for shape in alone.of_stage(0))
+    count = alone.of_stage(0).total()
     stages = sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))
     return [_stage(layers, layout, own, stage) for stage in stages], count
 
@@ -173,15 +174,15 @@ def _check_fields(own: Mapping[str, Any]) -> None:
 
 def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int) -> PlannedStage:
     settings, cut = layers.settings, layout.replicas
-    shapes = layers.of_stage(stage)
+    counts = layers.of_stage(stage)
     weights, masters, gradients, states = columns_of_chart()
     copies, buffers = PlannedColumn("Weights for GEMMs", KEPT), PlannedColumn("Communication buffers", AT_MOST)
     sent: list[Message] = []
     in_buckets = 0
-    for part, count in _counts(shapes).items():
-        is_matrix = part != "vectors"
+    for part, count in counts.items():
+        is_matrix = part != VECTORS
         dtype = settings.matrices if is_matrix else settings.vectors
-        if settings.fp8_weights and part == "converted":
+        if settings.fp8_weights and part == CONVERTED:
             dtype = torch.float8_e4m3fn
         weights.add_bytes(part, dtype, count * dtype.itemsize)
         gradient = _gradient(count, dtype, settings, is_matrix)
@@ -192,27 +193,19 @@ def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage
         masters.add(part, _master(shard, dtype, settings))
         states.add_states(part, shard, shard, settings.level)
         if cut > 1:
-            fp8 = isinstance(gradient, GradientTensor)
-            size = gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
+            fp8, size = isinstance(gradient, GradientTensor), as_stored(gradient).bytes
             in_buckets += size if fp8 else 0
             kind = torch.float8_e4m3fn if fp8 else gradient.dtype
             sent.append(Message("all_to_all" if fp8 else "reduce_scatter", kind, size, cut))
             sent.append(Message("all_gather", dtype, shard.numel() * dtype.itemsize, cut))
     half = torch.float8_e4m3fn if layers.low else DTYPES[settings.level.autocast]
-    copies.add_bytes("converted", half, round(layers.weight_copies(_counts(shapes).get("converted", 0))))
-    matrices = sum(n for part, n in _counts(shapes).items() if part != "vectors")
+    copies.add_bytes(CONVERTED, half, round(layers.weight_copies(counts[CONVERTED])))
+    matrices = counts.total() - counts[VECTORS]
     buffers.add_bytes("all", torch.float8_e4m3fn, _under_way(in_buckets, matrices, layout))
     columns = [weights, copies, masters, gradients, states, buffers]
     messages = {**({"DP": sent} if sent else {}), **layers.messages(stage, layout.micro_batches, own)}
     beside = Beside(0, 0, buffers.bytes)
     return PlannedStage(stage, columns, messages, beside, _activations(layers, layout, own, stage))
-
-
-def _counts(shapes: list[Shape]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for shape in shapes:
-        found[shape.part] = found.get(shape.part, 0) + prod(shape.size)
-    return found
 
 
 def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_matrix: bool) -> Tensor:
@@ -263,13 +256,9 @@ def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any]
     loss = layers.loss() if is_last else 0
     at_loss = kept + loss + (layers.beside_loss() if is_last else 0)
     in_layer = kept + again + layers.beside_layer()
-    names = {_name(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
+    names = {format_of(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
     names.add(layers.settings.level.autocast)
     return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), names)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def _in_flight(layout: MegatronLayout, stage: int) -> int:

@@ -10,6 +10,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_meta import planned_parts
+from nemo_lowprec.report.tensor_storage import as_stored
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
 
@@ -56,8 +57,7 @@ def _unscaled(gradients: PlannedColumn, engine: Engine) -> list[PlannedColumn]:
 
 def gradient_of(param: nn.Parameter, engine: Engine) -> int:
     """Bytes in which a parameter's gradient is stored."""
-    gradient = _gradient(param, engine)
-    return gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
+    return as_stored(_gradient(param, engine)).bytes
 
 
 def _gradient(param: nn.Parameter, engine: Engine) -> Tensor:
