@@ -41,18 +41,18 @@ class Bucket(ABC):
 
     @abstractmethod
     def fill(self, param: Tensor) -> bool:
-        """Give a parameter that has no gradient here zeros: another process may have one. Whether it had none."""
+        """Give a parameter without a gradient zeros, because another process may have one. Returns whether it did."""
 
     @abstractmethod
     def forget(self, param: Tensor) -> None:
-        """Take the mean of a parameter away that no process has a gradient of."""
+        """Drop the mean of a parameter for which no process has a gradient."""
 
     @abstractmethod
     def launch(self) -> None:
-        """Send the gradients that are there; all are."""
+        """Send the gradients, all of which are there."""
 
     def advance(self) -> None:  # noqa: B027
-        """Go on when the first exchange is through; nothing where there is one."""
+        """Wait for the first exchange and start the second; nothing for a bucket with one exchange."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -60,7 +60,7 @@ class Bucket(ABC):
 
 
 class _OfParameters(Bucket):
-    """Gradients are those of the parameters, and become the means."""
+    """A bucket whose gradients are the parameters' ``grad``, which become the means."""
 
     def fill(self, param: Tensor) -> bool:
         if param.grad is not None:
@@ -82,7 +82,7 @@ class Fp8Bucket(_OfParameters):
 
     Attributes:
         layout: of the messages.
-        buffers: what they travel by; set before the first launch.
+        buffers: exchange the messages; set before the first launch.
     """
 
     buffers: ExchangeBuffers

@@ -40,11 +40,11 @@ class ExchangeBuffers(ABC):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Send message ``i`` to process ``i``."""
+        """Send message ``i`` to process ``i``, for all ``i``."""
 
     @abstractmethod
     def received(self) -> Tensor:
-        """uint8 [world, bytes]: the messages to this process, once they are there; ``own`` apart."""
+        """uint8 [world, bytes]: the messages to this process, but for ``own``. Waits for the exchange."""
 
     def own(self) -> tuple[int, Tensor] | None:
         """(index, uint8 [bytes]) of this process's message to itself where ``received`` is without it."""
@@ -60,14 +60,14 @@ class ExchangeBuffers(ABC):
 
     @abstractmethod
     def gathered(self) -> Tensor:
-        """uint8 [world, bytes]: the means of all processes, once they are there."""
+        """uint8 [world, bytes]: the means of all processes. Waits for the exchange."""
 
     def release(self) -> None:  # noqa: B027
-        """Hold on to no buffer: of an exchange whose mean is not gathered."""
+        """Free the exchange buffers of a reduce-scatter, whose result is not gathered."""
 
 
 class CollectiveBuffers(ExchangeBuffers):
-    """By all_to_all and all_gather of the process group."""
+    """Exchanges messages by all_to_all and all_gather of the process group, and announces both."""
 
     def __init__(
         self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device, observers: Observers = NOBODY
@@ -217,7 +217,7 @@ def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
 
 
 class PeerBuffers(ExchangeBuffers):
-    """By copies between the memories of GPUs."""
+    """Exchanges messages by copies between the memories of GPUs, and announces the bytes of the copies."""
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int, observers: Observers = NOBODY) -> None:
         world, size = layout.world, layout.bytes

@@ -219,7 +219,11 @@ class GradientReducer:
         return torch.cuda.stream(self._stream)
 
     def _ask_who_has(self) -> tuple[Tensor | None, Any]:
-        """Begin to add up which gradients any process has: int8, in the order of the buckets; and the work."""
+        """Start an int8 all-reduce that tells, per parameter, whether any rank has a gradient.
+
+        Returns:
+            the flags, in the order of the buckets, and the async handle.
+        """
         params = [p for b in self._buckets for p in b.params]
         if not params:
             return None, None

@@ -29,7 +29,7 @@ class Fp8Gradients:
     """Hooks that store the gradients of some parameters.
 
     Args:
-        release: steps a parameter and drops its gradient, called as soon as that is stored.
+        release: steps a parameter and drops the gradient; called as soon as the gradient is stored.
         apart: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
         observers: each gradient is announced to them when it is stored.
 

@@ -27,13 +27,13 @@ _Group = tuple[str, str, list[nn.Parameter], list[Sent]]
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds of some parameters after a step.
+    """Storage of some parameters on one process, after a step.
 
     Attributes:
-        weights: that the model computes with.
-        masters: that the optimizer steps, where they are others.
-        states: ``STATES`` of Adam; None for one that the optimizer does not have.
-        elements: of the parameters' shards, which masters and states belong to.
+        weights: the tensors that the model computes with.
+        masters: the tensors that the optimizer steps in the weights' place; nothing where it steps the weights.
+        states: ``STATES`` of Adam; None for a state that the optimizer does not have.
+        elements: number of elements of the parameters' shards, to which masters and states belong.
     """
 
     weights: Bytes
@@ -58,9 +58,9 @@ class Look(Observer, ABC):
         is_sharded: whether each process holds shards, onto which gradients are reduced.
         stores_fp8: whether weights of converted layers are stored in FP8 by an option.
         operands: formats of the operands of the converted layers' GEMMs.
-        gradients: by the name of the part.
-        traffic: fills with the messages of the step, once it is entered.
-        stack: what is undone at the end.
+        gradients: storage of the gradients, by the name of the part.
+        traffic: the messages of the step, where ``begin`` has entered it.
+        stack: undoes at the end what ``begin`` has added.
     """
 
     places: Mapping[str, str] = {}
@@ -91,7 +91,7 @@ class Look(Observer, ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Add what an engine is looked at with to ``stack``."""
+        """Enter the contexts, and register the hooks, that this engine needs; all of them on ``stack``."""
 
     def end(self) -> None:
         """Leave the training as it was; nothing where that is done."""

@@ -42,7 +42,7 @@ _SHARE: dict[str, Callable[[int], float]] = {
     "broadcast": lambda world: 1,
     "send": lambda world: 1,  # from one process to another
 }
-# Kind, and which argument holds what a process puts in.
+# By operator: the kind, and the index of the argument with the tensors that a process puts in.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),

@@ -31,11 +31,11 @@ _TRACED = 3  # equal blocks that are traced
 
 @dataclass(frozen=True)
 class Sample:
-    """What a micro-batch is.
+    """One micro-batch.
 
     Attributes:
-        micro_batch_size, seq_length: of a language model of this package.
-        batch: an example, as ``training_step`` takes it, or the arguments of a plain module.
+        micro_batch_size, seq_length: sequences, and tokens of each, for a language model of this package.
+        batch: an example for any other model: what ``training_step`` takes, or the arguments of a plain module.
     """
 
     micro_batch_size: int | None = None
@@ -171,9 +171,6 @@ def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] |
     return of_example
 
 
-# transformers' own switch, which it has renamed, and warns of the old name
-
-
 def _recomputes(model: nn.Module) -> bool | None:
     inner = getattr(model, "model", None)
     if not getattr(inner, "supports_gradient_checkpointing", False):
@@ -185,6 +182,7 @@ def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
     inner: Any = model.model
     if recomputes == _recomputes(model):
         return
+    # transformers has renamed its switch, and warns of the old name.
     which = "enable" if recomputes else "disable"
     new = getattr(inner, f"activation_checkpointing_{which}", None)
     switch = new or getattr(inner, f"gradient_checkpointing_{which}")

@@ -1,4 +1,4 @@
-"""How a model lies on the processes that train it: what a plan is asked for."""
+"""The processes of a plan, and how a strategy spreads a model over them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Processes:
         return self.nodes * self.gpus
 
     def how(self) -> str:
-        """How the strategy cuts a model, as the end of a list."""
+        """How the strategy cuts a model, in words that follow its name."""
         raise NotImplementedError
 
     def __str__(self) -> str:

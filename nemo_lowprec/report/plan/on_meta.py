@@ -1,4 +1,4 @@
-"""A level at work on a copy of a model without memory: which layers it converts, and what it would store."""
+"""Converts a copy of a model on torch's meta device, where parameters take no memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def settled_on_meta(
 ) -> tuple[nn.Module, Engine]:  # fmt: skip
     """A copy of ``model`` on torch's meta device, and an engine like ``engine`` that converted it.
 
-    The copy's parameters are stored as they would be for training, but where they are ``sharded``: then they are as
-    they were before. ``on_gpu`` converts layers as a GPU takes them.
+    The copy's parameters are stored in the level's formats. With ``sharded`` they keep the model's formats, because
+    FSDP2 shards parameters before shards are stored. ``on_gpu`` converts layers as a GPU takes them.
 
     Raises:
         ValueError: ``model`` is converted already, or has no parameters (yet).
@@ -53,5 +53,5 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def planned_parts(model: nn.Module, engine: Engine) -> list[ModelPart]:
-    """The parameters of a converted model, by what becomes of them."""
+    """All parameters of a converted model, frozen ones too."""
     return parts_of(engine.level, model.parameters(), converted_weights(model, engine.level, engine.conversion))

@@ -1,6 +1,6 @@
-"""What training takes before there is anything to train: bytes of each process by column, and what it sends a step.
+"""The plan of a training: bytes of each process by column, and messages of a step, before any weight is made.
 
-Nothing here knows what a format takes: tensors of the project's own classes are made on torch's meta device and asked.
+Sizes are those of tensors of the package's own classes on torch's meta device; no format's size is written down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHOICES = {True: "with recomputation", False: "without recomputation"}
 
 @dataclass(frozen=True)
 class PlannedTraffic:
-    """What each process sends in a step, of one kind and format.
+    """The messages of one kind and format that each process sends in a step.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
@@ -63,14 +63,14 @@ class Plan:
         columns: what is held, and when. Weight gradients are those right after backward. Activations are those of one
             micro-batch; temporaries are what is alive beside them at the worst point of forward and backward.
         traffic: what is sent in a step.
-        padding: part of the shards that is no parameter.
+        padding: elements that pad the shards, over the model's parameters.
         sample: the micro-batch; None where activations are not planned.
         recomputes: whether blocks are recomputed in backward; None where that is no choice of the model.
         peak: bytes at the worst point of forward and backward, where not all columns are at their largest; None where
             activations are not planned.
         other_choice: bytes of (activations, all) with the other choice; None where there is none.
         without: why activations are not planned; empty where they are.
-        stage: which one of a pipeline's stages, that with the largest share; empty without a pipeline.
+        stage: the pipeline stage with the largest share; empty without a pipeline.
     """
 
     level: PrecisionLevel
@@ -136,7 +136,7 @@ class Plan:
         return table
 
     def caption(self) -> str:
-        """What the table comes to, and what is not in it."""
+        """The sum of the table, and the bytes that are not planned."""
         lines = [f"All: {_size(self.total)} of each process."]
         if self.other_choice is not None:
             activations, total = self.other_choice

@@ -27,7 +27,7 @@ __all__ = ["plan_sharded"]
 def plan_sharded(
     model: nn.Module, engine: Engine, layout: Layout
 ) -> tuple[list[PlannedColumn], list[Message], Beside, float]:  # fmt: skip
-    """Columns, messages, what is there at most, and the part of the shards that is padding.
+    """Columns, messages, bytes beside activations, and elements that pad the shards over the model's parameters.
 
     Args:
         model: converted on the meta device, and not yet stored in the level's formats.

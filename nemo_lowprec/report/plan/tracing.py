@@ -1,7 +1,7 @@
-"""One forward and backward pass on fake tensors, which have shapes and no memory: what is alive when.
+"""One forward and backward pass on fake tensors, which have shapes and no memory, with a count of the bytes alive.
 
-Every storage that an operation makes is counted from then until it is freed. Parameters and buffers are not; of the
-gradients of parameters, those that are on their way to where the level stores them.
+Every storage that an operation makes is counted until it is freed. Storages of parameters and buffers are not counted,
+and a parameter's gradient is counted until the level stores it.
 """
 
 from __future__ import annotations

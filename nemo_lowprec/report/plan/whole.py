@@ -22,7 +22,7 @@ UNSCALED = "Unscaled gradients"
 def plan_whole(
     model: nn.Module, engine: Engine, layout: Layout
 ) -> tuple[list[PlannedColumn], list[Message], Beside]:  # fmt: skip
-    """Columns, messages and what is there at most, of a model that was settled on the meta device."""
+    """Columns, messages, and bytes beside activations, of a model that was settled on the meta device."""
     weights, masters, gradients, states = columns_of_chart()
     largest: Tensor | None = None
     for part in planned_parts(model, engine):
@@ -67,7 +67,7 @@ def _gradient(param: nn.Parameter, engine: Engine) -> Tensor:
 
 
 def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn, int]:
-    """Messages of gradients, the column of their buffers, and the bytes of buffers that are also there in forward."""
+    """Messages of gradients, the column of the messages' buffers, and bytes of the buffers that stay in forward."""
     held = PlannedColumn("Communication buffers", AT_MOST)
     messages: list[Message] = []
     peers = 0
