@@ -13,12 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-)
+from torch._C import _functorch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
@@ -92,8 +88,8 @@ class GemmPlan:
 
 def _outside_transforms(operand: Any) -> Any:
     """The tensor that the wrappers of ``torch.func``'s transforms hold; anything else is returned as it is."""
-    while isinstance(operand, Tensor) and is_functorch_wrapped_tensor(operand):
-        operand = get_unwrapped(operand)
+    while isinstance(operand, Tensor) and _functorch.is_functorch_wrapped_tensor(operand):
+        operand = _functorch.get_unwrapped(operand)
     return operand.detach() if isinstance(operand, Tensor) else operand
 
 

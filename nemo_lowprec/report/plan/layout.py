@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["STRATEGIES", "Layout", "Processes", "check_count", "check_options"]
+from nemo_lowprec.megatron import ParallelLayout
 
+__all__ = ["MEGATRON", "STRATEGIES", "Layout", "check_count"]
+
+MEGATRON = "lowprec_megatron"
+_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "sequence_parallel": "sequence_parallel",
+}
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single_device": (),
     "ddp": ("bucket_cap_mb",),
     "lowprec_ddp": ("bucket_cap_mb",),
     "lowprec_sharded": ("reshard_after_forward", "shard_size"),
-    "lowprec_megatron": (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-        "context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "overlap_grad_reduce",
-        "bucket_size",
-    ),
-}  # fmt: skip
-
-
-def check_options(strategy: str, options: Iterable[str]) -> None:
-    """Raise TypeError for an option that ``strategy`` does not take."""
-    for name in options:
-        if name not in STRATEGIES[strategy]:
-            known = ", ".join(STRATEGIES[strategy]) or "no options"
-            raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Processes:
-    """The processes of a plan, checked.
-
-    Attributes:
-        nodes, gpus: machines, and processes of each.
-        micro_batches: backward passes of a step.
-        strategy: a key of ``STRATEGIES``.
-    """
-
-    nodes: int
-    gpus: int
-    micro_batches: int = 1
-    strategy: str
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus", "micro_batches"):
-            check_count(name, getattr(self, name))
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.nodes * self.gpus
-
-    def how(self) -> str:
-        """How the strategy cuts a model, in words that follow its name."""
-        raise NotImplementedError
-
-    def __str__(self) -> str:
-        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}{self.how()}"
-        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
+    MEGATRON: (*_SIZES, "overlap_grad_reduce", "bucket_size"),
+}
 
 
 def check_count(name: str, value: Any) -> None:
@@ -68,24 +33,38 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout(Processes):
-    """Processes of any strategy but Megatron-core's.
+@dataclass(frozen=True)
+class Layout:
+    """Processes and a strategy, checked.
 
     Attributes:
+        nodes, gpus: machines, and processes of each.
+        strategy: a key of ``STRATEGIES``.
         accelerator: ``gpu`` or ``cpu``.
+        micro_batches: backward passes of a step.
         reshard_after_forward: whether ``lowprec_sharded`` frees gathered weights between forward and backward.
         shard_size: processes that hold one copy of the model among them; None for all.
         bucket_cap_mb: size of a bucket of gradients, MiB; None for the default.
+        sizes: Megatron-core's parallel sizes.
+        overlap_grad_reduce: whether Megatron-core reduces gradients in buckets.
+        bucket_size: parameters of a bucket of Megatron-core's; None for Megatron-core's choice.
     """
 
+    nodes: int
+    gpus: int
+    strategy: str
     accelerator: str = "gpu"
+    micro_batches: int = 1
     reshard_after_forward: bool = True
     shard_size: int | None = None
     bucket_cap_mb: float | None = None
+    sizes: ParallelLayout = ParallelLayout()  # noqa: RUF009
+    overlap_grad_reduce: bool = True
+    bucket_size: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for name in ("nodes", "gpus", "micro_batches"):
+            check_count(name, getattr(self, name))
         if self.accelerator not in ("gpu", "cpu"):
             raise ValueError(f"accelerator={self.accelerator!r} must be 'gpu' or 'cpu'.")
         if self.strategy == "single_device" and self.world > 1:
@@ -101,6 +80,10 @@ class Layout(Processes):
             raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number.")
+        self.sizes.check_world(self.world)
+        self.sizes.check_micro_batches(self.micro_batches, "A step")
+        if self.sizes.expert > 1:
+            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
 
     @classmethod
     def of(cls, nodes: int, gpus: int, strategy: str | None, options: dict[str, Any], **rest: Any) -> Layout:
@@ -114,8 +97,18 @@ class Layout(Processes):
             strategy = "single_device" if nodes == gpus == 1 else "lowprec_sharded"
         if strategy not in STRATEGIES:
             raise ValueError(f"Unknown strategy {strategy!r}. Choose one of: {', '.join(STRATEGIES)}.")
-        check_options(strategy, options)
-        return cls(nodes=nodes, gpus=gpus, strategy=strategy, **rest, **options)
+        for name in options:
+            if name not in STRATEGIES[strategy]:
+                known = ", ".join(STRATEGIES[strategy]) or "no options"
+                raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
+        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
+        others = {name: value for name, value in options.items() if name not in _SIZES}
+        return cls(nodes, gpus, strategy, sizes=sizes, **rest, **others)
+
+    @property
+    def world(self) -> int:
+        """All processes."""
+        return self.nodes * self.gpus
 
     @property
     def is_sharded(self) -> bool:
@@ -125,7 +118,7 @@ class Layout(Processes):
     @property
     def shards(self) -> int:
         """Processes that hold one copy of the model among them."""
-        return (self.shard_size or self.world) if self.is_sharded else 1
+        return (self.shard_size or self.world) if self.is_sharded else self.sizes.tensor * self.sizes.pipeline
 
     @property
     def replicas(self) -> int:
@@ -142,11 +135,15 @@ class Layout(Processes):
         on_one_node = size <= self.gpus and self.gpus % size == 0
         return self.accelerator == "gpu" and size > 1 and on_one_node
 
-    def how(self) -> str:
-        if not self.is_sharded:
-            return ""
-        text = ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
-        return text + (f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else "")
-
     def __str__(self) -> str:
-        return "one process, single_device" if self.strategy == "single_device" else super().__str__()
+        if self.strategy == "single_device":
+            return "one process, single_device"
+        sizes, text = self.sizes, f"{self.nodes} × {self.gpus} processes, {self.strategy}"
+        if self.is_sharded:
+            text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
+            text += f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else ""
+        names = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}
+        text += "".join(f", {name} {size}" for name, size in names.items() if size > 1)
+        text += ", sequence parallel" if sizes.sequence_parallel else ""
+        text += f", {sizes.virtual_pipeline} parts a stage" if sizes.virtual_pipeline else ""
+        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")

@@ -21,24 +21,15 @@ from nemo_lowprec.megatron.settings import DTYPES
 from nemo_lowprec.report.parts import CONVERTED, VECTORS
 from nemo_lowprec.report.plan.activations import Activations, Sample
 from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
-from nemo_lowprec.report.plan.layout import Processes, check_options
+from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.megatron_layers import Layers
 from nemo_lowprec.report.plan.tracing import Traced
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 
-__all__ = ["MEGATRON", "MegatronLayout", "PlannedStage", "is_megatron", "plan_megatron"]
+__all__ = ["PlannedStage", "is_megatron", "plan_megatron"]
 
-MEGATRON = "lowprec_megatron"
-_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "sequence_parallel": "sequence_parallel",
-}
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
 
@@ -46,53 +37,6 @@ _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout
 def is_megatron(model: nn.Module) -> bool:
     """Whether Megatron-core builds ``model``."""
     return callable(getattr(model, "build_chunk", None))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronLayout(Processes):
-    """Processes and Megatron-core's parallel sizes, checked.
-
-    Attributes:
-        sizes: of the groups.
-        overlap_grad_reduce: whether gradients are reduced in buckets.
-        bucket_size: parameters of a bucket; None for Megatron-core's choice.
-    """
-
-    sizes: ParallelLayout
-    overlap_grad_reduce: bool = True
-    bucket_size: int | None = None
-    strategy: str = MEGATRON
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sizes.check_world(self.world)
-        self.sizes.check_micro_batches(self.micro_batches, "A step")
-        if self.sizes.expert > 1:
-            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
-
-    @classmethod
-    def of(cls, nodes: int, gpus: int, options: Mapping[str, Any], micro_batches: int) -> MegatronLayout:
-        """The layout of the strategy with its options.
-
-        Raises:
-            TypeError: an option that a plan does not know.
-        """
-        check_options(MEGATRON, options)
-        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
-        rest = {name: value for name, value in options.items() if name not in _SIZES}
-        return cls(nodes=nodes, gpus=gpus, micro_batches=micro_batches, sizes=sizes, **rest)
-
-    @property
-    def replicas(self) -> int:
-        """Processes that the optimizer's shards are cut over."""
-        return self.world // (self.sizes.tensor * self.sizes.pipeline)
-
-    def how(self) -> str:
-        s = self.sizes
-        names = {"TP": s.tensor, "PP": s.pipeline, "CP": s.context}
-        text = "".join(f", {name} {size}" for name, size in names.items() if size > 1)
-        text += ", sequence parallel" if s.sequence_parallel else ""
-        return text + (f", {s.virtual_pipeline} parts a stage" if s.virtual_pipeline else "")
 
 
 @dataclass(frozen=True)
@@ -113,7 +57,7 @@ class PlannedStage:
 
 
 def plan_megatron(
-    model: Any, settings: MegatronSettings, layout: MegatronLayout, sample: Sample
+    model: Any, settings: MegatronSettings, layout: Layout, sample: Sample
 ) -> tuple[list[PlannedStage], int]:
     """The stages of a plan, and the parameters of the whole model.
 
@@ -172,7 +116,7 @@ def _check_fields(own: Mapping[str, Any]) -> None:
         )
 
 
-def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int) -> PlannedStage:
+def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -> PlannedStage:
     settings, cut = layers.settings, layout.replicas
     counts = layers.of_stage(stage)
     weights, masters, gradients, states = columns_of_chart()
@@ -226,7 +170,7 @@ def _master(shard: Tensor, dtype: torch.dtype, settings: MegatronSettings) -> Te
     return shard
 
 
-def _under_way(gradients: int, parameters: int, layout: MegatronLayout) -> int:
+def _under_way(gradients: int, parameters: int, layout: Layout) -> int:
     """Bytes of the messages of the FP8 buckets that are exchanged: sent, received, and their mean."""
     if not gradients:
         return 0
@@ -236,7 +180,7 @@ def _under_way(gradients: int, parameters: int, layout: MegatronLayout) -> int:
 
 
 def _activations(
-    layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int
+    layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int
 ) -> Activations | None:  # fmt: skip
     if not layers.rows:
         return None
@@ -248,7 +192,7 @@ def _activations(
     )  # fmt: skip
 
 
-def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any], stage: int) -> Traced:
+def _traced(layers: Layers, layout: Layout, recompute: Mapping[str, Any], stage: int) -> Traced:
     parts = layout.sizes.virtual_pipeline or 1
     of_one, again = layers.kept(recompute, layers.layers // parts)
     kept = of_one * _in_flight(layout, stage)
@@ -261,7 +205,7 @@ def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any]
     return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), names)
 
 
-def _in_flight(layout: MegatronLayout, stage: int) -> int:
+def _in_flight(layout: Layout, stage: int) -> int:
     """Micro-batches, or parts of them, whose activations a stage holds: of the 1F1B schedule, plain or interleaved."""
     stages, parts = layout.sizes.pipeline, layout.sizes.virtual_pipeline
     if parts is None:

@@ -18,8 +18,8 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
 from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, OF_CHART, Beside, PlannedColumn
-from nemo_lowprec.report.plan.layout import Layout
-from nemo_lowprec.report.plan.megatron import MEGATRON, MegatronLayout, is_megatron, plan_megatron
+from nemo_lowprec.report.plan.layout import MEGATRON, Layout
+from nemo_lowprec.report.plan.megatron import is_megatron, plan_megatron
 from nemo_lowprec.report.plan.on_meta import settled_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
 from nemo_lowprec.report.plan.tracing import Traced
@@ -74,7 +74,7 @@ class Plan:
     """
 
     level: PrecisionLevel
-    layout: Layout | MegatronLayout
+    layout: Layout
     model: str
     parameters: int
     columns: tuple[PlannedColumn, ...]
@@ -221,7 +221,7 @@ def _plan_megatron(
         )
     if accelerator != "gpu":
         raise ValueError(f"accelerator={accelerator!r}: Megatron-core trains on GPUs. Use accelerator='gpu'.")
-    layout = MegatronLayout.of(nodes, gpus, options, micro_batches)
+    layout = Layout.of(nodes, gpus, MEGATRON, options, micro_batches=micro_batches)
     stages, count = plan_megatron(model, precision.megatron(), layout, sample)
     plans = []
     for stage in stages:
