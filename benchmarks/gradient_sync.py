@@ -32,6 +32,7 @@ from nemo_lowprec.comm import GradientReducer
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_exponent, power
 from nemo_lowprec.grads import Fp8Gradients
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.report.traffic import Traffic
 
 SLEEP = 60_000_000  # cycles, about 30 ms
@@ -55,7 +56,12 @@ class Stored:
 
     Args:
         collectives: whether NCCL's collectives are used where GPUs reach each other's memory.
+
+    Attributes:
+        observers: the messages of all contestants are announced to them.
     """
+
+    observers = Observers()
 
     def __init__(self, gradients: list[Tensor], bucket_bytes: int, collectives: bool = False) -> None:
         self.gradients = gradients
@@ -65,7 +71,9 @@ class Stored:
             param.grad_dtype = None
         self.hooks = Fp8Gradients()
         self.hooks.cover(self.params)
-        self.reducer = GradientReducer(self.params, None, lambda _: torch.float8_e4m3fn, bucket_bytes)
+        self.reducer = GradientReducer(
+            self.params, None, lambda _: torch.float8_e4m3fn, bucket_bytes, observers=self.observers
+        )
         if collectives:
             self.reducer._peer_memory = lambda *_: None  # type: ignore[method-assign]
         self.prepare()
@@ -186,7 +194,7 @@ def run(rank: int, world: int, args: argparse.Namespace) -> None:
                     times[name].append(elapsed)
     for name, (prepare, work, result) in contestants.items():
         prepare()
-        with Traffic() as traffic:
+        with Traffic(observers=Stored.observers) as traffic:
             work()
         figures: dict[str, Any] = {"bytes_sent": sum(s.bytes for s in traffic.sent), "messages": len(traffic.sent)}
         if result is not None:

@@ -31,6 +31,7 @@ from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
 from benchmarks.train_step import ROUND, under_trainer
 from nemo_lowprec import CHART
+from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import Traffic
 
@@ -49,7 +50,9 @@ class Sent(pl.Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         if index == 1:
-            self._traffic = Traffic().__enter__()
+            engine = getattr(trainer.precision_plugin, "engine", None)
+            observers = NOBODY if engine is None else engine.observers
+            self._traffic = Traffic(lambda tensor: tensor.numel() == 1, observers).__enter__()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if self._traffic is not None:

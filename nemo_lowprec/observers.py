@@ -1,10 +1,10 @@
 """Subscribers to the events of a training step.
 
-An engine has one ``Observers``, which its columns, layers and messages hold, too. They announce an event by calling the
-methods in the tuple of its name::
+An engine has one ``Observers``, which its layers, gradients and messages hold, too. They announce an event by calling
+the methods in the tuple of the event's name::
 
-    for see in observers.quantized:
-        see(layer, kind, values, operand, backend)
+    for see in observers.gradient:
+        see(param, stored)
 
 Without a subscriber that tuple is empty: nothing is computed, and nothing is launched.
 """
@@ -31,14 +31,21 @@ class Observer:
     """
 
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
-        """An operand of a GEMM is there.
+        """An operand of a GEMM is ready: once in forward, and again where backward makes it anew.
+
+        Not announced: layers inside ``torch.compile`` that compute in half precision, ``torch.jit.trace``, and
+        gradients of ``torch.autograd.grad(is_grads_batched=True)``.
 
         Args:
-            layer: name of the linear layer in the model.
+            layer: name of the layer, as ``Conversion`` has it: the linear layer in the model, or the weight of an
+                input projection of ``nn.MultiheadAttention``.
             kind: ``input``, ``weight`` or ``grad_output``.
-            values: [rows, features], what was quantized; any float dtype.
+            values: [rows, features], what was quantized; any float dtype, or a weight in low-bit storage. Rows of zeros
+                that pad the GEMM are part of it. Inside a transform of ``torch.func`` it has the transform's batch
+                dimensions, too.
             operand: what the GEMM reads: the backend's quantized operand, or a tensor for a GEMM in half precision.
-            backend: runs the GEMM; ``backend.describe(operand)`` is the operand's format.
+            backend: runs the GEMM, and ``backend.describe(operand)`` is the operand's format; None for torch's own
+                GEMM in half precision.
         """
 
     def gradient(self, param: Tensor, stored: Tensor) -> None:
@@ -46,14 +53,16 @@ class Observer:
 
         Args:
             param: whose gradient it is: the whole parameter, gathered where the model is sharded.
-            stored: ``GradientTensor`` of the parameter's shape.
+            stored: ``GradientTensor`` of the parameter's shape, the sum over the micro-batches so far.
         """
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
         """This package is about to send something to other processes.
 
+        Not announced: what torch and Megatron-core send themselves, and what processes tell each other at start.
+
         Args:
-            kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``broadcast``.
+            kind: ``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``.
             tensor: what this process puts in.
             bytes: that this process sends without a collective of a process group, as copies between GPUs; 0 where a
                 process group sends ``tensor``.
@@ -109,6 +118,15 @@ class Observers:
             for see in self.weight:
                 see(param, values, param.detach().float())
 
+    @contextmanager
+    def watched_by(self, observer: Observer) -> Iterator[None]:
+        """Announce events to ``observer`` within this context."""
+        self.add(observer)
+        try:
+            yield
+        finally:
+            self.remove(observer)
+
     def _sort(self) -> None:
         for event in EVENTS:
             base = getattr(Observer, event)
@@ -116,21 +134,19 @@ class Observers:
             setattr(self, event, tuple(getattr(one, event) for one in wanted))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observers:
-        return Observers()  # nobody watches a copy of a model
+        return NOBODY  # a copy of a model belongs to no engine
 
-    def __reduce__(self) -> Any:
-        return Observers, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobody, ()
 
 
 class _Nobody(Observers):
     def add(self, observer: Observer) -> None:
         raise TypeError("This layer belongs to no engine. Subscribe to engine.observers.")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observers:
-        return self
 
-    def __reduce__(self) -> Any:
-        return "NOBODY"
+def _nobody() -> Observers:
+    return NOBODY
 
 
 NOBODY = _Nobody()  # of what was made without an engine

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,41 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import QuantizedTensor
 
-__all__ = [
-    "any_rank_",
-    "bookkeeping",
-    "broadcast_weights",
-    "by_rank",
-    "check_same",
-    "is_bookkeeping",
-    "meet",
-    "raise_together",
-    "reduce_amax",
-]
-
-_depth = 0
-
-
-@contextmanager
-def bookkeeping() -> Iterator[None]:
-    """Around amaxes and flags that are sent beside gradients and weights, for whoever counts bytes."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-
-
-def is_bookkeeping() -> bool:
-    """Whether what is sent now is an amax or a flag."""
-    return _depth > 0
+__all__ = ["any_rank_", "broadcast_weights", "by_rank", "check_same", "meet", "raise_together", "reduce_amax"]
 
 
 @torch.no_grad()
-def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> bool:
+def broadcast_weights(
+    params: Iterable[Tensor], group: dist.ProcessGroup | None = None, observers: Observers = NOBODY
+) -> bool:
     """Give every process the weights (and masters) that the first one of ``group`` has.
 
     Returns:
@@ -63,6 +38,8 @@ def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None 
                 plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
                 there = plain.to(param.device)  # what a frozen weight came with waits on the CPU
                 before = there.clone()
+                for see in observers.message:
+                    see("broadcast", there, 0, "weight")
                 dist.broadcast(there, source, group)
                 changed.append((there != before).any())
                 if there is not plain:
@@ -71,22 +48,24 @@ def broadcast_weights(params: Iterable[Tensor], group: dist.ProcessGroup | None 
 
 
 @torch.no_grad()
-def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None, observers: Observers = NOBODY) -> None:
     """Make amaxes (FP32, any shape) the maxima over the processes, in place; infinite where one is not finite.
 
     A maximum of NaN and a number is the number in some collectives.
     """
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    with bookkeeping():
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    for see in observers.message:
+        see("all_reduce", amax, 0, "amax")
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group)
 
 
-def any_rank_(flag: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def any_rank_(flag: Tensor, group: dist.ProcessGroup | None = None, observers: Observers = NOBODY) -> None:
     """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
     if dist.get_world_size(group) == 1:
         return
-    with bookkeeping():
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    for see in observers.message:
+        see("all_reduce", flag, 0, "flag")
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group)
 
 
 def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

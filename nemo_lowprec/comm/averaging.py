@@ -60,8 +60,8 @@ class Averaging(Column):
 
         Transformer Engine's own layers share only whether their amaxes are finite.
         """
-        self._any_rank = partial(any_rank_, group=group)
-        self._share(partial(reduce_amax, group=group))
+        self._any_rank = partial(any_rank_, group=group, observers=self.observers)
+        self._share(partial(reduce_amax, group=group, observers=self.observers))
 
     def any_rank(self, flags: Tensor) -> None:
         """Make ``flags`` (FP32 [n] of 0 and 1) their maxima over the processes that share amaxes, in place."""
@@ -81,7 +81,9 @@ class Averaging(Column):
         assert self._model is not None
         if self.reducer is None or self.reducer.group is not group:
             self._let_go()
-            self.reducer = GradientReducer(self._model.parameters(), group, self.wire, bucket_bytes)
+            self.reducer = GradientReducer(
+                self._model.parameters(), group, self.wire, bucket_bytes, observers=self.observers
+            )
             self.share_amaxes(group)
         return self.reducer
 
@@ -89,7 +91,7 @@ class Averaging(Column):
         """Give every process the weights, and on request the buffers, of its group's first; whether any were others."""
         assert self.reducer is not None and self._model is not None
         tensors = [*self._model.parameters(), *(self._model.buffers() if buffers else ())]
-        return broadcast_weights(tensors, self.reducer.group)
+        return broadcast_weights(tensors, self.reducer.group, self.observers)
 
     @contextmanager
     def averaging(self, wanted: bool = True) -> Iterator[None]:
@@ -164,8 +166,14 @@ class ShardAveraging(Averaging):
             self._world,
             self.wire,
             shards=lambda params: Fp8ShardBucket(
-                params, self._shards, self._gradients, [shard_of[id(p)] for p in params], self._replicas
+                params,
+                self._shards,
+                self._gradients,
+                [shard_of[id(p)] for p in params],
+                self._replicas,
+                self.observers,
             ),
+            observers=self.observers,
         )
 
     def remove(self) -> None:

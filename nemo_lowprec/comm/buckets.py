@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_lowprec.comm.exchange import CollectiveBuffers, ExchangeBuffers
 from nemo_lowprec.comm.wire import Messages, Packer, Row, by_rows, mean_of_messages
 from nemo_lowprec.formats.block_scale_128 import BLOCK
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
@@ -128,20 +129,21 @@ class Fp8ShardBucket(Bucket):
         gradients: gradients of the whole parameters by the parameter's id; ``launch`` removes the gradients it sends.
         shards: the sharded parameters, in the order of ``params``; their gradients become the means.
         replicas: processes that hold the same shards, over which the means are averaged again; None for none.
+        observers: the messages between ``replicas`` are announced to them.
     """
 
     buffers: ExchangeBuffers
 
     def __init__(
         self, params: Sequence[Tensor], group: dist.ProcessGroup | None, gradients: dict[int, GradientTensor],
-        shards: Sequence[Tensor], replicas: dist.ProcessGroup | None = None,
+        shards: Sequence[Tensor], replicas: dist.ProcessGroup | None = None, observers: Observers = NOBODY,
     ) -> None:  # fmt: skip
         super().__init__(params, group)
         self._gradients, self._shards = gradients, dict(zip(map(id, params), shards, strict=True))
         self._rows = [-(-p.shape[0] // self.world) for p in params]
         self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
         self._packer, self._unpacker = Packer(self.layout), Packer(own)
-        self._replicas = _Replicas(own, replicas, params[0].device) if replicas is not None else None
+        self._replicas = _Replicas(own, replicas, params[0].device, observers) if replicas is not None else None
         self._mean: Tensor | None = None
         self._new: set[int] = set()
 
@@ -197,12 +199,14 @@ class Fp8ShardBucket(Bucket):
 class _Replicas:
     """Averages a message over processes that hold the same shards, by an all-reduce of its blocks in FP8."""
 
-    def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers
+    ) -> None:  # fmt: skip
         self._message = message
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
         self._packer = Packer(self._layout)
-        self._buffers = CollectiveBuffers(self._layout, group, device)
+        self._buffers = CollectiveBuffers(self._layout, group, device, observers)
         self._nonfinite = torch.zeros(1, device=device)
 
     def _row(self, message: Tensor) -> Row:
@@ -227,11 +231,15 @@ class PlainBucket(_OfParameters):
 
     Args:
         dtype: of the gradients on the wire.
+        observers: the messages are announced to them.
     """
 
-    def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], group: dist.ProcessGroup | None, dtype: torch.dtype,
+        observers: Observers = NOBODY,
+    ) -> None:  # fmt: skip
         super().__init__(params, group)
-        self.dtype = dtype
+        self.dtype, self._observers = dtype, observers
         self._works: list[Any] = []
         self._flat: Tensor | None = None
 
@@ -245,6 +253,8 @@ class PlainBucket(_OfParameters):
         return grad.numel() >= IN_PLACE and grad.is_contiguous() and grad.dtype == self.dtype
 
     def _all_reduce(self, tensor: Tensor) -> None:
+        for see in self._observers.message:
+            see("all_reduce", tensor, 0, "gradient")
         if dist.get_backend(self.group) == "nccl":
             self._works.append(dist.all_reduce(tensor, dist.ReduceOp.AVG, self.group, async_op=True))
         else:  # divided before the sum, which could overflow in FP16

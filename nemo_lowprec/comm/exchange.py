@@ -22,13 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages
+from nemo_lowprec.observers import NOBODY, Observers
 
-__all__ = ["CollectiveBuffers", "ExchangeBuffers", "PeerBuffers", "PeerMemory", "watchers"]
+__all__ = ["CollectiveBuffers", "ExchangeBuffers", "PeerBuffers", "PeerMemory"]
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
-
-# Called with the kind of each exchange between peers and the bytes that this process sends: no process group sees it.
-watchers: list[Callable[[str, int], None]] = []
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
@@ -42,7 +40,7 @@ class ExchangeBuffers(ABC):
 
     @abstractmethod
     def exchange(self) -> None:
-        """Send message ``i`` to process ``i``."""
+        """Send message ``i`` to process ``i``, for all ``i``."""
 
     @abstractmethod
     def received(self) -> Tensor:
@@ -71,8 +69,10 @@ class ExchangeBuffers(ABC):
 class CollectiveBuffers(ExchangeBuffers):
     """Exchanges by all_to_all and all_gather of the process group."""
 
-    def __init__(self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._layout, self._group, self._device = layout, group, device
+    def __init__(
+        self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device, observers: Observers = NOBODY
+    ) -> None:
+        self._layout, self._group, self._device, self._observers = layout, group, device, observers
         self._work: Any = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
@@ -89,6 +89,8 @@ class CollectiveBuffers(ExchangeBuffers):
     def exchange(self) -> None:
         assert self._sent is not None
         self._received = torch.empty_like(self._sent)
+        for see in self._observers.message:
+            see("all_to_all", self._sent, 0, "gradient")
         self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
 
     def received(self) -> Tensor:
@@ -105,6 +107,8 @@ class CollectiveBuffers(ExchangeBuffers):
     def gather(self) -> None:
         assert self._mean is not None
         self._gathered = self._empty(self._layout.world, self._layout.bytes)
+        for see in self._observers.message:
+            see("all_gather", self._mean, 0, "gradient")
         self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._group, async_op=True)
 
     def gathered(self) -> Tensor:
@@ -215,9 +219,9 @@ def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
 class PeerBuffers(ExchangeBuffers):
     """Exchanges by copies between the memories of GPUs."""
 
-    def __init__(self, layout: Messages, memory: PeerMemory, index: int) -> None:
+    def __init__(self, layout: Messages, memory: PeerMemory, index: int, observers: Observers = NOBODY) -> None:
         world, size = layout.world, layout.bytes
-        self._memory = memory
+        self._memory, self._observers = memory, observers
         view = lambda slots: slots[index % len(slots)][: world * size].view(world, size)  # noqa: E731
         self._sent = view(memory.sent)
         self._received = [view(b) for b in memory.received]
@@ -231,13 +235,15 @@ class PeerBuffers(ExchangeBuffers):
 
     def exchange(self) -> None:
         me = self._memory.rank
-        with self._copying("all_to_all"):
+        with self._copying("all_to_all", self._sent):
             for other in self._others:
                 self._received[other][me].copy_(self._sent[other], non_blocking=True)
 
     @contextmanager
-    def _copying(self, kind: str) -> Iterator[None]:
+    def _copying(self, kind: str, tensor: Tensor) -> Iterator[None]:
         memory = self._memory
+        for see in self._observers.message:
+            see(kind, tensor, self._bytes, "gradient")
         memory.copies.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.copies):
             yield
@@ -245,8 +251,6 @@ class PeerBuffers(ExchangeBuffers):
         with torch.cuda.stream(memory.barriers):
             memory.barrier()  # until all have sent
             self._event.record()
-        for watcher in watchers:
-            watcher(kind, self._bytes)
 
     def received(self) -> Tensor:
         self._event.wait()
@@ -260,7 +264,7 @@ class PeerBuffers(ExchangeBuffers):
 
     def gather(self) -> None:
         me = self._memory.rank
-        with self._copying("all_gather"):
+        with self._copying("all_gather", self._gathered[me][me]):
             for other in self._others:
                 self._gathered[other][me].copy_(self._gathered[me][me], non_blocking=True)
 

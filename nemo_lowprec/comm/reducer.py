@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES, cut_into_buckets
 from nemo_lowprec.comm.buckets import Bucket, Fp8Bucket, Fp8ShardBucket, PlainBucket
 from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemory
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
 __all__ = ["GradientReducer", "Wire"]
@@ -42,6 +42,7 @@ class GradientReducer:
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for one stored in FP8.
         bucket_bytes: size of a bucket on the wire.
         shards: the bucket for gradients in FP8 that are reduced onto shards; None where they are averaged in place.
+        observers: the messages of all buckets are announced to them.
 
     Raises:
         RuntimeError: in backward, a gradient that grows after it was sent.
@@ -54,8 +55,9 @@ class GradientReducer:
         wire: Callable[[Tensor], Wire],
         bucket_bytes: int | None = None,
         shards: Callable[[list[Tensor]], Fp8ShardBucket] | None = None,
+        observers: Observers = NOBODY,
     ) -> None:
-        self.group = group
+        self.group, self.observers = group, observers
         self._shards = shards
         self._params = list({id(p): p for p in params}.values())
         self._wire = wire
@@ -151,7 +153,7 @@ class GradientReducer:
 
     def _close(self, wire: Wire, params: list[Tensor]) -> None:
         if wire != torch.float8_e4m3fn:
-            self._buckets.append(PlainBucket(params, self.group, wire))
+            self._buckets.append(PlainBucket(params, self.group, wire, self.observers))
         else:
             self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
 
@@ -163,9 +165,9 @@ class GradientReducer:
         self._peers = self._peer_memory(max(b.layout.bytes for b in buckets), buckets[0].group, device)
         for i, bucket in enumerate(buckets):
             if self._peers is not None:
-                bucket.buffers = PeerBuffers(bucket.layout, self._peers, i)
+                bucket.buffers = PeerBuffers(bucket.layout, self._peers, i, self.observers)
             else:
-                bucket.buffers = CollectiveBuffers(bucket.layout, bucket.group, device)
+                bucket.buffers = CollectiveBuffers(bucket.layout, bucket.group, device, self.observers)
 
     def _peer_memory(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device) -> PeerMemory | None:
         if device.type != "cuda":
@@ -217,7 +219,11 @@ class GradientReducer:
         return torch.cuda.stream(self._stream)
 
     def _ask_who_has(self) -> tuple[Tensor | None, Any]:
-        """Begin to add up which gradients any process has: int8, in the order of the buckets; and the work."""
+        """Start an int8 all-reduce that tells, per parameter, whether any rank has a gradient.
+
+        Returns:
+            the flags, in the order of the buckets, and the async handle.
+        """
         params = [p for b in self._buckets for p in b.params]
         if not params:
             return None, None
@@ -229,8 +235,9 @@ class GradientReducer:
         there = self._all_there
         if made:
             there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
-        with bookkeeping():
-            return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
+        for see in self.observers.message:
+            see("all_reduce", there, 0, "flag")
+        return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def _forget_unused(self, there: Tensor | None, work: Any) -> None:
         """Take the zeros away that stand for gradients which no process has."""

@@ -106,6 +106,7 @@ class Computation(Column):
             self.own_amaxes.histories,
             fp32_wgrad=self._fp32_wgrad,
             weight_scales=self.own_amaxes.weight_scales,
+            observers=self.observers,
         )
         if self._half_weights:
             take_fp32_input(model, on_cpu)

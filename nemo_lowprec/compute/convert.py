@@ -27,6 +27,7 @@ from nemo_lowprec.compute.patterns import LowPrecisionLayerNorm, LowPrecisionRMS
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 
 __all__ = [
@@ -82,6 +83,7 @@ def convert_layers(
     histories: DelayedScaling | None,
     fp32_wgrad: bool = False,
     weight_scales: WeightScales | None = None,
+    observers: Observers = NOBODY,
 ) -> Conversion:
     """Convert linear layers and norms of ``model`` in place.
 
@@ -94,22 +96,26 @@ def convert_layers(
         histories: for delayed scaling; gets a column for every input and output gradient.
         fp32_wgrad: whether layers in half precision get FP32 weight gradients, without torch's rounding to half.
         weight_scales: for delayed scaling; gets an entry for every weight. None scales a weight at each use.
+        observers: the operands of the layers' GEMMs are announced to them.
     """
     result = Conversion()
     for module in list(model.modules()):
         _call_layers(module)
     if recipe is not None:
-        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, result)
+        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
             if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
+            plan = GemmPlan(half_backend, half, name=item, observers=observers)  # type: ignore[arg-type]
             if half_backend is not None:
-                _plan(module, weight, GemmPlan(half_backend, half))
+                _plan(module, weight, plan)
             elif _is_conv1d(module):
                 continue
             elif isinstance(module, nn.Linear):
-                swap(module, HalfLinear)
+                swap(module, HalfLinear, half_plan=plan)
+            elif isinstance(module, LowPrecisionMultiheadAttention):
+                module.half_plans[weight] = plan
             result.half.append(item)
     return result
 
@@ -155,7 +161,7 @@ def _call_layers(module: nn.Module) -> None:
         if isinstance(module, kind) and getattr(module, name, value) != value:
             swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
+        swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, half_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
@@ -186,6 +192,7 @@ def _convert_low(
     layers: LayerFilter,
     histories: DelayedScaling | None,
     weight_scales: WeightScales | None,
+    observers: Observers,
     result: Conversion,
 ) -> None:
     linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
@@ -225,7 +232,8 @@ def _convert_low(
     inputs = SharedInput(histories)
     for item, (weight_name, module, weight) in chosen.items():
         operands = {kind: operand_of(recipe, kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
-        _plan(module, weight, GemmPlan(backend, half, recipe, operands, inputs))
+        plan = GemmPlan(backend, half, recipe, operands, inputs, name=item, observers=observers)
+        _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)
     apply_patterns(found, refused, backend, result)

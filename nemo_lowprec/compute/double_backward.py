@@ -44,14 +44,15 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
             raise RuntimeError("A layer's weight was changed in place before a second derivative of its output.")
         weight = ctx.weight.t() if ctx.transposed else ctx.weight
         weight = weight if ctx.part is None else weight[slice(*ctx.part)]
-        dx = plan.backend.matmul(dy.to(plan.half), weight.to(plan.half), ctx.x_dtype)
+        dx = plan.backend.matmul(plan.in_half("grad_output", dy), plan.in_half("weight", weight), ctx.x_dtype)
         total = None if ctx.gradient is None else ctx.gradient.take()
         dx = dx if total is None else dx + total[: ctx.rows]
         if ctx.gradient is not None and not ctx.gives_out:
             _hand_on(ctx, ctx.gradient, dx)
             dx = None
     if need_wgrad and _is_reached(ctx, 1):
-        dw = plan.backend.matmul(dy.to(plan.half).t(), _saved_input(ctx).to(plan.half), ctx.grad_dtype)
+        values = plan.in_half("input", _saved_input(ctx))
+        dw = plan.backend.matmul(plan.in_half("grad_output", dy).t(), values, ctx.grad_dtype)
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:  # as ``among_rows`` in linear.py
             dw = F.pad(dw, (0, 0, ctx.part[0], ctx.all_rows - ctx.part[1]))

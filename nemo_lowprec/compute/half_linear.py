@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, among_rows, wgrad_dtype
+from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, among_rows, wgrad_dtype
 
 __all__ = ["HalfLinear", "half_linear"]
 
@@ -23,17 +23,25 @@ class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient. Conversion makes it of an ``nn.Linear``.
 
     In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
+
+    Attributes:
+        half_plan: announces the operands.
     """
 
+    half_plan: GemmPlan
+
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias)
+        return half_linear(input, self.weight, self.bias, None, self.half_plan)
 
 
-def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None = None) -> Tensor:
+def half_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, plan: GemmPlan | None
+) -> Tensor:
     """``F.linear`` with an FP32 weight gradient that is not rounded to half.
 
     Args:
         part: (first row, row behind the last) of ``weight`` to multiply with; None for all rows.
+        plan: announces the operands; None for nobody.
     """
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
@@ -42,7 +50,7 @@ def half_linear(input: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[
         if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
                 rows = input.to(half).reshape(-1, input.shape[-1])
-                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part)
+                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part, plan)
             # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
             shape = [*input.shape[:-1], out.shape[-1]]
             return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
@@ -53,15 +61,23 @@ class _HalfLinearFunction(torch.autograd.Function):
     """(input [rows, in_features], weight, bias or None), all half, to the output [rows, out_features]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None) -> Tensor:
-        ctx.part = part
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, plan: GemmPlan | None
+    ) -> Tensor:
+        ctx.part, ctx.plan = part, plan
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight if part is None else weight[slice(*part)], bias)
+        own = weight if part is None else weight[slice(*part)]
+        if plan is not None and plan.observers.quantized:
+            plan.announce("input", x, x)
+            plan.announce("weight", own, own)
+        return F.linear(x, own, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        if ctx.plan is not None and ctx.plan.observers.quantized:
+            ctx.plan.announce("grad_output", grad_output, grad_output)
         with AutocastOff(grad_output.device.type):  # a loop may call backward() under autocast
             dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None
@@ -70,4 +86,4 @@ class _HalfLinearFunction(torch.autograd.Function):
                 dw = dw if ctx.part is None else among_rows(dw, ctx.part, weight.shape[0])
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
-        return dx, dw, db, None
+        return dx, dw, db, None, None

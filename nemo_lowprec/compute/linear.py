@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
@@ -25,6 +26,7 @@ from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 
@@ -36,13 +38,15 @@ class GemmPlan:
     """How a layer computes.
 
     Attributes:
-        backend: runs the GEMMs.
+        backend: runs the GEMMs; None for ``HalfLinear``, which torch computes.
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
         operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
         inputs: the ``SharedInput`` of all layers of the model that have a recipe.
         keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
             that is gathered again in backward: forward then saves nothing of it.
+        name: the layer's name in the model.
+        observers: of the engine that converted the layer; each operand is announced to them when it is ready.
     """
 
     backend: Backend
@@ -51,6 +55,8 @@ class GemmPlan:
     operands: dict[str, Operand] | None = None
     inputs: SharedInput = field(default_factory=SharedInput)
     keeps_weight: bool = True
+    name: str = ""
+    observers: Observers = NOBODY
 
     @property
     def fp8(self) -> tuple[bool, bool, bool]:
@@ -64,6 +70,32 @@ class GemmPlan:
         """The operand ``kind`` of a layer that has a recipe."""
         assert self.operands is not None
         return self.operands[kind]
+
+    def in_half(self, kind: str, values: Tensor) -> Tensor:
+        """The operand ``kind`` [rows, features] of a GEMM in half precision."""
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled():
+            half = values.dequantize(self.half)  # has no derivative
+        else:
+            half = values.to(self.half)
+        if self.observers.quantized:
+            self.announce(kind, values, half)
+        return half
+
+    def announce(self, kind: str, values: Tensor, operand: Any) -> None:
+        """Tell ``observers`` that an operand is ready (see ``Observer.quantized``); called where there are any."""
+        if torch._C._get_tracing_state() is not None or is_legacy_batchedtensor(values):
+            return
+        values, operand = _outside_transforms(values), _outside_transforms(operand)
+        with torch.no_grad():
+            for see in self.observers.quantized:
+                see(self.name, kind, values, operand, self.backend)
+
+
+def _outside_transforms(operand: Any) -> Any:
+    """The tensor that the wrappers of ``torch.func``'s transforms hold; anything else is returned as it is."""
+    while isinstance(operand, Tensor) and _functorch.is_functorch_wrapped_tensor(operand):
+        operand = _functorch.get_unwrapped(operand)
+    return operand.detach() if isinstance(operand, Tensor) else operand
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -166,10 +198,10 @@ def _by_torch(
             stacklevel=2,
         )
     with AutocastOff(x.device.type):
-        rows = x.reshape(-1, x.shape[-1]).to(plan.half)
-        half = weight.to(plan.half)
-        half = half if part is None else half[slice(*part)]
-        out = plan.backend.matmul(rows, half if transposed else half.t(), plan.half).to(out_dtype)
+        rows = plan.in_half("input", x.reshape(-1, x.shape[-1]))
+        half = weight.to(plan.half).t() if transposed else weight.to(plan.half)
+        half = plan.in_half("weight", half if part is None else half[slice(*part)])
+        out = plan.backend.matmul(rows, half.t(), plan.half).to(out_dtype)
         out = out if bias is None else out + bias.to(out_dtype)
         return out.reshape(*x.shape[:-1], out.shape[1])
 
@@ -236,10 +268,13 @@ class _LinearFunction(torch.autograd.Function):
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
         if fprop8 or x_columnwise:
+            values = _compute_dtype(xp, plan)
             x8 = plan.inputs.quantize(
-                backend, call.source, _compute_dtype(xp, plan), plan.operand("input"),
+                backend, call.source, values, plan.operand("input"),
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
+            if plan.observers.quantized:
+                plan.announce("input", values, x8)
         # A weight that is stored in FP8 is transposed again in backward, which takes less memory than two orientations.
         w_kept = w_columnwise and plan.keeps_weight and not isinstance(weight, Fp8Weight)
         if fprop8 or w_kept:
@@ -250,7 +285,7 @@ class _LinearFunction(torch.autograd.Function):
             if pad:  # not a view, so that in-place operations on the output work
                 out = torch.ops.aten._unsafe_view.default(out[:rows], [rows, out.shape[1]])
         else:
-            out = backend.matmul(x.to(plan.half), _half(weight, plan).t(), out_dtype)
+            out = backend.matmul(plan.in_half("input", x), plan.in_half("weight", weight).t(), out_dtype)
             out = out if bias is None else out + bias.to(out_dtype)
 
         x_tensors: list[Tensor | None] = []
@@ -302,13 +337,17 @@ class _LinearFunction(torch.autograd.Function):
 
         dy = grad_output
         rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
-        dy8 = None
+        dy8: Any = None
+        dy_half: Any = None
         if rowwise or columnwise:
-            padded = F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy
+            values = _compute_dtype(F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy, plan)
             dy8 = backend.quantize(
-                _compute_dtype(padded, plan), plan.operand("grad_output"),
-                rowwise=rowwise, columnwise=columnwise, record=ctx.record,
-            )  # fmt: skip
+                values, plan.operand("grad_output"), rowwise=rowwise, columnwise=columnwise, record=ctx.record
+            )
+            if plan.observers.quantized:
+                plan.announce("grad_output", values, dy8)
+        if (need_dgrad and not dgrad8) or (need_wgrad and not wgrad8):
+            dy_half = plan.in_half("grad_output", dy)
 
         dx = dw = db = None
         if need_dgrad:
@@ -321,7 +360,7 @@ class _LinearFunction(torch.autograd.Function):
                     w8 = _weight_operand(w_saved[0], plan, rowwise=False, columnwise=True)
                 dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
             else:
-                dx = backend.matmul(dy.to(plan.half), _half(w_saved[0], plan), ctx.x_dtype)
+                dx = backend.matmul(dy_half, plan.in_half("weight", w_saved[0]), ctx.x_dtype)
                 dx = dx if total is None else dx.add_(total[: ctx.rows])
             if shared is not None:
                 shared.put(dx)
@@ -332,7 +371,7 @@ class _LinearFunction(torch.autograd.Function):
             if wgrad8:
                 dw = backend.wgrad(dy8, backend.restore(x_saved, x_meta), ctx.grad_dtype)
             else:
-                dw = backend.matmul(dy.to(plan.half).t(), x_saved[0].to(plan.half), ctx.grad_dtype)
+                dw = backend.matmul(dy_half.t(), plan.in_half("input", x_saved[0]), ctx.grad_dtype)
             dw = dw.t() if ctx.transposed else dw
             if ctx.part is not None:
                 dw = among_rows(dw, ctx.part, ctx.all_rows)
@@ -351,15 +390,15 @@ def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
     return values if values.dtype == plan.half else values.to(plan.half)
 
 
-def _half(weight: Tensor, plan: GemmPlan) -> Tensor:
-    return weight.dequantize(plan.half) if isinstance(weight, QuantizedTensor) else weight.to(plan.half)
-
-
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
+    backend, operand = plan.backend, plan.operand("weight")
     if isinstance(weight, Fp8Weight):
-        return plan.backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
-    operand, values = plan.operand("weight"), stored_data(weight)
-    return plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=False)
+        w8 = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
+    else:
+        w8 = backend.quantize(stored_data(weight), operand, rowwise=rowwise, columnwise=columnwise, record=False)
+    if plan.observers.quantized:
+        plan.announce("weight", weight, w8)
+    return w8
 
 
 def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:

@@ -47,9 +47,11 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
     Attributes:
         gemm_plans: by the name of the weight; a projection without one is computed in half precision.
+        half_plans: announce the operands of the other projections, by the name of the weight.
     """
 
     gemm_plans: dict[str, GemmPlan]
+    half_plans: dict[str, GemmPlan]
 
     def forward(
         self,
@@ -119,7 +121,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
         if plan is None:
-            return half_linear(x, weight, bias, rows)
+            return half_linear(x, weight, bias, rows, self.half_plans.get(name))
         return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

@@ -98,7 +98,7 @@ def build(
         frees_weights=sharding is not None and sharding.frees_weights,
         observers=observers,
     )  # fmt: skip
-    weights = _weights(options, kind, sharding, computation, amaxes, reads_as)
+    weights = _weights(options, kind, sharding, computation, amaxes, reads_as, observers)
     first, second = row.optimizer_states
     formats = StateFormats(
         first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def build(
     states = OptimizerStates()
     if kind == "low_bit" or row.optimizer_states != ("fp32", "fp32"):
         states = LowBitOptimizerStates(formats, low.gradient_release)
-    gradients = _gradients(row, weights, states)
+    gradients = _gradients(row, weights, states, observers)
     wire = partial(_wire, row, weights)
     share = partial(amaxes.share, of_weights=sharding is not None)
     comm: Averaging
@@ -176,6 +176,7 @@ def _weights(
     computation: Computation,
     amaxes: AmaxState,
     reads_as: torch.dtype,
+    observers: Observers,
 ) -> WeightStore:
     row, recipe = options.level, options.recipe
     in_fp8 = row.weight == "fp8" or (recipe is not None and recipe.fp8_params)
@@ -197,24 +198,24 @@ def _weights(
         names,
         margin,
         DTYPES[row.weight_grad] if kind == "masters" else None,
-        partial(reduce_amax, group=sharding.world),
+        partial(reduce_amax, group=sharding.world, observers=observers),
         amaxes.restart,
         whole.check,
     )
 
 
-def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerStates) -> Column:
+def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerStates, observers: Observers) -> Column:
     if row.weight_grad != "fp8":
         return Column()
     if isinstance(weights, ShardedWeights):
-        gradients = Fp8Gradients(detached=True)
+        gradients = Fp8Gradients(detached=True, observers=observers)
         assert gradients.detached_grads is not None
         weights.detached_grads = gradients.detached_grads
         weights.when_gathered.append(lambda params: gradients.cover(p for p in params if weights.is_matrix(p)))
         return gradients
     if not isinstance(states, LowBitOptimizerStates) or not states.releases:
-        return Fp8Gradients(params=weakly(weights.matrices))
-    return Fp8Gradients(weakly(states.step_at_once), params=weakly(weights.params))
+        return Fp8Gradients(params=weakly(weights.matrices), observers=observers)
+    return Fp8Gradients(weakly(states.step_at_once), params=weakly(weights.params), observers=observers)
 
 
 def _wire(row: PrecisionLevel, weights: WeightStore, param: Tensor) -> torch.dtype:

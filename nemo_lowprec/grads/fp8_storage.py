@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.column import Column
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
 __all__ = ["Fp8Gradients", "is_released"]
@@ -32,10 +33,10 @@ class Fp8Gradients(Column):
         release: steps a parameter and drops its gradient, called as soon as the gradient is stored.
         detached: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
         params: the parameters that are covered by now; called before each backward pass. Hooks of parameters hold it.
+        observers: each gradient is announced to them when it is stored.
 
     Attributes:
         detached_grads: gradients that are not left on their parameters, by the parameters' ids; None where they are.
-        watch: called with each parameter whose gradient was detached, before anyone takes it from there.
         overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
@@ -44,10 +45,10 @@ class Fp8Gradients(Column):
         release: Callable[[Tensor], None] | None = None,
         detached: bool = False,
         params: Callable[[], Iterable[Tensor] | None] = tuple,
+        observers: Observers = NOBODY,
     ) -> None:
-        self.release, self._params = release, params
+        self.release, self._params, self._observers = release, params, observers
         self.detached_grads: dict[int, GradientTensor] | None = {} if detached else None
-        self.watch: Callable[[Tensor], None] | None = None
         self.overflowed: Callable[[Tensor], Tensor | None] | None = None
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
@@ -75,8 +76,8 @@ class Fp8Gradients(Column):
                 self.detached_grads[id(param)].accumulate_(grad)
             else:
                 self.detached_grads[id(param)] = GradientTensor.from_float(grad)
-            if self.watch is not None:
-                self.watch(param)
+            for see in self._observers.gradient:
+                see(param, self.detached_grads[id(param)])
             return
         if grad is not None and grad.requires_grad and torch.is_grad_enabled():
             # Of backward(create_graph=True): what is computed from it reaches the weights through its own graph.
@@ -89,6 +90,9 @@ class Fp8Gradients(Column):
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
             param.grad = stored = GradientTensor.from_float(grad)
             stored.overflowed = self.overflowed
+        if isinstance(param.grad, GradientTensor):
+            for see in self._observers.gradient:
+                see(param, param.grad)
         if self.release is not None:
             self.release(param)
 

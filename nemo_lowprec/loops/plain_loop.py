@@ -159,7 +159,9 @@ class AveragesGradients:
         if len(key) == count:
             return whole
         if key not in self._of_parts:
-            self._of_parts[key] = GradientReducer(params, whole.group, self._engine.columns.comm.wire)
+            self._of_parts[key] = GradientReducer(
+                params, whole.group, self._engine.columns.comm.wire, observers=self._engine.observers
+            )
         return self._of_parts[key]
 
 

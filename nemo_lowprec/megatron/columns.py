@@ -55,5 +55,5 @@ def convert(module: nn.Module, settings: MegatronSettings, device: torch.device,
         if param.is_leaf and param.requires_grad:
             param.grad_dtype = torch.float32
     computation.settle()
-    amaxes.share(partial(reduce_amax, group=dist.group.WORLD))
+    amaxes.share(partial(reduce_amax, group=dist.group.WORLD, observers=observers))
     return around(computation)

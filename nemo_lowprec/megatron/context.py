@@ -9,8 +9,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_lowprec.comm.agree import bookkeeping
-
 __all__ = ["over_context", "part_of_sequence", "zigzag"]
 
 
@@ -45,6 +43,5 @@ def over_context(count: Tensor) -> Tensor:
     if parallel_state.get_context_parallel_world_size() == 1:
         return count
     whole = count.clone()
-    with bookkeeping():
-        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+    dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
     return whole

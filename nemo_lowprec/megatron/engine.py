@@ -84,9 +84,9 @@ class MegatronEngine:
 
     def __init__(self, settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> None:
         self.settings, self.layout, self.overlaps = settings, layout, dict(overlaps)
+        self.observers = Observers()
         self.chunks: list[Any] = []
         self.is_pipelined = True
-        self.observers = Observers()
         self.columns = columns.of_built_chunks(settings, self.chunks)
         scaling = settings.options.loss_scale
         self.guard = Step(self.columns, LossScale(scaling) if scaling is not None else None, self.observers)

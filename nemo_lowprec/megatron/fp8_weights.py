@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_lowprec.comm import reduce_amax
 from nemo_lowprec.formats import E4M3, compute_scale
+from nemo_lowprec.observers import NOBODY, Observers
 
 __all__ = ["write_fp8_weights"]
 
@@ -29,8 +30,9 @@ class _MasterShard(NamedTuple):
 
 @torch.no_grad()
 def write_fp8_weights(
-    weights: Sequence[Any], mains: Sequence[Tensor | None], starts: Sequence[int | None], group: dist.ProcessGroup
-) -> None:
+    weights: Sequence[Any], mains: Sequence[Tensor | None], starts: Sequence[int | None], group: dist.ProcessGroup,
+    observers: Observers = NOBODY,
+) -> None:  # fmt: skip
     """Cast parts of masters into FP8 weights, by way of the weights' half format as Transformer Engine does.
 
     With delayed scaling the scales are those of earlier amaxes, and the amax is noted for the next ones; with current
@@ -42,6 +44,7 @@ def write_fp8_weights(
         mains: parts of their masters, [n]; None where other processes step all of a weight.
         starts: the parts' places in the flattened weights.
         group: the processes that have the other parts.
+        observers: the amaxes that are sent are announced to them.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
@@ -62,32 +65,32 @@ def write_fp8_weights(
         if hasattr(part.weight, "clear_high_precision_init_val"):
             part.weight.clear_high_precision_init_val()  # which masters have started from
     if delayed:
-        _write_delayed(delayed, group)
+        _write_delayed(delayed, group, observers)
     if current:
-        _write_current(current, group)
+        _write_current(current, group, observers)
     if others:
         quantize_param_shard(*map(list, zip(*others, strict=True)), group)
 
 
-def _write_delayed(parts: Sequence[_MasterShard], group: dist.ProcessGroup) -> None:
+def _write_delayed(parts: Sequence[_MasterShard], group: dist.ProcessGroup, observers: Observers) -> None:
     quantizers = [part.weight._get_quantizer() for part in parts]
     for part, quantizer in zip(parts, quantizers, strict=True):
         _cast(part, quantizer.scale, quantizer.amax)
     amaxes = [quantizer.amax.view(1) for quantizer in quantizers]
     amax = torch.cat(amaxes)
-    reduce_amax(amax, group)
+    reduce_amax(amax, group, observers)
     torch._foreach_copy_(amaxes, list(amax.split(1)))
     _set_scale_inv(parts, torch.cat([quantizer.scale.view(1) for quantizer in quantizers]))
 
 
-def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup) -> None:
+def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup, observers: Observers) -> None:
     mine = [part.main for part in parts if part.main is not None]
     norms = iter(torch._foreach_norm(mine, float("inf")) if mine else ())
     none = torch.zeros((), device=parts[0].weight.device)
     # Rounding to half keeps order: the amax of the rounded values is the rounded amax.
     amaxes = [none if part.main is None else next(norms).to(part.weight.dtype).float() for part in parts]
     amax = torch.stack(amaxes)
-    reduce_amax(amax, group)
+    reduce_amax(amax, group, observers)
     scales = compute_scale(amax, E4M3.max)
     unread = torch.empty(0)
     for part, scale in zip(parts, scales.split(1), strict=True):

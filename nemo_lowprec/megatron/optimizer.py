@@ -27,6 +27,7 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.optim import StateFormats, adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
 from nemo_lowprec.tensors import GradientTensor
@@ -87,6 +88,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     """
 
     _settings: MegatronSettings
+    observers: Observers = NOBODY
 
     @torch.no_grad()
     def __init__(
@@ -266,7 +268,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     def _copy_main_params_to_model_params(self) -> None:
         if self._settings.fp8_weights:
             fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
-            write_fp8_weights(fp8, mains, starts, self.data_parallel_group)
+            write_fp8_weights(fp8, mains, starts, self.data_parallel_group, self.observers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the parts' gradients; those of the buffers are the model chunks' to zero."""

@@ -71,6 +71,8 @@ class Stepper:
                     dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
                 )
             )  # fmt: skip
+        for part in self.parts:
+            part.observers = guard.observers
 
     @torch.no_grad()
     def step(self) -> bool:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from nemo_lowprec.comm.agree import bookkeeping
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.plugins.replaced import replace_attribute
 
@@ -87,8 +86,7 @@ class StopTogether:
         if device.type == "cuda" and self._act(evaluates):
             return
         flag = torch.full((), wanted, device=device)
-        with bookkeeping():
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._answers[evaluates] = FoundInf(flag)
         if device.type != "cuda":
             self._act(evaluates)

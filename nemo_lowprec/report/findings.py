@@ -1,4 +1,4 @@
-"""What an audit comes to: declared beside observed, column by column."""
+"""The findings of an audit: for each column, the format that a level declares beside the format that was found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.report.tensor_storage import Bytes
 
 __all__ = ["AuditReport", "Finding"]
 
@@ -25,16 +26,13 @@ _AT = {
 
 @dataclass
 class Finding:
-    """One column: what the level declares and what was found.
+    """One column of one part of a model: what the level declares and what was found.
 
     Attributes:
         column: title as in the chart.
-        part: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, ``vectors`` (fewer
-            than two dimensions) at a level that keeps these apart, and ``kept FP32``, what torch computes with in FP32
-            only (batch norms, parametrizations; at the MS-AMP levels RNNs). For gradients on the wire, ``matrices`` and
-            ``vectors``, or ``all``.
+        part: the name of a ``ModelPart``. For gradients on the wire ``matrices`` and ``vectors``, or ``all``.
         declared, observed: formats, ``+`` between several, ``–`` for none.
-        bytes_per_param: bytes found over the parameters of this part; None where nothing is stored. On the wire, bytes
+        bytes_per_param: bytes found over the elements of this part; None where nothing is stored. On the wire, bytes
             that each process sends in a step.
     """
 
@@ -55,7 +53,10 @@ class AuditReport:
     """All columns of one level.
 
     Attributes:
-        places: where the columns were looked at, for those that were not looked at as ever.
+        level: the row.
+        findings: by column and part, in the order in which they are printed.
+        total_bytes: of all parts, by column; and of what no column of the chart has.
+        places: the point of the step at which a column was read, for columns that were not read where ``_AT`` says.
     """
 
     level: PrecisionLevel
@@ -63,16 +64,19 @@ class AuditReport:
     total_bytes: dict[str, int] = field(default_factory=dict)
     places: Mapping[str, str] = field(default_factory=dict)
 
+    def add(self, column: str, part: str, declared: str | None, found: Bytes, over: int) -> None:
+        """Add what a column stores of a part; no finding where this process has no elements (``over``) of the part."""
+        if over:
+            self.findings.append(Finding(column, part, declared or "–", found.formats, found.per_param(over)))
+        self.total_bytes[column] = self.total_bytes.get(column, 0) + found.total
+
     @property
     def agrees(self) -> bool:
         """Whether every column is what the chart says."""
         return bool(self.findings) and all(f.agrees for f in self.findings)
 
     def table(self) -> Group:
-        """The report for people: what was declared and found; then where it was looked at, with all bytes of a column.
-
-        It fits 80 columns.
-        """
+        """The report for people, in 80 columns: the findings; then where and how large each column was found."""
         found = Table(title=f"Audit of {self.level.name}", title_justify="left", box=SIMPLE_HEAD)
         for title in ("Column", "Of", "Declared", "Found"):
             found.add_column(title)

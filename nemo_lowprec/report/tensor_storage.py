@@ -27,25 +27,23 @@ def format_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor.
+    """The storage of one tensor, or the contents of one message.
 
     Attributes:
         format: as in the chart.
-        bytes: of what is stored, scales and exponents included; of a sharded tensor, this process's part.
-        elements: number of them.
+        bytes: of the stored elements, scales and exponents; of a sharded tensor, those of this process's shard.
     """
 
     format: str
     bytes: int
-    elements: int
 
 
 def as_stored(tensor: Any) -> Stored:
-    """What ``tensor`` is stored as."""
+    """The format and bytes that ``tensor`` is stored in."""
     local: Tensor = local_shard(tensor)
     if isinstance(local, QuantizedTensor):
-        return Stored(format_of(local.parts()[0].dtype), local.stored_bytes(), local.numel())
-    return Stored(format_of(local.dtype), local.nbytes, local.numel())
+        return Stored(format_of(local.parts()[0].dtype), local.stored_bytes())
+    return Stored(format_of(local.dtype), local.nbytes)
 
 
 class Bytes:

@@ -1,4 +1,4 @@
-"""What is sent: every call that reaches a process group, from Python or from C++ (torch's DDP), and copies to peers."""
+"""Messages of a process: each call that reaches a process group, from Python or C++, and copies between GPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nemo_lowprec.comm.agree import is_bookkeeping
-from nemo_lowprec.comm.exchange import watchers
+from nemo_lowprec.observers import NOBODY, Observer, Observers
 
 __all__ = ["Sent", "Traffic", "sent_bytes"]
 
@@ -43,7 +42,7 @@ _SHARE: dict[str, Callable[[int], float]] = {
     "broadcast": lambda world: 1,
     "send": lambda world: 1,  # from one process to another
 }
-# Kind, and which argument holds what a process puts in.
+# By operator: the kind, and the index of the argument with the tensors that a process puts in.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -64,46 +63,55 @@ def sent_bytes(kind: str, size: int, world: int) -> int:
     return round(size * _SHARE[kind](world))
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(TorchDispatchMode, Observer):
     """Context in which ``sent`` fills with the collectives of this process, those of its backward passes included.
-
-    Amaxes and flags are left out.
 
     Args:
         ignored: tensors that do not count.
+        observers: of the engine: the amaxes and flags that it announces do not count, copies between GPUs do.
     """
 
-    def __init__(self, ignored: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+    def __init__(
+        self, ignored: Callable[[Tensor], bool] = lambda tensor: False, observers: Observers = NOBODY
+    ) -> None:  # fmt: skip
         super().__init__()
         self.sent: list[Sent] = []
-        self._ignored = ignored
+        self._ignored, self._observers = ignored, observers
+        self._left_out: int | None = None  # the storage of the amaxes or flags that are sent next
 
     def __enter__(self) -> Traffic:
-        watchers.append(self._note_peers)
         super().__enter__()
+        if self._observers is not NOBODY:
+            self._observers.add(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        watchers.remove(self._note_peers)
+        self._observers.remove(self)
         super().__exit__(*exc_info)
 
-    def _note_peers(self, kind: str, size: int) -> None:
-        self.sent.append(Sent(kind, torch.uint8, size))
+    def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
+        self._left_out = _storage(tensor) if purpose in ("amax", "flag") else None
+        if bytes:
+            self.sent.append(Sent(kind, tensor.dtype, bytes))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "c10d" and name in _KINDS and not is_bookkeeping():
+        if namespace == "c10d" and name in _KINDS:
             self._note(name, args)
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str, args: Any) -> None:
         kind, position = _KINDS[name]
         group = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None)
-        world = group.size()
+        world, left_out, self._left_out = group.size(), self._left_out, None
         for tensor in tree_leaves(args[position]):
-            if world > 1 and not self._ignored(tensor):
+            if world > 1 and _storage(tensor) != left_out and not self._ignored(tensor):
                 size = tensor.numel() * tensor.element_size()
                 self.sent.append(Sent(kind, tensor.dtype, sent_bytes(kind, size, world), group.group_name))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _as_group(box: Any) -> dist.ProcessGroup | None:

@@ -155,9 +155,9 @@ def in_exchange(reducer: Any) -> list[Any]:
     """Buffers of the buckets that are under way."""
     found = []
     for bucket in reducer._buckets if reducer is not None else []:
-        slots = [getattr(bucket, "slot", None), getattr(getattr(bucket, "_replicas", None), "_slot", None)]
-        for slot in slots:
-            found += [getattr(slot, n, None) for n in ("_sent", "_received", "_mean", "_gathered")]
+        exchanges = [getattr(bucket, "buffers", None), getattr(getattr(bucket, "_replicas", None), "_buffers", None)]
+        for buffers in exchanges:
+            found += [getattr(buffers, n, None) for n in ("_sent", "_received", "_mean", "_gathered")]
         found += [getattr(bucket, "_flat", None), getattr(bucket, "_mean", None)]
     return found
 
@@ -183,7 +183,7 @@ class Measure(Callback):
         if trainer.global_step == 1 and self._most is None:
             engine = trainer.precision_plugin.engine
             self._most = Most(module, engine, self._flat)
-            self._traffic = Traffic(lambda t: is_bookkeeping(t, engine))
+            self._traffic = Traffic(lambda t: is_bookkeeping(t, engine), engine.observers)
             self._traffic.__enter__()
             self._most.__enter__()
 

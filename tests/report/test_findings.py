@@ -5,9 +5,9 @@ from io import StringIO
 from rich.console import Console
 
 from nemo_lowprec.chart import CHART
-from nemo_lowprec.report.audit import _AT_SHARDED
+from nemo_lowprec.report.engine_look import ShardedLook
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.megatron_audit import _PLACES
+from nemo_lowprec.report.megatron_look import MegatronLook
 
 
 def lines_of(report):
@@ -19,7 +19,7 @@ def lines_of(report):
 def test_the_longest_rows_fit_80_columns_with_whole_words():
     columns = ["Computation (GEMM)", "Comm", "Weight", "Master weight", "Weight gradient", "Optimizer states"]
     totals = dict.fromkeys([*columns[1:], "Comm, gathered weights", "DDP's buckets, beside the gradients"], 2**45)
-    for places in ({}, _AT_SHARDED, _PLACES):
+    for places in ({}, ShardedLook.places, MegatronLook.places):
         findings = [Finding(column, "kept FP32", "fp16+fp8", "fp16+fp8", 12.345) for column in columns]
         findings.append(Finding("Comm", "converted", "fp8", "fp32", None))
         lines = lines_of(AuditReport(CHART["bf16_with_fp8_mixed"], findings, totals, places))

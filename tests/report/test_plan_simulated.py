@@ -112,7 +112,7 @@ def two_steps(case, layers, options):
     engine, optimizer = settled(case, model, mesh, options.get("reshard_after_forward", True))
     for _ in range(2):
         optimizer.zero_grad()
-        traffic = Traffic(lambda tensor: is_bookkeeping(tensor, engine))
+        traffic = Traffic(lambda tensor: is_bookkeeping(tensor, engine), engine.observers)
         with Flat() as flat, Most(model, engine, flat) as most, traffic:
             with engine.forward_context():
                 loss = model(torch.zeros(1, 8, dtype=torch.int64)).float().sum()

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
-from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.layout import Layout, check_count
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
 from nemo_lowprec.report.plan.tracing import Traced, fake, trace
@@ -31,11 +31,11 @@ _TRACED = 3  # equal blocks that are traced
 
 @dataclass(frozen=True)
 class Sample:
-    """What a micro-batch is.
+    """One micro-batch.
 
     Attributes:
-        micro_batch_size, seq_length: of a language model of this package.
-        batch: an example, as ``training_step`` takes it, or the arguments of a plain module.
+        micro_batch_size, seq_length: sequences, and tokens of each, for a language model of this package.
+        batch: an example for any other model: what ``training_step`` takes, or the arguments of a plain module.
     """
 
     micro_batch_size: int | None = None
@@ -45,8 +45,8 @@ class Sample:
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "seq_length"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+            if value is not None:
+                check_count(name, value)
         if (self.micro_batch_size is None) != (self.seq_length is None):
             raise ValueError("micro_batch_size and seq_length go together: give both, or neither.")
         if self.batch is not None and self.seq_length is not None:
@@ -171,9 +171,6 @@ def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] |
     return of_example
 
 
-# transformers' own switch, which it has renamed, and warns of the old name
-
-
 def _recomputes(model: nn.Module) -> bool | None:
     inner = getattr(model, "model", None)
     if not getattr(inner, "supports_gradient_checkpointing", False):
@@ -185,6 +182,7 @@ def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
     inner: Any = model.model
     if recomputes == _recomputes(model):
         return
+    # transformers has renamed its switch, and warns of the old name.
     which = "enable" if recomputes else "disable"
     new = getattr(inner, f"activation_checkpointing_{which}", None)
     switch = new or getattr(inner, f"gradient_checkpointing_{which}")

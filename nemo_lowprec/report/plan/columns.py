@@ -3,77 +3,83 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.optim.storage import StateFormats, zeros
+from nemo_lowprec.report.parts import STATES
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
-__all__ = ["AFTER_BACKWARD", "AFTER_FORWARD", "AT_MOST", "KEPT", "Beside", "Holdings", "PlannedColumn"]
+__all__ = [
+    "AFTER_FORWARD", "AT_MOST", "KEPT", "OF_CHART", "Beside", "PlannedColumn", "columns_of_chart",
+]  # fmt: skip
 
 When = Literal["kept", "after forward", "after backward", "at most"]
 KEPT: When = "kept"
 AFTER_FORWARD: When = "after forward"
 AFTER_BACKWARD: When = "after backward"
 AT_MOST: When = "at most"
+OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedColumn:
-    """One column.
+    """One column, which adds up what a process (the one with the largest shards) holds.
 
     Attributes:
-        name: as in the chart, or what is there beside.
+        name: as in the chart, or of what is held beside the chart's columns.
         when: ``kept`` for all of training, there ``after forward`` until backward, or ``after backward`` until the
             step, or ``at most`` at a time.
-        formats: of what is stored, ``+`` between several, ``–`` for nothing.
-        parts: bytes of each process (of the largest, where shards differ) for ``converted``, ``rest`` and ``vectors``;
-            ``all`` for what belongs to no part.
+        parts: bytes by the name of a ``ModelPart``; ``all`` for what belongs to no part.
+        found: formats of what was added.
     """
 
     name: str
     when: When
-    formats: str
-    parts: Mapping[str, int]
+    parts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    found: set[str] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
         """Of all parts."""
         return sum(self.parts.values())
 
-
-@dataclass
-class Holdings:
-    """Adds up what one column holds.
-
-    Attributes:
-        parts: bytes by part.
-        formats: of what was added.
-    """
-
-    parts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    formats: set[str] = field(default_factory=set)
+    @property
+    def formats(self) -> str:
+        """``+`` between several, ``–`` for nothing."""
+        return "+".join(sorted(self.found)) or "–"
 
     def add(self, part: str, tensor: Tensor | None) -> None:
-        """Add a tensor with all that it stores."""
-        if tensor is None or not tensor.numel():
-            return
-        stored = as_stored(tensor)
-        self.formats.add(stored.format)
-        self.parts[part] += stored.bytes
+        """Add the storage of a tensor."""
+        if tensor is not None and tensor.numel():
+            stored = as_stored(tensor)
+            self.found.add(stored.format)
+            self.parts[part] += stored.bytes
 
     def add_bytes(self, part: str, dtype: torch.dtype, size: int) -> None:
-        """Add so many bytes of a dtype."""
+        """Add ``size`` bytes of a dtype."""
         if size:
-            self.formats.add(format_of(dtype))
+            self.found.add(format_of(dtype))
             self.parts[part] += size
 
-    def column(self, name: str, when: When) -> PlannedColumn:
-        """What was added."""
-        return PlannedColumn(name, when, "+".join(sorted(self.formats)) or "–", dict(self.parts))
+    def add_states(self, part: str, param: Tensor, shard: Tensor, level: PrecisionLevel) -> None:
+        """Add Adam's moments of ``param``, of which this process has ``shard``."""
+        formats = StateFormats(*level.optimizer_states)  # type: ignore[arg-type]
+        for name in STATES:
+            self.add(part, zeros(shard, formats.of(name, param)))
+
+
+def columns_of_chart() -> tuple[PlannedColumn, PlannedColumn, PlannedColumn, PlannedColumn]:
+    """Empty columns Weight, Master weight, Weight gradient and Optimizer states."""
+    weights, masters, gradients, states = OF_CHART
+    return (
+        PlannedColumn(weights, KEPT), PlannedColumn(masters, KEPT), PlannedColumn(gradients, AFTER_BACKWARD),
+        PlannedColumn(states, KEPT),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

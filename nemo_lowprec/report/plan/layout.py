@@ -1,23 +1,36 @@
-"""How a model lies on the processes that train it: what a plan is asked for."""
+"""The processes of a plan, and how a strategy spreads a model over them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["STRATEGIES", "Layout"]
+from nemo_lowprec.megatron import ParallelLayout
 
+__all__ = ["MEGATRON", "STRATEGIES", "Layout", "check_count"]
+
+MEGATRON = "lowprec_megatron"
+_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "expert",
+    "sequence_parallel": "sequence_parallel",
+}
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single_device": (),
     "ddp": ("bucket_cap_mb",),
     "lowprec_ddp": ("bucket_cap_mb",),
     "lowprec_sharded": ("reshard_after_forward", "shard_size"),
-    "lowprec_megatron": (
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-        "context_parallel_size", "expert_model_parallel_size", "sequence_parallel", "overlap_grad_reduce",
-        "bucket_size",
-    ),
-}  # fmt: skip
+    MEGATRON: (*_SIZES, "overlap_grad_reduce", "bucket_size"),
+}
+
+
+def check_count(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,9 @@ class Layout:
         reshard_after_forward: whether ``lowprec_sharded`` frees gathered weights between forward and backward.
         shard_size: processes that hold one copy of the model among them; None for all.
         bucket_cap_mb: size of a bucket of gradients, MiB; None for the default.
+        sizes: Megatron-core's parallel sizes.
+        overlap_grad_reduce: whether Megatron-core reduces gradients in buckets.
+        bucket_size: parameters of a bucket of Megatron-core's; None for Megatron-core's choice.
     """
 
     nodes: int
@@ -42,12 +58,13 @@ class Layout:
     reshard_after_forward: bool = True
     shard_size: int | None = None
     bucket_cap_mb: float | None = None
+    sizes: ParallelLayout = ParallelLayout()  # noqa: RUF009
+    overlap_grad_reduce: bool = True
+    bucket_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+            check_count(name, getattr(self, name))
         if self.accelerator not in ("gpu", "cpu"):
             raise ValueError(f"accelerator={self.accelerator!r} must be 'gpu' or 'cpu'.")
         if self.strategy == "single_device" and self.world > 1:
@@ -57,14 +74,16 @@ class Layout:
             )
         if not isinstance(self.reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r} must be True or False.")
-        if self.shard_size is not None and (
-            isinstance(self.shard_size, bool) or not isinstance(self.shard_size, int) or self.shard_size < 1
-        ):
-            raise ValueError(f"shard_size={self.shard_size!r} must be an integer of at least 1.")
+        if self.shard_size is not None:
+            check_count("shard_size", self.shard_size)
         if self.world % self.shards:
             raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number.")
+        self.sizes.check_world(self.world)
+        self.sizes.check_micro_batches(self.micro_batches, "A step")
+        if self.sizes.expert > 1:
+            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
 
     @classmethod
     def of(cls, nodes: int, gpus: int, strategy: str | None, options: dict[str, Any], **rest: Any) -> Layout:
@@ -82,7 +101,9 @@ class Layout:
             if name not in STRATEGIES[strategy]:
                 known = ", ".join(STRATEGIES[strategy]) or "no options"
                 raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
-        return cls(nodes, gpus, strategy, **rest, **options)
+        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
+        others = {name: value for name, value in options.items() if name not in _SIZES}
+        return cls(nodes, gpus, strategy, sizes=sizes, **rest, **others)
 
     @property
     def world(self) -> int:
@@ -97,7 +118,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """Processes that hold one copy of the model among them."""
-        return (self.shard_size or self.world) if self.is_sharded else 1
+        return (self.shard_size or self.world) if self.is_sharded else self.sizes.tensor * self.sizes.pipeline
 
     @property
     def replicas(self) -> int:
@@ -117,8 +138,12 @@ class Layout:
     def __str__(self) -> str:
         if self.strategy == "single_device":
             return "one process, single_device"
-        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
+        sizes, text = self.sizes, f"{self.nodes} × {self.gpus} processes, {self.strategy}"
         if self.is_sharded:
             text += ", ZeRO-3" if self.reshard_after_forward else ", ZeRO-2"
             text += f", {self.replicas} copies of {self.shards} shards" if self.replicas > 1 else ""
+        names = {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}
+        text += "".join(f", {name} {size}" for name, size in names.items() if size > 1)
+        text += ", sequence parallel" if sizes.sequence_parallel else ""
+        text += f", {sizes.virtual_pipeline} parts a stage" if sizes.virtual_pipeline else ""
         return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")

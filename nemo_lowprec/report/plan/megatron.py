@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -19,26 +18,18 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.megatron.settings import DTYPES
-from nemo_lowprec.optim.storage import StateFormats, zeros
+from nemo_lowprec.report.parts import CONVERTED, VECTORS
 from nemo_lowprec.report.plan.activations import Activations, Sample
-from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
-from nemo_lowprec.report.plan.layout import STRATEGIES
-from nemo_lowprec.report.plan.megatron_layers import Layers, Shape
+from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
+from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.megatron_layers import Layers
 from nemo_lowprec.report.plan.tracing import Traced
+from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 
-__all__ = ["MEGATRON", "MegatronLayout", "PlannedStage", "is_megatron", "plan_megatron"]
+__all__ = ["PlannedStage", "is_megatron", "plan_megatron"]
 
-MEGATRON = "lowprec_megatron"
-_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "sequence_parallel": "sequence_parallel",
-}
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
 
@@ -46,70 +37,6 @@ _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout
 def is_megatron(model: nn.Module) -> bool:
     """Whether Megatron-core builds ``model``."""
     return callable(getattr(model, "build_chunk", None))
-
-
-@dataclass(frozen=True)
-class MegatronLayout:
-    """Processes and Megatron-core's parallel sizes, checked.
-
-    Attributes:
-        nodes, gpus: machines, and processes of each.
-        sizes: of the groups.
-        micro_batches: of a step.
-        overlap_grad_reduce: whether gradients are reduced in buckets.
-        bucket_size: parameters of a bucket; None for Megatron-core's choice.
-    """
-
-    nodes: int
-    gpus: int
-    sizes: ParallelLayout
-    micro_batches: int = 1
-    overlap_grad_reduce: bool = True
-    bucket_size: int | None = None
-    strategy: str = MEGATRON
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "gpus", "micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
-        self.sizes.check_world(self.world)
-        self.sizes.check_micro_batches(self.micro_batches, "A step")
-        if self.sizes.expert > 1:
-            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
-
-    @classmethod
-    def of(cls, nodes: int, gpus: int, options: Mapping[str, Any], micro_batches: int) -> MegatronLayout:
-        """The layout of the strategy with its options.
-
-        Raises:
-            TypeError: an option that a plan does not know.
-        """
-        for name in options:
-            if name not in STRATEGIES[MEGATRON]:
-                known = ", ".join(STRATEGIES[MEGATRON])
-                raise TypeError(f"{MEGATRON} has no option {name!r} that a plan knows. It takes: {known}.")
-        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
-        return cls(nodes, gpus, sizes, micro_batches, **{n: v for n, v in options.items() if n not in _SIZES})
-
-    @property
-    def world(self) -> int:
-        """All processes."""
-        return self.nodes * self.gpus
-
-    @property
-    def replicas(self) -> int:
-        """Processes that the optimizer's shards are cut over."""
-        return self.world // (self.sizes.tensor * self.sizes.pipeline)
-
-    def __str__(self) -> str:
-        s = self.sizes
-        text = f"{self.nodes} × {self.gpus} processes, {self.strategy}"
-        names = {"TP": s.tensor, "PP": s.pipeline, "CP": s.context}
-        text += "".join(f", {name} {size}" for name, size in names.items() if size > 1)
-        text += ", sequence parallel" if s.sequence_parallel else ""
-        text += f", {s.virtual_pipeline} parts a stage" if s.virtual_pipeline else ""
-        return text + (f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -130,7 +57,7 @@ class PlannedStage:
 
 
 def plan_megatron(
-    model: Any, settings: MegatronSettings, layout: MegatronLayout, sample: Sample
+    model: Any, settings: MegatronSettings, layout: Layout, sample: Sample
 ) -> tuple[list[PlannedStage], int]:
     """The stages of a plan, and the parameters of the whole model.
 
@@ -169,7 +96,7 @@ def plan_megatron(
     tied = architecture.gpt["share_embeddings_and_output_weights"]
     layers = Layers(architecture.transformer, architecture.gpt["vocab_size"], tied, settings, sizes, rows)
     alone = Layers(architecture.transformer, layers.vocab, tied, settings, ParallelLayout(), 0)
-    count = sum(prod(shape.size) for shape in alone.of_stage(0))
+    count = alone.of_stage(0).total()
     stages = sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))
     return [_stage(layers, layout, own, stage) for stage in stages], count
 
@@ -189,18 +116,17 @@ def _check_fields(own: Mapping[str, Any]) -> None:
         )
 
 
-def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int) -> PlannedStage:
+def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -> PlannedStage:
     settings, cut = layers.settings, layout.replicas
-    shapes = layers.of_stage(stage)
-    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
-    first, second = settings.level.optimizer_states
-    formats = StateFormats(first, second)  # type: ignore[arg-type]
+    counts = layers.of_stage(stage)
+    weights, masters, gradients, states = columns_of_chart()
+    copies, buffers = PlannedColumn("Weights for GEMMs", KEPT), PlannedColumn("Communication buffers", AT_MOST)
     sent: list[Message] = []
     in_buckets = 0
-    for part, count in _counts(shapes).items():
-        is_matrix = part != "vectors"
+    for part, count in counts.items():
+        is_matrix = part != VECTORS
         dtype = settings.matrices if is_matrix else settings.vectors
-        if settings.fp8_weights and part == "converted":
+        if settings.fp8_weights and part == CONVERTED:
             dtype = torch.float8_e4m3fn
         weights.add_bytes(part, dtype, count * dtype.itemsize)
         gradient = _gradient(count, dtype, settings, is_matrix)
@@ -209,39 +135,21 @@ def _stage(layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage
         if is_matrix:
             mark_part_of_matrix(shard)
         masters.add(part, _master(shard, dtype, settings))
-        for name in ("exp_avg", "exp_avg_sq"):
-            states.add(part, zeros(shard, formats.of(name, shard)))
+        states.add_states(part, shard, shard, settings.level)
         if cut > 1:
-            fp8 = isinstance(gradient, GradientTensor)
-            size = gradient.stored_bytes() if isinstance(gradient, GradientTensor) else gradient.nbytes
+            fp8, size = isinstance(gradient, GradientTensor), as_stored(gradient).bytes
             in_buckets += size if fp8 else 0
             kind = torch.float8_e4m3fn if fp8 else gradient.dtype
             sent.append(Message("all_to_all" if fp8 else "reduce_scatter", kind, size, cut))
             sent.append(Message("all_gather", dtype, shard.numel() * dtype.itemsize, cut))
-    copies = Holdings()
     half = torch.float8_e4m3fn if layers.low else DTYPES[settings.level.autocast]
-    copies.add_bytes("converted", half, round(layers.weight_copies(_counts(shapes).get("converted", 0))))
-    buffers = Holdings()
-    matrices = sum(n for part, n in _counts(shapes).items() if part != "vectors")
+    copies.add_bytes(CONVERTED, half, round(layers.weight_copies(counts[CONVERTED])))
+    matrices = counts.total() - counts[VECTORS]
     buffers.add_bytes("all", torch.float8_e4m3fn, _under_way(in_buckets, matrices, layout))
-    columns = [
-        weights.column("Weight", KEPT),
-        copies.column("Weights for GEMMs", KEPT),
-        masters.column("Master weight", KEPT),
-        gradients.column("Weight gradient", AFTER_BACKWARD),
-        states.column("Optimizer states", KEPT),
-        buffers.column("Communication buffers", AT_MOST),
-    ]
+    columns = [weights, copies, masters, gradients, states, buffers]
     messages = {**({"DP": sent} if sent else {}), **layers.messages(stage, layout.micro_batches, own)}
-    beside = Beside(0, 0, sum(buffers.parts.values()))
+    beside = Beside(0, 0, buffers.bytes)
     return PlannedStage(stage, columns, messages, beside, _activations(layers, layout, own, stage))
-
-
-def _counts(shapes: list[Shape]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for shape in shapes:
-        found[shape.part] = found.get(shape.part, 0) + prod(shape.size)
-    return found
 
 
 def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_matrix: bool) -> Tensor:
@@ -262,7 +170,7 @@ def _master(shard: Tensor, dtype: torch.dtype, settings: MegatronSettings) -> Te
     return shard
 
 
-def _under_way(gradients: int, parameters: int, layout: MegatronLayout) -> int:
+def _under_way(gradients: int, parameters: int, layout: Layout) -> int:
     """Bytes of the messages of the FP8 buckets that are exchanged: sent, received, and their mean."""
     if not gradients:
         return 0
@@ -272,7 +180,7 @@ def _under_way(gradients: int, parameters: int, layout: MegatronLayout) -> int:
 
 
 def _activations(
-    layers: Layers, layout: MegatronLayout, own: Mapping[str, Any], stage: int
+    layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int
 ) -> Activations | None:  # fmt: skip
     if not layers.rows:
         return None
@@ -284,7 +192,7 @@ def _activations(
     )  # fmt: skip
 
 
-def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any], stage: int) -> Traced:
+def _traced(layers: Layers, layout: Layout, recompute: Mapping[str, Any], stage: int) -> Traced:
     parts = layout.sizes.virtual_pipeline or 1
     of_one, again = layers.kept(recompute, layers.layers // parts)
     kept = of_one * _in_flight(layout, stage)
@@ -292,16 +200,12 @@ def _traced(layers: Layers, layout: MegatronLayout, recompute: Mapping[str, Any]
     loss = layers.loss() if is_last else 0
     at_loss = kept + loss + (layers.beside_loss() if is_last else 0)
     in_layer = kept + again + layers.beside_layer()
-    names = {_name(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
+    names = {format_of(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
     names.add(layers.settings.level.autocast)
-    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), "+".join(sorted(names)))
+    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), names)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, known in DTYPES.items() if known == dtype)
-
-
-def _in_flight(layout: MegatronLayout, stage: int) -> int:
+def _in_flight(layout: Layout, stage: int) -> int:
     """Micro-batches, or parts of them, whose activations a stage holds: of the 1F1B schedule, plain or interleaved."""
     stages, parts = layout.sizes.pipeline, layout.sizes.virtual_pipeline
     if parts is None:

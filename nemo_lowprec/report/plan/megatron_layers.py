@@ -7,6 +7,7 @@ No machine without a GPU can run these layers, so that their sizes are written d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +17,11 @@ import torch
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
+from nemo_lowprec.report.parts import CONVERTED, REST, VECTORS
 
-__all__ = ["Layers", "Shape"]
+__all__ = ["Layers"]
 
-_FP32 = 4
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One parameter of this process's part.
-
-    Attributes:
-        part: ``converted`` (of the layers' GEMMs), ``rest`` or ``vectors``.
-        size: its shape.
-    """
-
-    part: str
-    size: tuple[int, ...]
+_FP32, _HALF = 4, 2  # bytes of an element; results of GEMMs are in half precision
 
 
 @dataclass(frozen=True)
@@ -57,62 +46,40 @@ class Layers:
 
     # Parameters
 
-    def of_layer(self) -> list[Shape]:
-        """The parameters of one layer."""
-        m, tp = self.model, self.sizes.tensor
-        h, ffn = m["hidden_size"], m["ffn_hidden_size"] // tp
+    def of_layer(self) -> Counter[str]:
+        """Parameters of one layer, by the name of their ``ModelPart``."""
+        m, h, ffn = self.model, self.model["hidden_size"], self.model["ffn_hidden_size"] // self.sizes.tensor
         qkv = self._queries + 2 * self._keys
-        shapes = [
-            Shape("vectors", (h,)), Shape("converted", (qkv, h)), Shape("converted", (h, self._queries)),
-            Shape("vectors", (h,)), Shape("converted", (2 * ffn, h)), Shape("converted", (h, ffn)),
-        ]  # fmt: skip
-        if m["add_qkv_bias"]:
-            shapes.append(Shape("vectors", (qkv,)))
-        if m["qk_layernorm"]:
-            shapes += [Shape("vectors", (m["kv_channels"],))] * 2
-        return shapes
+        biases = (qkv if m["add_qkv_bias"] else 0) + (2 * m["kv_channels"] if m["qk_layernorm"] else 0)
+        return Counter({VECTORS: 2 * h + biases, CONVERTED: (qkv + self._queries + 3 * ffn) * h})
 
-    def of_stage(self, stage: int) -> list[Shape]:
-        """The parameters of a process of one pipeline stage."""
-        shapes = self.of_layer() * self.layers
+    def of_stage(self, stage: int) -> Counter[str]:
+        """Parameters of a process of one pipeline stage, by the name of their ``ModelPart``."""
+        count = Counter({part: self.layers * size for part, size in self.of_layer().items()})
         h, last = self.model["hidden_size"], self.sizes.pipeline - 1
-        table = Shape("rest", (self.vocab // self.sizes.tensor, h))
-        if stage == 0:
-            shapes.append(table)
-        if stage == last:
-            shapes.append(Shape("vectors", (h,)))
-            if not self.tied or last > 0:
-                shapes.append(table)
-        return shapes
+        tables = (stage == 0) + (stage == last and (not self.tied or last > 0))
+        count[VECTORS] += h if stage == last else 0
+        return count + Counter({REST: tables * (self.vocab // self.sizes.tensor) * h})
 
     @property
     def layers(self) -> int:
         """Layers of each stage."""
-        count: int = self.model["num_layers"] // self.sizes.pipeline
-        return count
+        return int(self.model["num_layers"]) // self.sizes.pipeline
 
     @property
     def _queries(self) -> int:
-        width: int = self.model["num_attention_heads"] * self.model["kv_channels"] // self.sizes.tensor
-        return width
+        return int(self.model["num_attention_heads"] * self.model["kv_channels"]) // self.sizes.tensor
 
     @property
     def _keys(self) -> int:
-        width: int = self.model["num_query_groups"] * self.model["kv_channels"] // self.sizes.tensor
-        return width
+        return int(self.model["num_query_groups"] * self.model["kv_channels"]) // self.sizes.tensor
 
     # Formats
 
     @property
-    def half(self) -> int:
-        """Bytes of an element in half precision, the format of GEMMs' results."""
-        return 2
-
-    @property
     def stream(self) -> torch.dtype:
         """Dtype of the residual stream."""
-        dtype: torch.dtype = self.settings.model["pipeline_dtype"]
-        return dtype
+        return self.settings.model["pipeline_dtype"]  # type: ignore[no-any-return]
 
     @property
     def operand(self) -> float:
@@ -121,7 +88,7 @@ class Layers:
         if model["fp4"]:
             return 0.5 + 1 / 16  # E2M1, and an E4M3 scale of 16
         if not model["fp8"]:
-            return self.half
+            return _HALF
         return {"blockwise": 1 + 4 / 128, "mxfp8": 1 + 1 / 32}.get(model["fp8_recipe"], 1)
 
     @property
@@ -138,7 +105,7 @@ class Layers:
             return converted * self.operand
         if self.low:
             return converted * 2 * self.operand
-        return converted * (0 if self.settings.level.has_half_weights else self.half)
+        return converted * (0 if self.settings.level.has_half_weights else _HALF)
 
     # Activations
 
@@ -149,12 +116,11 @@ class Layers:
 
     def layer_input(self) -> int:
         """Bytes of the input of a layer."""
-        size: int = self._shared * self.model["hidden_size"] * self.stream.itemsize
-        return size
+        return int(self._shared * self.model["hidden_size"] * self.stream.itemsize)
 
     def layer(self) -> float:
         """Bytes that one layer keeps."""
-        m, half, operand = self.model, self.half, self.operand
+        m, half, operand = self.model, _HALF, self.operand
         h, ffn, q, k = m["hidden_size"], m["ffn_hidden_size"] // self.sizes.tensor, self._queries, self._keys
         norms = 2 * (self.layer_input() + self._shared * h * operand)
         # Query, key, value, output; the logarithms of the sums; the projection's operand, where that is another format.
@@ -167,20 +133,19 @@ class Layers:
 
     def loss(self) -> int:
         """Bytes that the head and the loss keep: both sides of the last norm, and the probabilities in FP32."""
-        size: int = 2 * self.layer_input() + self.rows * (self.vocab // self.sizes.tensor) * _FP32
-        return size
+        return 2 * self.layer_input() + self.rows * (self.vocab // self.sizes.tensor) * _FP32
 
     def beside_loss(self) -> int:
         """Bytes alive at the loss beside ``loss``: the logits, and one copy of the logits in half precision."""
-        return 2 * self.rows * (self.vocab // self.sizes.tensor) * self.half
+        return 2 * self.rows * (self.vocab // self.sizes.tensor) * _HALF
 
     def beside_layer(self) -> int:
         """Bytes alive beside kept activations in a layer's backward: gradients of its MLP and of its input."""
         ffn = self.model["ffn_hidden_size"] // self.sizes.tensor
         ring = 0
         if self.sizes.context > 1:  # keys and values on their way, and an output of each step
-            ring = self.rows * (4 * self._keys + self.sizes.context * self._queries) * self.half
-        return self.rows * 3 * ffn * self.half + 2 * self.layer_input() + ring
+            ring = self.rows * (4 * self._keys + self.sizes.context * self._queries) * _HALF
+        return self.rows * 3 * ffn * _HALF + 2 * self.layer_input() + ring
 
     def kept(self, recompute: Mapping[str, Any], layers: int) -> tuple[float, float]:
         """Bytes of activations that ``layers`` layers keep, and the most that recomputation makes again at a time.

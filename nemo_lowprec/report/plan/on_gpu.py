@@ -1,7 +1,7 @@
-"""What a GPU keeps and allocates, on a machine without one: a backend without values, and CUDA's autocast rules.
+"""Stands in for a GPU on a machine without one: a backend without values, and CUDA's autocast rules.
 
-torch traces no autograd of CUDA tensors where it was built without CUDA, so that the tensors of a plan are fake ones
-of the CPU. These are the points at which the two devices differ.
+torch traces no autograd of CUDA tensors where it was built without CUDA, so that the tensors of a plan are fake tensors
+of the CPU. This file holds the points at which the two devices keep and allocate different tensors.
 """
 
 from __future__ import annotations

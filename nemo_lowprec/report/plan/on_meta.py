@@ -1,33 +1,18 @@
-"""A level at work on a copy of a model without memory: which layers it converts, and what it would store."""
+"""Converts a copy of a model on torch's meta device, where parameters take no memory."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compute import linear_weights
 from nemo_lowprec.engine import Engine, Sharding
+from nemo_lowprec.report.parts import ModelPart, converted_weights, parts_of
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
-__all__ = ["ModelPart", "copy_on_meta", "parts_of", "settled_on_meta"]
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """Parameters that a level treats alike.
-
-    Attributes:
-        name: ``converted`` weights (all linear weights at a level that converts none), the ``rest``, and ``vectors``
-            (fewer than two dimensions) at a level that keeps these apart; as in ``audit``.
-        params: each once.
-    """
-
-    name: str
-    params: tuple[nn.Parameter, ...]
+__all__ = ["copy_on_meta", "planned_parts", "settled_on_meta"]
 
 
 def settled_on_meta(
@@ -35,8 +20,8 @@ def settled_on_meta(
 ) -> tuple[nn.Module, Engine]:  # fmt: skip
     """A copy of ``model`` on torch's meta device, and an engine like ``engine`` that converted it.
 
-    The copy's parameters are stored as they would be for training, but where they are ``sharded``: then they are as
-    they were before. ``on_gpu`` converts layers as a GPU takes them.
+    The copy's parameters are stored in the level's formats. With ``sharded`` they keep the model's formats, because
+    FSDP2 shards parameters before shards are stored. ``on_gpu`` converts layers as a GPU takes them.
 
     Raises:
         ValueError: ``model`` is converted already, or has no parameters (yet).
@@ -66,14 +51,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
-def parts_of(model: nn.Module, engine: Engine) -> Iterator[ModelPart]:
-    """The parameters of a converted model, by what becomes of them."""
-    low = [model.get_parameter(name) for name in engine.columns.computation.conversion.weights]
-    converted = {id(w): w for w in (low if engine.level.has_fp8 else linear_weights(model).values())}
-    rest = [p for p in model.parameters() if id(p) not in converted]
-    yield ModelPart("converted", tuple(converted.values()))
-    if engine.level.vectors is None:
-        yield ModelPart("rest", tuple(rest))
-        return
-    yield ModelPart("rest", tuple(p for p in rest if p.dim() > 1))
-    yield ModelPart("vectors", tuple(p for p in rest if p.dim() < 2))
+def planned_parts(model: nn.Module, engine: Engine) -> list[ModelPart]:
+    """All parameters of a converted model, frozen ones too."""
+    return parts_of(
+        engine.level, model.parameters(), converted_weights(model, engine.level, engine.columns.computation.conversion)
+    )

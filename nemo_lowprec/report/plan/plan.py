@@ -1,6 +1,6 @@
-"""What training takes before there is anything to train: bytes of each process by column, and what it sends a step.
+"""The plan of a training: bytes of each process by column, and messages of a step, before any weight is made.
 
-Nothing here knows what a format takes: tensors of the project's own classes are made on torch's meta device and asked.
+Sizes are those of tensors of the package's own classes on torch's meta device; no format's size is written down.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
-from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
-from nemo_lowprec.report.plan.layout import Layout
-from nemo_lowprec.report.plan.megatron import MEGATRON, MegatronLayout, is_megatron, plan_megatron
+from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, OF_CHART, Beside, PlannedColumn
+from nemo_lowprec.report.plan.layout import MEGATRON, Layout
+from nemo_lowprec.report.plan.megatron import is_megatron, plan_megatron
 from nemo_lowprec.report.plan.on_meta import settled_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
 from nemo_lowprec.report.plan.tracing import Traced
@@ -33,13 +33,12 @@ _NOT_PLANNED = (
     "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
     "the model."
 )
-_OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 _CHOICES = {True: "with recomputation", False: "without recomputation"}
 
 
 @dataclass(frozen=True)
 class PlannedTraffic:
-    """What each process sends in a step, of one kind and format.
+    """The messages of one kind and format that each process sends in a step.
 
     Attributes:
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
@@ -64,18 +63,18 @@ class Plan:
         columns: what is held, and when. Weight gradients are those right after backward. Activations are those of one
             micro-batch; temporaries are what is alive beside them at the worst point of forward and backward.
         traffic: what is sent in a step.
-        padding: part of the shards that is no parameter.
+        padding: elements that pad the shards, over the model's parameters.
         sample: the micro-batch; None where activations are not planned.
         recomputes: whether blocks are recomputed in backward; None where that is no choice of the model.
         peak: bytes at the worst point of forward and backward, where not all columns are at their largest; None where
             activations are not planned.
         other_choice: bytes of (activations, all) with the other choice; None where there is none.
         without: why activations are not planned; empty where they are.
-        stage: which one of a pipeline's stages, that with the largest share; empty without a pipeline.
+        stage: the pipeline stage with the largest share; empty without a pipeline.
     """
 
     level: PrecisionLevel
-    layout: Layout | MegatronLayout
+    layout: Layout
     model: str
     parameters: int
     columns: tuple[PlannedColumn, ...]
@@ -122,7 +121,7 @@ class Plan:
             table.add_column(heading, no_wrap=True, min_width=width)
         table.add_column("Size", justify="right", no_wrap=True, min_width=9)
         for c in self.columns:
-            if not c.bytes and c.name not in _OF_CHART:
+            if not c.bytes and c.name not in OF_CHART:
                 continue
             table.add_row(c.name, c.when, c.formats.upper(), _size(c.bytes))
         table.add_section()
@@ -137,7 +136,7 @@ class Plan:
         return table
 
     def caption(self) -> str:
-        """What the table comes to, and what is not in it."""
+        """The sum of the table, and the bytes that are not planned."""
         lines = [f"All: {_size(self.total)} of each process."]
         if self.other_choice is not None:
             activations, total = self.other_choice
@@ -222,7 +221,7 @@ def _plan_megatron(
         )
     if accelerator != "gpu":
         raise ValueError(f"accelerator={accelerator!r}: Megatron-core trains on GPUs. Use accelerator='gpu'.")
-    layout = MegatronLayout.of(nodes, gpus, options, micro_batches)
+    layout = Layout.of(nodes, gpus, MEGATRON, options, micro_batches=micro_batches)
     stages, count = plan_megatron(model, precision.megatron(), layout, sample)
     plans = []
     for stage in stages:
@@ -255,8 +254,8 @@ def with_activations(plan: Plan, found: Activations | str, sample: Sample, besid
         return there + max(forward, traced.backward + beside.backward, 0)
 
     traced = found.chosen
-    kept = PlannedColumn("Activations", AFTER_FORWARD, traced.formats, {"all": traced.kept})
-    others = PlannedColumn("Temporaries", AT_MOST, "–", {"all": max(traced.most - traced.kept, 0)})
+    kept = PlannedColumn("Activations", AFTER_FORWARD, {"all": traced.kept}, traced.formats)
+    others = PlannedColumn("Temporaries", AT_MOST, {"all": max(traced.most - traced.kept, 0)})
     return replace(
         plan, columns=(*plan.columns, kept, others), peak=peak(traced), sample=sample, recomputes=found.recomputes,
         other_choice=None if found.other is None else (found.other.kept, peak(found.other)),
@@ -271,12 +270,12 @@ def name_of(model: nn.Module) -> str:
 
 def _histories(engine: Engine) -> PlannedColumn:
     """Amaxes and scales of GEMM operands, for delayed scaling."""
-    held = Holdings()
+    held = PlannedColumn("Amax history", KEPT)
     histories = engine.amaxes.histories
     if histories is not None:
         for table in (histories.history, histories.amax, histories.scale):
             held.add("converted", table)
-    return held.column("Amax history", KEPT)
+    return held
 
 
 def _by_kind(messages: list[Message]) -> tuple[PlannedTraffic, ...]:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.plan.columns import AFTER_BACKWARD, AT_MOST, KEPT, Beside, Holdings, PlannedColumn
+from nemo_lowprec.report.plan.columns import AT_MOST, Beside, PlannedColumn, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
-from nemo_lowprec.report.plan.whole import add_states
 from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
 __all__ = ["plan_sharded"]
@@ -28,7 +27,7 @@ __all__ = ["plan_sharded"]
 def plan_sharded(
     model: nn.Module, engine: Engine, layout: Layout
 ) -> tuple[list[PlannedColumn], list[Message], Beside, float]:  # fmt: skip
-    """Columns, messages, what is there at most, and the part of the shards that is padding.
+    """Columns, messages, bytes beside activations, and elements that pad the shards over the model's parameters.
 
     Args:
         model: converted on the meta device, and not yet stored in the level's formats.
@@ -42,7 +41,7 @@ def plan_sharded(
         replicas=layout.replicas,
         peers=layout.peers(layout.shards),
     )
-    weights, masters, gradients, states = _kept(units, engine)
+    weights, masters, gradients, states = _of_chart(units, engine)
     gathered, whole = _gathered(units, layout), _whole_gradients(units, buckets, layout)
     buffers = _buffers(units, buckets, layout)
     columns = [weights, gathered, masters, gradients, whole, states, buffers]
@@ -59,32 +58,27 @@ def plan_sharded(
     return columns, messages, beside, padding
 
 
-def _kept(units: Units, engine: Engine) -> list[PlannedColumn]:
-    """Weight, Master weight, Weight gradient, Optimizer states."""
-    weights, masters, gradients, states = Holdings(), Holdings(), Holdings(), Holdings()
+def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
+    """Weight, Master weight, Weight gradient and Optimizer states, of the shards."""
+    weights, masters, gradients, states = columns_of_chart()
     of_halves = engine.level.has_half_weights and not engine.level.is_low_bit
     for p in units.params:
         is_master = of_halves or isinstance(p.shard, Fp8Gathered)
         (masters if is_master else weights).add(p.part, p.shard)
         if p.whole.requires_grad:
-            add_states(states, p.part, p.whole, p.shard, engine)
+            states.add_states(p.part, p.whole, p.shard, engine.level)
             plain = torch.empty(p.shard.shape, dtype=p.whole.dtype, device="meta")
             gradients.add(p.part, GradientTensor.empty(p.shard) if p.in_fp8 else plain)
-    return [
-        weights.column("Weight", KEPT),
-        masters.column("Master weight", KEPT),
-        gradients.column("Weight gradient", AFTER_BACKWARD),
-        states.column("Optimizer states", KEPT),
-    ]
+    return weights, masters, gradients, states
 
 
 def _gathered(units: Units, layout: Layout) -> PlannedColumn:
     """Whole weights: the root and one block at a time (ZeRO-3), or all (ZeRO-2)."""
-    there = Holdings()
+    there = PlannedColumn("Gathered weights", AT_MOST)
     one = units.root + max(units.blocks, key=gathered_bytes, default=[])
     for p in one if layout.reshard_after_forward else units.params:
         there.add_bytes(p.part, p.gathered, p.padded * p.gathered.itemsize)
-    return there.column("Gathered weights", AT_MOST)
+    return there
 
 
 def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout) -> PlannedColumn:
@@ -92,7 +86,7 @@ def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout)
 
     FSDP2 reduces those of a unit together, so that the head's are there while the blocks' come and go.
     """
-    there = Holdings()
+    there = PlannedColumn("Whole gradients", AT_MOST)
     accumulates = layout.micro_batches > 1
 
     def size(params: list[ShardedParam]) -> int:
@@ -107,16 +101,16 @@ def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout)
     stored = [sum(GradientTensor.empty(p).stored_bytes() for p in bucket.params) for bucket in buckets]
     waiting = sum(stored) if accumulates else max(stored, default=0)
     there.add_bytes("all", torch.float8_e4m3fn, waiting)
-    return there.column("Whole gradients", AT_MOST)
+    return there
 
 
 def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> PlannedColumn:
     """Flat buffers of FSDP2, and those of gradients in FP8 that are sent during backward."""
-    held = Holdings()
+    held = PlannedColumn("Communication buffers", AT_MOST)
     if layout.shards == 1:
         # FSDP2 copies the one shard, without a buffer.
         held.add_bytes("all", torch.float8_e4m3fn, buffer_bytes(buckets, 1))
-        return held.column("Communication buffers", AT_MOST)
+        return held
     backward = {id(p.whole): size for unit, size in _in_backward(units, layout) for p in unit}
     most = max(backward.values(), default=0)
 
@@ -131,7 +125,7 @@ def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> Plan
     fp8 = buffer_bytes(buckets, layout.shards, beside)
     fsdp = max(_forward_buffers(units, layout), reduced_bytes(units.root), most)
     held.add_bytes("all", torch.float8_e4m3fn if fp8 > fsdp else units.params[0].gathered, max(fp8, fsdp))
-    return held.column("Communication buffers", AT_MOST)
+    return held
 
 
 def _forward_buffers(units: Units, layout: Layout) -> int:

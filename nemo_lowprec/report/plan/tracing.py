@@ -1,7 +1,7 @@
-"""One forward and backward pass on fake tensors, which have shapes and no memory: what is alive when.
+"""One forward and backward pass on fake tensors, which have shapes and no memory, with a count of the bytes alive.
 
-Every storage that an operation makes is counted from then until it is freed. Parameters and buffers are not; of the
-gradients of parameters, those that are on their way to where the level stores them.
+Every storage that an operation makes is counted until it is freed. Storages of parameters and buffers are not counted,
+and a parameter's gradient is counted until the level stores it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Traced:
         after_blocks: the same from then until the loss.
         backward: the same in backward, with the parameters' gradients that are there by then and without all of them:
             in forward those of the step before are there. Negative where they are the larger part.
-        formats: of what is kept, but for less than a hundredth.
+        formats: of what is kept, but for formats of less than a hundredth.
     """
 
     kept: int
     in_blocks: int
     after_blocks: int
     backward: int
-    formats: str
+    formats: set[str]
 
     @property
     def most(self) -> int:
@@ -203,11 +203,9 @@ def trace(
     for dtype, size in saved.values():
         if dtype.is_floating_point:
             by_format[format_of(dtype)] = by_format.get(format_of(dtype), 0) + size
-    formats = "+".join(sorted(name for name, size in by_format.items() if size > kept / 100))
+    formats = {name for name, size in by_format.items() if size > kept / 100}
     inside = in_blocks[0] if in_blocks else after_blocks
-    return Traced(
-        kept + more, inside + more, after_blocks + more, max(ends) - alive.gradients, formats or "–"
-    )  # fmt: skip
+    return Traced(kept + more, inside + more, after_blocks + more, max(ends) - alive.gradients, formats)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.plan.on_meta import parts_of
+from nemo_lowprec.report.plan.on_meta import planned_parts
 from nemo_lowprec.strategies.shard import blocks_of, policy_for
 from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.weights import kept_in_fp32
@@ -25,13 +25,13 @@ class ShardedParam:
     """One parameter.
 
     Attributes:
-        part: the part it belongs to.
-        whole: as the model has it, on the meta device.
-        shard: what a process keeps of it.
-        gathered: dtype in which it is gathered.
+        part: name of the parameter's ``ModelPart``.
+        whole: the model's parameter, on the meta device.
+        shard: the rows that one process keeps.
+        gathered: dtype in which the parameter is gathered.
         padded: elements of all shards together.
-        reduced: dtype in which FSDP2 reduces its gradient; None where it is stored in FP8, or there is none.
-        gradient: dtype of its whole gradient before that.
+        reduced: dtype in which FSDP2 reduces the gradient; None for a gradient in FP8, and for a frozen parameter.
+        gradient: dtype of the whole gradient before FSDP2 reduces it.
     """
 
     part: str
@@ -44,17 +44,17 @@ class ShardedParam:
 
     @property
     def in_fp8(self) -> bool:
-        """Whether its gradient is stored in FP8."""
+        """Whether the gradient is stored in FP8."""
         return self.whole.requires_grad and self.reduced is None
 
 
 def gathered_bytes(params: list[ShardedParam]) -> int:
-    """Of the whole weights, padded."""
+    """Bytes of the whole weights, padded."""
     return sum(p.padded * p.gathered.itemsize for p in params)
 
 
 def reduced_bytes(params: list[ShardedParam]) -> int:
-    """Of the whole gradients that FSDP2 reduces, padded, in the dtype that it reduces in."""
+    """Bytes of the whole gradients that FSDP2 reduces, padded, in the dtype of the reduction."""
     return sum(p.padded * p.reduced.itemsize for p in params if p.reduced is not None)
 
 
@@ -63,11 +63,11 @@ class Units:
     """All parameters of a model, in its order.
 
     Attributes:
-        before, after: what is in no block, before the first and behind it: together the root unit. Parameters that a
-            module around blocks holds itself may be used at any time, and count as behind: their gradients then are
-            there while those of blocks come and go.
-        blocks: one unit each.
-        params: all, in the model's order.
+        before, after: parameters outside of blocks, before the first block and behind it: together the root unit. A
+            parameter that a module around blocks holds itself may be used at any time, and counts as behind: its
+            gradient is there while gradients of blocks come and go.
+        blocks: the parameters of each block, which are one unit.
+        params: all parameters, in the model's order.
     """
 
     before: list[ShardedParam]
@@ -77,7 +77,7 @@ class Units:
 
     @cached_property
     def root(self) -> list[ShardedParam]:
-        """The unit of what is in no block."""
+        """The unit of all parameters outside of blocks."""
         return self.before + self.after
 
     @cached_property
@@ -92,7 +92,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     Raises:
         ValueError: a parameter without dimensions, which FSDP2 does not shard.
     """
-    part_of = {id(p): part.name for part in parts_of(model, engine) for p in part.params}
+    part_of = {id(p): part.name for part in planned_parts(model, engine) for p in part.params}
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
     low = engine.columns.computation.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
     in_fp8 = {id(model.get_parameter(name)) for name in low}
@@ -126,7 +126,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
 
 
 def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine: Engine, shards: int) -> ShardedParam:
-    """As ``ShardedWeights`` stores it."""
+    """``param`` in the formats in which ``ShardedWeights`` stores and gathers it."""
     level, policy = engine.level, policy_for(engine.level)
     rows = -(-param.shape[0] // shards)
     dtype = torch.float32 if param.requires_grad else param.dtype  # as ``shard_model`` makes it

@@ -1,0 +1,132 @@
+"""An audit's look at the package's own engine: a model that each process holds whole, or shards of it.
+
+Of a whole model, gradients are read right after backward. Of a sharded one, weights are read while they are gathered,
+and gradients before they are reduced onto the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.report.look import Held, Look
+from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
+from nemo_lowprec.report.traffic import Sent
+from nemo_lowprec.tensors.dtensor import local_shard
+from nemo_lowprec.weights import ShardedWeights, kept_in_fp32, master_of
+
+__all__ = ["EngineLook", "ShardedLook"]
+
+
+class EngineLook(Look):
+    """Looks at a model that ``engine`` has converted, and that each process holds whole."""
+
+    def __init__(self, engine: Engine, trainer: pl.Trainer, module: nn.Module) -> None:
+        self._engine, self._trainer, self._module = engine, trainer, module
+        low = engine.columns.computation.conversion.low
+        super().__init__(engine.level, engine.recipe, engine.observers, low, module)
+
+    def begin(self) -> None:
+        if self._trainer.world_size > 1:
+            self.stack.enter_context(self.traffic)
+
+    def after_backward(self) -> None:
+        self.take_gradients(lambda param: param.grad)
+
+    def parts(self) -> list[ModelPart]:
+        level, module = self.level, self._module
+        kept = kept_in_fp32(module, level.is_low_bit) if level.has_half_weights else set()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        conversion = self._engine.columns.computation.conversion
+        return parts_of(level, trained, converted_weights(module, level, conversion), kept)
+
+    def held(self, params: Sequence[nn.Parameter]) -> Held:
+        optimizers = self._trainer.optimizers
+        found = [Bytes(o.state.get(p, {}).get(key) for o in optimizers for p in params) for key in STATES]
+        states = [one if one.total else None for one in found]
+        return Held(Bytes(params), Bytes(map(master_of, params)), states, sum(local_shard(p).numel() for p in params))
+
+    def sent_gradients(self) -> list[Sent] | None:
+        return [s for s in self.traffic.sent if s.kind != "broadcast"] if self._trainer.world_size > 1 else None
+
+    def further_bytes(self) -> dict[str, int]:
+        """Bytes of the copies of gradients that torch's DDP holds, where gradients are no views of them."""
+        ddp = self._trainer.strategy.model
+        if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+            return {}
+        data = ddp._get_ddp_logging_data()
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
+        return {"DDP's buckets, beside the gradients": sum(int(size) for size in sizes.split(","))}
+
+
+class ShardedLook(EngineLook):
+    """Looks at a model whose shards FSDP2 gathers."""
+
+    places = {
+        "Weight": "while it is gathered",
+        "Master weight": "its shard, after the step",
+        "Weight gradient": "before it is reduced",
+        "Optimizer states": "their shards, after the step",
+    }
+    is_sharded = True
+
+    def begin(self) -> None:
+        # What whole parameters, and their gradients, are stored as; both by the id of the sharded parameter.
+        self._whole: dict[int, Stored] = {}
+        self._unreduced: dict[int, Stored] = {}
+        self._sharded: dict[int, int] = {}  # by the id of the whole parameter
+        for module in self._module.modules():
+            self.stack.callback(module.register_forward_pre_hook(self._before_forward).remove)
+        super().begin()
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        shards = self._engine.columns.weights
+        assert isinstance(shards, ShardedWeights)
+        assert shards is not None
+        for name, param in module._parameters.items():
+            sharded = shards.sharded(module, name)
+            if param is None or sharded is None or param is sharded:
+                continue
+            self._whole[id(sharded)] = as_stored(param)
+            if param.requires_grad and id(param) not in self._sharded:
+                self._sharded[id(param)] = id(sharded)
+                self.stack.callback(param.register_post_accumulate_grad_hook(self._note_gradient).remove)
+
+    def _note_gradient(self, whole: Tensor) -> None:
+        if whole.grad is not None:  # else it is stored in FP8, and announced
+            self.gradient(whole, whole.grad)
+
+    def gradient(self, param: Tensor, stored: Tensor) -> None:
+        self._unreduced[self._sharded[id(param)]] = as_stored(stored)
+
+    def after_backward(self) -> None:
+        self.take_gradients(lambda param: self._unreduced.get(id(param)))
+
+    def held(self, params: Sequence[nn.Parameter]) -> Held:
+        whole = [self._whole.get(id(p)) for p in params]
+        pairs = zip(whole, map(as_stored, params), strict=True)
+        masters = [shard for one, shard in pairs if one is not None and one.format != shard.format]
+        return replace(super().held(params), weights=Bytes(whole), masters=Bytes(masters))
+
+    def sent_gradients(self) -> list[Sent] | None:
+        sent = super().sent_gradients()
+        return None if sent is None else [s for s in sent if not self._is_weight(s)]
+
+    def _is_weight(self, sent: Sent) -> bool:
+        """Whether a message gathers weights: of one copy of the model, among the processes that hold it."""
+        sharding = self._engine.sharding
+        assert sharding is not None
+        group = sharding.shards or dist.group.WORLD
+        return sent.kind == "all_gather" and sent.group == group.group_name  # type: ignore[union-attr]
+
+    def further_bytes(self) -> dict[str, int]:
+        weights = sum(s.bytes for s in self.traffic.sent if self._is_weight(s))
+        return {"Comm, gathered weights": weights} if weights else {}

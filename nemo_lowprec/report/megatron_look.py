@@ -1,0 +1,104 @@
+"""An audit's look at Megatron-core's engine: gradient buffers, and this process's shards of masters and states.
+
+The GEMMs of a model that Megatron-core builds are Transformer Engine's own, which announce nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from nemo_lowprec.options import Recipe
+from nemo_lowprec.report.look import Held, Look
+from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
+from nemo_lowprec.report.traffic import Sent
+
+if TYPE_CHECKING:
+    from nemo_lowprec.megatron.engine import MegatronEngine
+
+__all__ = ["MegatronLook"]
+
+_GEMMS = ("transformer_engine.pytorch.module.linear", "transformer_engine.pytorch.module.layernorm_linear")
+_TE_FORMATS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}  # by the beginning of a class's name
+
+
+class MegatronLook(Look):
+    """Looks at the parts of ``module`` that ``engine`` trains."""
+
+    places = {
+        "Comm": "gradients sent between data-parallel processes",
+        "Master weight": "this process's parts, after the step",
+        "Weight gradient": "their buffers, before the step",
+        "Optimizer states": "this process's parts, after the step",
+    }
+
+    def __init__(self, engine: MegatronEngine, recipe: Recipe | None, module: nn.Module) -> None:
+        from megatron.core import parallel_state
+
+        self._engine, self._module = engine, module
+        self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        low = engine.columns.computation.conversion.low
+        super().__init__(engine.settings.level, recipe, engine.observers, low, module)
+        self.stores_fp8 = engine.settings.fp8_weights
+
+    def begin(self) -> None:
+        for name in _GEMMS if self._engine.is_pipelined else ():
+            module = importlib.import_module(name)
+            self.stack.callback(setattr, module, "general_gemm", module.general_gemm)
+            module.general_gemm = self._noting(module.general_gemm)  # type: ignore[attr-defined]
+        self.stack.enter_context(self.traffic)
+
+    def _noting(self, gemm: Any) -> Any:
+        """Transformer Engine's ``gemm``, which notes the formats of its operands."""
+
+        @wraps(gemm)
+        def call(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+            self.operands.update(map(_operand_format, (a, b)))
+            return gemm(a, b, *args, **kwargs)
+
+        return call
+
+    def parts(self) -> list[ModelPart]:
+        engine, level = self._engine, self.level
+        params = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
+        if not engine.is_pipelined:
+            conversion = engine.columns.computation.conversion
+            return parts_of(level, params, converted_weights(self._module, level, conversion))
+        modules = [m for chunk in engine.chunks for m in chunk.modules()]
+        of_te = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
+        return parts_of(level, params, of_te)
+
+    def before_step(self) -> None:
+        self.take_gradients(lambda param: param.main_grad)  # type: ignore[attr-defined]
+
+    def held(self, params: Sequence[nn.Parameter]) -> Held:
+        optimizer: Any = self._engine.optimizer
+        shards, states = optimizer.masters(params), optimizer.states(params)
+        return Held(
+            Bytes(map(_weight, params)),
+            Bytes(m for m in shards if not optimizer.is_weight(m)),
+            [Bytes(state.get(key) for state in states) for key in STATES],
+            sum(m.numel() for m in shards),
+        )
+
+    def sent_gradients(self) -> list[Sent] | None:
+        if self._group.size() == 1:
+            return None
+        kinds = ("reduce_scatter", "all_to_all", "all_reduce")
+        return [s for s in self.traffic.sent if s.group == self._group.group_name and s.kind in kinds]
+
+
+def _weight(param: nn.Parameter) -> Any:
+    data: Tensor | None = getattr(param, "_data", None)  # of Transformer Engine's Float8Tensor
+    return as_stored(param) if data is None else Stored("fp8", data.nbytes + 4)
+
+
+def _operand_format(tensor: Any) -> str:
+    kind = type(tensor).__name__
+    formats = (name for prefix, name in _TE_FORMATS.items() if kind.startswith(prefix))
+    return next(formats, None) or format_of(tensor.dtype)

@@ -1,0 +1,63 @@
+"""The parameters of a model, in the parts that a level of the chart treats alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compute import Conversion, linear_weights
+
+__all__ = ["CONVERTED", "KEPT", "REST", "STATES", "VECTORS", "ModelPart", "converted_weights", "parts_of"]
+
+STATES = ("exp_avg", "exp_avg_sq")  # of Adam's for each parameter
+CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Parameters that a level stores, updates and sends in the same formats.
+
+    Attributes:
+        name: ``converted`` weights (all linear weights at a level that converts none), ``kept FP32`` for parameters
+            that torch computes with in FP32 only (batch norms, parametrizations; at the MS-AMP levels RNNs), the
+            ``rest``, and ``vectors`` (fewer than two dimensions) at a level that has a format of their own for them.
+        params: each parameter once.
+    """
+
+    name: str
+    params: tuple[nn.Parameter, ...]
+
+
+def converted_weights(model: nn.Module, level: PrecisionLevel, conversion: Conversion) -> list[nn.Parameter]:
+    """The weights of the layers that ``level`` has converted; of all linear layers at a level without FP8."""
+    if level.has_fp8:
+        return [model.get_parameter(name) for name in conversion.weights]
+    return list(linear_weights(model).values())
+
+
+def parts_of(
+    level: PrecisionLevel,
+    params: Iterable[nn.Parameter],
+    converted: Iterable[nn.Parameter],
+    kept: Collection[int] = (),
+) -> list[ModelPart]:
+    """Cut ``params`` into all four parts, of which some may be empty.
+
+    Args:
+        converted: see ``converted_weights``; those that are not among ``params`` are in no part.
+        kept: ids of parameters that are kept in FP32; a vector among them is one of the vectors.
+    """
+    found: dict[str, dict[int, nn.Parameter]] = {name: {} for name in (CONVERTED, KEPT, REST, VECTORS)}
+    weights = set(map(id, converted))
+    for param in params:
+        if id(param) in weights:
+            name = CONVERTED
+        elif level.vectors is not None and param.dim() < 2:
+            name = VECTORS
+        else:
+            name = KEPT if id(param) in kept else REST
+        found[name][id(param)] = param
+    return [ModelPart(name, tuple(members.values())) for name, members in found.items()]
