@@ -65,6 +65,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "micro_batches"):
             check_count(name, getattr(self, name))
+        self.sizes.check_world(self.world)
+        self.sizes.check_micro_batches(self.micro_batches, "A step")
+        if self.sizes.expert > 1:
+            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
         if self.accelerator not in ("gpu", "cpu"):
             raise ValueError(f"accelerator={self.accelerator!r} must be 'gpu' or 'cpu'.")
         if self.strategy == "single_device" and self.world > 1:
@@ -80,10 +84,6 @@ class Layout:
             raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={self.bucket_cap_mb!r} must be a positive number.")
-        self.sizes.check_world(self.world)
-        self.sizes.check_micro_batches(self.micro_batches, "A step")
-        if self.sizes.expert > 1:
-            raise ValueError("No plan for experts on Megatron-core: leave expert_model_parallel_size out.")
 
     @classmethod
     def of(cls, nodes: int, gpus: int, strategy: str | None, options: dict[str, Any], **rest: Any) -> Layout:
