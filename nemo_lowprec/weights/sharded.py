@@ -175,9 +175,8 @@ class ShardedWeights(WeightStore):
 
     def named(self) -> dict[str, Any]:
         """The sharded parameters by their names, each once, also while whole ones are in their places."""
-        assert self.model is not None
         found: dict[int, tuple[str, Any]] = {}
-        for path, module in self.model.named_modules():
+        for path, module in self.model.named_modules() if self.model is not None else ():
             for name in module._parameters:
                 param = self._sharded.get((id(module), name))
                 if param is not None:
