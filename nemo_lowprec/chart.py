@@ -203,12 +203,14 @@ CHART: dict[str, PrecisionLevel] = {row.name: row for row in _ROWS}
 COLUMNS: tuple[str, ...] = tuple(_ROWS[0].columns())
 
 
-def get_level(name: str) -> PrecisionLevel:
-    """Return the row of a level.
+def get_level(name: str | PrecisionLevel) -> PrecisionLevel:
+    """Return the row of a level; a row of the caller's own is checked and returned.
 
     Raises:
-        ValueError: no row has the name.
+        ValueError: no row has the name; or a column of the row has a value that it does not take.
     """
+    if isinstance(name, PrecisionLevel):
+        return name.validate()
     if not isinstance(name, str) or name not in CHART:
         raise ValueError(f"Unknown precision level {name!r}. Choose one of: {', '.join(CHART)}.")
     return CHART[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,10 @@ from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import Fp32Weights, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
 
-__all__ = ["DTYPES", "Sharding", "build", "check_row", "new_amaxes"]
+__all__ = ["DTYPES", "Sharding", "build", "check_row", "mixed_precision_policy", "new_amaxes"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALVES = ("fp16", "bf16")
-_SCALINGS = {"fp8": ("delayed", "current", "blockwise"), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,11 @@ def new_amaxes(recipe: Recipe | None, renews: bool = True) -> AmaxState:
 
 def check_row(row: PrecisionLevel) -> None:
     """Raise ValueError, naming the columns, where a row has no implementation."""
+    row.validate()
     _check_computation(row)
     kind = _kind_of_weights(row)
     _check_gradient(row, kind)
     _check_comm(row)
-    for state in row.optimizer_states:
-        if state not in ("fp32", "bf16", "fp16", "fp8"):
-            raise ValueError(
-                f"{row.name}: Optimizer states in {state.upper()} have no implementation. Use FP8 to FP32."
-            )
 
 
 def build(
@@ -98,10 +94,17 @@ def build(
         frees_weights=sharding is not None and sharding.frees_weights,
         observers=observers,
     )  # fmt: skip
+    if sharding is not None and kind == "masters" and row.comm == row.rest != row.weight_grad:
+        raise ValueError(
+            f"{row.name}: Comm {row.comm.upper()} with Weight gradient {row.weight_grad.upper()} has no implementation "
+            f"on shards: FSDP2 reduces gradients of {row.rest.upper()} weights as they are stored. Use "
+            f"comm={row.weight_grad!r}, or strategy='lowprec_ddp'."
+        )
     weights = _weights(options, kind, sharding, computation, amaxes, reads_as, observers)
     first, second = row.optimizer_states
     formats = StateFormats(
-        first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed  # type: ignore[arg-type]
+        first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed,  # type: ignore[arg-type]
+        vectors=row.vectors is None,
     )  # fmt: skip
     states = OptimizerStates()
     if kind == "low_bit" or row.optimizer_states != ("fp32", "fp32"):
@@ -121,14 +124,23 @@ def build(
     return Columns(computation, weights, gradients, states, comm)
 
 
+def mixed_precision_policy(row: PrecisionLevel) -> Any:
+    """FSDP2's policy: what FSDP2 gathers and reduces; the shards of low-bit matrices see to themselves."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    kind = _kind_of_weights(row)
+    if kind == "low_bit":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    reduce_dtype = None if kind == "fp32" and row.comm == "fp32" else DTYPES[row.comm]
+    gathered = DTYPES[row.rest] if kind == "masters" else None
+    return MixedPrecisionPolicy(gathered, reduce_dtype, cast_forward_inputs=False)
+
+
 def _check_computation(row: PrecisionLevel) -> None:
-    if row.scaling is None and row.compute == row.autocast:
-        return
-    if row.scaling is None or row.scaling not in _SCALINGS.get(row.compute, ()):
+    if row.scaling is None and row.compute != row.autocast:
         raise ValueError(
-            f"{row.name}: Computation (GEMM) in {row.compute.upper()} with autocast to {row.autocast.upper()} and "
-            f"scaling {row.scaling!r} has no implementation. GEMMs run in the autocast's format, or in FP8, MXFP8 or "
-            "NVFP4 with a scaling of that format."
+            f"{row.name}: Computation (GEMM) in {row.compute.upper()} with autocast to {row.autocast.upper()} has no "
+            "implementation. Half GEMMs run in the autocast's format."
         )
 
 

@@ -39,6 +39,7 @@ class Engine:
         observers: are told what the columns do.
         sharding: how the model is sharded, set before ``convert``; None where each process holds the whole model.
         model: that was converted last.
+        optimizers: that were attached.
         when_adopted: called with an optimizer that was made without this engine's knowledge.
     """
 
@@ -50,7 +51,7 @@ class Engine:
         self.sharding: Sharding | None = None
         self.model: nn.Module | None = None
         self.when_adopted: Callable[[Optimizer], None] | None = None
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self.optimizers: WeakSet[Optimizer] = WeakSet()
         self.amaxes = new_amaxes(self.recipe)
         self._take(self._build(self.amaxes))
 
@@ -75,16 +76,6 @@ class Engine:
         """The engine that converted ``model`` (or what it is a copy of); None for a plain one."""
         return model.__dict__.get(_ENGINE)
 
-    @property
-    def device(self) -> torch.device:
-        """Of the model."""
-        return self.step.device
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether the model is converted by this engine now."""
-        return self.model is not None and self.of(self.model) is self
-
     def convert(self, model: nn.Module, device: torch.device, training: bool = True) -> None:
         """Convert ``model`` in place for ``device``; nothing where this engine did already.
 
@@ -98,7 +89,7 @@ class Engine:
         if other is not None and other.model is not model:  # a deep copy: its parameters are its own
             revert_layers(model)
             other = None
-        if other is self and device == self.device:
+        if other is self and device == self.step.device:
             return
         # Histories and loss scale are one model's.
         amaxes = self.amaxes if model is self.model else new_amaxes(self.recipe)
@@ -134,7 +125,7 @@ class Engine:
             return
         for column in reversed(list(self.columns)):
             column.remove()
-        self._optimizers.clear()
+        self.optimizers.clear()
 
     # The optimizer
 
@@ -150,32 +141,18 @@ class Engine:
                 f"{type(optimizer).__name__} evaluates the loss inside its step, which FP16 loss scaling cannot "
                 f"unscale. Use a bf16 level instead of {self.level.name}, or another optimizer."
             )
-        if optimizer in self._optimizers:
+        if optimizer in self.optimizers:
             return
         self.check_optimizer(optimizer)
         for column in self.columns:
             column.attach(optimizer)
-        self._optimizers.add(optimizer)
+        self.optimizers.add(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise what ``attach`` would, and change nothing."""
-        if optimizer not in self._optimizers:
+        if optimizer not in self.optimizers:
             for column in self.columns:
                 column.check_optimizer(optimizer)
-
-    def has(self, optimizer: Optimizer) -> bool:
-        """Whether ``optimizer`` was attached."""
-        return optimizer in self._optimizers
-
-    def adopt_late(self, optimizer: Optimizer) -> None:
-        """Attach an optimizer that is about to take its first step, and was made without this engine's knowledge.
-
-        Raises:
-            ValueError: see ``attach``.
-        """
-        self.attach(optimizer)
-        if self.when_adopted is not None:
-            self.when_adopted(optimizer)
 
     # Passes
 

@@ -39,10 +39,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     _seen[optimizer] = count
     engine = _engine_of(optimizer)
-    if engine is None or engine.has(optimizer):
+    if engine is None or optimizer in engine.optimizers:
         return None
     before = type(optimizer)
-    engine.adopt_late(optimizer)
+    engine.attach(optimizer)
+    if engine.when_adopted is not None:
+        engine.when_adopted(optimizer)
     if type(optimizer) is before:
         return None
     # The step that torch is about to run is the old class's: it gets an optimizer of nothing.
@@ -54,7 +56,7 @@ def _engine_of(optimizer: Optimizer) -> Engine | None:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for engine in list(_engines):
         model = engine.model
-        if engine.is_at_work and model is not None and any(id(param) in held for param in _trained(model)):
+        if model is not None and engine.of(model) is engine and any(id(param) in held for param in _trained(model)):
             return engine
     return None
 

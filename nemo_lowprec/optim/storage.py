@@ -35,14 +35,15 @@ _MASTERS = (None, "fp16", "fp32")
 class StateFormats:
     """Storage of an Adam optimizer's states.
 
-    Parameters of fewer than two dimensions (norms, biases) keep FP32 states and FP32 masters: they are a thousandth
-    of a model, and a norm's weight of 1.0 would not feel updates below 0.0005 in FP16.
+    Parameters of fewer than two dimensions (norms, biases) keep FP32 masters, and FP32 states unless ``vectors``: they
+    are a thousandth of a model, and a norm's weight of 1.0 would not feel updates below 0.0005 in FP16.
 
     Attributes:
         exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
         master_weight: ``fp32``, ``fp16`` (in blocks) or None, for parameters below FP32.
         stochastic_rounding: whether the master (or the parameter without one) is rounded so, if it is 16-bit.
         seed: of stochastic rounding, also of the moments' (see ``stands_still``).
+        vectors: whether states of parameters of fewer than two dimensions have these formats, too.
     """
 
     exp_avg: StateFormat = "fp32"
@@ -50,6 +51,7 @@ class StateFormats:
     master_weight: Literal["fp16", "fp32"] | None = None
     stochastic_rounding: bool = False
     seed: int = 0
+    vectors: bool = False
 
     def __post_init__(self) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -64,7 +66,7 @@ class StateFormats:
 
     def of(self, name: str, param: Tensor) -> StateFormat:
         """Format of the state ``name`` of ``param``."""
-        if not is_matrix(param):
+        if not is_matrix(param) and not (self.vectors and name in ("exp_avg", "exp_avg_sq")):
             return "fp32"
         found: StateFormat = {f.name: getattr(self, f.name) for f in fields(self)}[name]
         return found

@@ -37,7 +37,7 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
         defaults |= {"attention": "auto"}
     if level.half:
-        defaults |= {"half": CHART[level.name].autocast}
+        defaults |= {"half": level.autocast}
     if level.is_low_bit:
         defaults |= LowBitOptions.arguments()
     if level.has_loss_scale or level.half:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from nemo_lowprec.chart import get_level
+from nemo_lowprec.chart import PrecisionLevel, get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.engine import DTYPES, Engine
 from nemo_lowprec.megatron import MegatronSettings, resolve
@@ -47,18 +47,20 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     """A level of the precision chart as a plugin of ``lightning.pytorch.Trainer``.
 
     Args:
-        level: the level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example.
+        level: the level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example. Or a row of
+            your own, ``dataclasses.replace(CHART["bf16_mixed"], name="mine", comm="bf16")``: trained as the row
+            declares, or refused.
         options: the level's arguments.
 
     Raises:
-        ValueError: an unknown level, or a value that an argument does not take.
+        ValueError: an unknown level, a row without an implementation, or a value that an argument does not take.
         TypeError: an argument that the level does not take.
     """
 
     own_checkpoint_io = AtomicCheckpointIO  # for the strategy, see checkpoint_io.py
     meets_at_start = True  # see agreement.py
 
-    def __init__(self, level: str, **options: Any) -> None:
+    def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
         self.parsed = parsed = parse_options(get_level(level), options)
         row = self.level = parsed.level
         self.options = options

@@ -161,4 +161,6 @@ def wraps(strategy: DDPStrategy) -> bool:
 
 def _replaces_ddp(strategy: Strategy, engine: Engine) -> bool:
     """Whether gradients are averaged by our reducer: DDP's own holds a parameter's dtype only."""
-    return isinstance(strategy, DDPStrategy) and (engine.level.has_half_weights or not wraps(strategy))
+    return isinstance(strategy, DDPStrategy) and (
+        engine.level.has_half_weights or engine.level.comm != "fp32" or not wraps(strategy)
+    )

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
-from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.engine import DTYPES, Sharding
+from nemo_lowprec.engine import Sharding
 from nemo_lowprec.strategies.materialize import materialize
 from nemo_lowprec.tensors.dtensor import is_sharded
 from nemo_lowprec.weights import Fp32Weights
@@ -23,19 +22,11 @@ from nemo_lowprec.weights.widened import HALVES
 __all__ = [
     "blocks_of",
     "mesh_of_units",
-    "policy_for",
     "refuse_second_derivatives",
     "shard_model",
     "sharding_over",
     "take_over_units",
 ]
-
-
-def policy_for(level: PrecisionLevel) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces at ``level``; shards of MS-AMP's matrices see to themselves."""
-    if not level.has_half_weights or level.is_low_bit:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(DTYPES[level.rest], DTYPES[level.comm], cast_forward_inputs=False)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -27,6 +27,7 @@ from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
 from nemo_lowprec.checkpoint.writing import recover, remove
 from nemo_lowprec.comm import check_same, raise_together
+from nemo_lowprec.engine import mixed_precision_policy
 from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
@@ -34,7 +35,6 @@ from nemo_lowprec.strategies.materialize import obstacle
 from nemo_lowprec.strategies.root import gather_around_steps
 from nemo_lowprec.strategies.shard import (
     mesh_of_units,
-    policy_for,
     refuse_second_derivatives,
     shard_model,
     sharding_over,
@@ -134,7 +134,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             raise ValueError("lowprec_sharded needs a level of nemo_lowprec among the Trainer's plugins.")
         assert self.model is not None and self.accelerator is not None
         self.accelerator.setup(trainer)
-        policy, own = policy_for(plugin.level), mesh_of_units(self.model)
+        policy, own = mixed_precision_policy(plugin.level), mesh_of_units(self.model)
         if own is not None:
             self._take_over(self.model)
         mesh = own or self._mesh()

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nemo_lowprec.engine import Engine
+from nemo_lowprec.engine import Engine, mixed_precision_policy
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.report.traffic import Traffic
-from nemo_lowprec.strategies.shard import policy_for, shard_model, sharding_over
+from nemo_lowprec.strategies.shard import shard_model, sharding_over
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 from nemo_lowprec.weights import ShardedWeights
@@ -66,7 +66,7 @@ def settled(case, model, mesh, reshard=True):
     engine = precision.engine
     engine.sharding = sharding_over(mesh, reshard)
     engine.convert(model, CPU)
-    shard_model(model, mesh, CPU, policy_for(precision.level), reshard)
+    shard_model(model, mesh, CPU, mixed_precision_policy(precision.level), reshard)
     engine.settle()
     optimizer = torch.optim.AdamW(model.parameters())
     engine.attach(optimizer)

@@ -68,7 +68,7 @@ class PlannedColumn:
 
     def add_states(self, part: str, param: Tensor, shard: Tensor, level: PrecisionLevel) -> None:
         """Add Adam's moments of ``param``, of which this process has ``shard``."""
-        formats = StateFormats(*level.optimizer_states)  # type: ignore[arg-type]
+        formats = StateFormats(*level.optimizer_states, vectors=level.vectors is None)  # type: ignore[arg-type]
         for name in STATES:
             self.add(part, zeros(shard, formats.of(name, param)))
 

@@ -11,9 +11,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.engine import Engine
+from nemo_lowprec.engine import Engine, mixed_precision_policy
 from nemo_lowprec.report.plan.on_meta import planned_parts
-from nemo_lowprec.strategies.shard import blocks_of, policy_for
+from nemo_lowprec.strategies.shard import blocks_of
 from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.weights import kept_in_fp32
 
@@ -127,7 +127,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
 
 def _sharded(param: nn.Parameter, part: str, in_fp8: bool, in_fp32: bool, engine: Engine, shards: int) -> ShardedParam:
     """``param`` in the formats in which ``ShardedWeights`` stores and gathers it."""
-    level, policy = engine.level, policy_for(engine.level)
+    level, policy = engine.level, mixed_precision_policy(engine.level)
     rows = -(-param.shape[0] // shards)
     dtype = torch.float32 if param.requires_grad else param.dtype  # as ``shard_model`` makes it
     local = torch.empty(rows, *param.shape[1:], dtype=dtype, device="meta")
