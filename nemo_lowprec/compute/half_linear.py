@@ -25,10 +25,10 @@ class HalfLinear(nn.Linear):
     In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
 
     Attributes:
-        half_plan: announces the operands.
+        half_plan: announces the operands; None for a layer that was made without ``convert``.
     """
 
-    half_plan: GemmPlan
+    half_plan: GemmPlan | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return half_linear(input, self.weight, self.bias, None, self.half_plan)
