@@ -20,6 +20,7 @@ __all__ = [
     "clip_grad_norm_",
     "get_level",
     "initialize",
+    "prepare",
     *CHART,
 ]
 
@@ -35,6 +36,10 @@ def __getattr__(name: str) -> Any:
         from nemo_lowprec.msamp import initialize
 
         return initialize
+    if name == "prepare":
+        from nemo_lowprec.loops import prepare
+
+        return prepare
     if name == "clip_grad_norm_":
         from nemo_lowprec.grads import clip_grad_norm_
 

@@ -8,28 +8,15 @@ importing it would hide ``nemo_lowprec.initialize``.)
 
 from __future__ import annotations
 
-import logging
-import warnings
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from nemo_lowprec.chart import get_level
-from nemo_lowprec.compute import is_converted
-from nemo_lowprec.compute.attention import prefer_attention_in
-from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import clip_grad_norm_
-from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
-from nemo_lowprec.options import parse_options
-from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.loops import prepare
 
 __all__ = ["OPT_LEVELS", "clip_grad_norm_", "initialize"]
-
-log = logging.getLogger("nemo_lowprec")
 
 OPT_LEVELS = {"O1": "msamp_o1", "O2": "msamp_o2", "O3": "msamp_o3"}
 
@@ -76,62 +63,9 @@ def initialize(
     """
     if not isinstance(opt_level, str) or opt_level not in OPT_LEVELS:
         raise ValueError(f"opt_level={opt_level!r} must be one of: {', '.join(OPT_LEVELS)}.")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("Call initialize before DistributedDataParallel wraps the model.")
-    refuse_sharded(model)
-    if is_converted(model) or any(isinstance(p, QuantizedTensor) for p in model.parameters()):
-        raise ValueError("This model is converted already: call initialize once, on the plain model.")
-    engine = _engine(opt_level, use_te, _device_of(model), options)
-    if optimizer is None:
-        optimizer = torch.optim.AdamW(model.parameters())
-    if type(optimizer).__module__.partition(".")[0] == "accelerate":
-        raise ValueError(
-            f"This optimizer is an {type(optimizer).__name__}, and may step with methods that it took from torch's "
-            "before. Call initialize first, and accelerator.prepare on what it returns."
-        )
-    engine.check_optimizer(optimizer)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for p in model.parameters()):
-        raise ValueError(f"This {type(optimizer).__name__} holds none of the model's parameters.")
-    engine.convert(model, _device_of(model))
-    engine.settle()
-    engine.attach(optimizer)
-    model.zero_grad()  # gradients that were there belong to the weights before they were rounded
-    prefer_attention_in(model, engine.options.attention)
-    PlainLoop(engine, model, optimizer)
-    UnderDDP(engine, model)
-    _say_what_is_converted(engine)
-    return model, optimizer
-
-
-def _engine(opt_level: str, use_te: bool | None, device: torch.device, options: dict[str, Any]) -> Engine:
-    for name in ("half", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"):
-        if name in options:
-            raise TypeError(
-                f"initialize takes no {name!r}: torch.autocast chooses the half format, and GradScaler the loss scale."
-            )
     if use_te is not None:
         if "backend" in options:
             raise ValueError("use_te and backend choose the same thing: pass one of them.")
-        without = "torch" if device.type == "cuda" else "reference"
-        options = {**options, "backend": "te" if use_te else without}
-    return Engine(parse_options(get_level(OPT_LEVELS[opt_level]), options), torch.float32)
-
-
-def _say_what_is_converted(engine: Engine) -> None:
-    """Log the table of layers and matrices, and warn where hardly anything is converted; on the first process."""
-    found = engine.columns.computation.describe()
-    if found is None or (dist.is_initialized() and dist.get_rank()):
-        return
-    table, problem = found
-    if log.isEnabledFor(logging.INFO):
-        log.info("%s\n%s", engine.level.name, table)
-    if problem:
-        warnings.warn(problem, stacklevel=3)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    param = next(model.parameters(), None)
-    return torch.device("cpu") if param is None else param.device
+        on_gpu = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
+        options["backend"] = "te" if use_te else "torch" if on_gpu else "reference"
+    return prepare(model, optimizer, OPT_LEVELS[opt_level], **options)

@@ -10,6 +10,7 @@ weights. Modules with parameters of their own open autocast then, by hooks.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from threading import local
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["fp32_input_class", "open_autocast"]
+__all__ = ["autocast_forward", "fp32_input_class", "open_autocast"]
 
 
 def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -95,6 +96,20 @@ def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
         handles.append(module.register_forward_pre_hook(_enter, prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(_leave, with_kwargs=True, always_call=True))
     return handles
+
+
+def autocast_forward(model: nn.Module, half: torch.dtype) -> None:
+    """Have every forward pass of ``model`` run under autocast to ``half``, unless autocast is on; outputs are FP32."""
+    model.register_forward_pre_hook(partial(_enter_half, half), prepend=True, with_kwargs=True)
+    model.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def _enter_half(half: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> None:
+    device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    if device is not None and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+        context = torch.autocast(device, half)
+        context.__enter__()
+        _opened.stack.append((module, context))
 
 
 def _half_of(module: nn.Module) -> torch.dtype | None:

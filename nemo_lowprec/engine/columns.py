@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.comm import Averaging
@@ -45,3 +48,14 @@ class Columns:
     def releases(self) -> bool:
         """Whether parameters step in backward, before anything is known about the gradients of all."""
         return self.states.releases
+
+    def evaluating(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """``closure`` for the middle of a step, where it sees the weights of that moment each time."""
+
+        def evaluate() -> Any:
+            with self.weights.evaluating(optimizer):
+                for one in self.amaxes:
+                    one.forget_weights()
+                return closure()
+
+        return evaluate

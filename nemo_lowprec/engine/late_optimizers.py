@@ -48,7 +48,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if type(optimizer) is before:
         return None
     # The step that torch is about to run is the old class's: it gets an optimizer of nothing.
-    result = inspect.unwrap(type(optimizer).step)(optimizer, *args[1:], **kwargs)
+    with torch.no_grad():  # a wrapper of the step, too, which ``unwrap`` takes off
+        result = inspect.unwrap(type(optimizer).step)(optimizer, *args[1:], **kwargs)
     return (torch.optim.AdamW([{"params": []}]), lambda: result), {}
 
 

@@ -122,15 +122,9 @@ class Step:
         return result
 
     def run_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The same for an optimizer that evaluates the loss itself: each time with the latest weights."""
-
-        def evaluate() -> Any:
-            with self.columns.weights.evaluating(optimizer):
-                for one in self.columns.amaxes:
-                    one.forget_weights()
-                return closure()
-
-        return self.take(optimizer, None, partial(optimizer.step, closure=evaluate, **kwargs))
+        """The same for an optimizer that evaluates the loss itself."""
+        closure = self.columns.evaluating(optimizer, closure)
+        return self.take(optimizer, None, partial(optimizer.step, closure=closure, **kwargs))
 
     def take(self, optimizer: Optimizer, found: FoundInf | None, step: Callable[[], Any], waits: bool = True) -> Any:
         """Call ``step`` unless ``found``, and tell the columns; kernels that read ``found`` need no host that waits."""

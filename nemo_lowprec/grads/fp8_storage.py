@@ -37,7 +37,6 @@ class Fp8Gradients(Column):
 
     Attributes:
         detached_grads: gradients that are not left on their parameters, by the parameters' ids; None where they are.
-        overflowed: what ``GradScaler`` asks beside the gradients, see ``GradientTensor``.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Fp8Gradients(Column):
     ) -> None:
         self.release, self._params, self._observers = release, params, observers
         self.detached_grads: dict[int, GradientTensor] | None = {} if detached else None
-        self.overflowed: Callable[[Tensor], Tensor | None] | None = None
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
 
@@ -88,8 +86,7 @@ class Fp8Gradients(Column):
                 )
             return
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
-            param.grad = stored = GradientTensor.from_float(grad)
-            stored.overflowed = self.overflowed
+            param.grad = GradientTensor.from_float(grad)
         if isinstance(param.grad, GradientTensor):
             for see in self._observers.gradient:
                 see(param, param.grad)

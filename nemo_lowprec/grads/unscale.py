@@ -12,14 +12,14 @@ from torch import Tensor
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["find_nonfinite", "unscale_"]
+__all__ = ["find_nonfinite", "unscale_", "widen_fp16"]
 
 
 @torch.no_grad()
 def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
     """Unscale the gradients of ``params``; return whether any of them is not finite.
 
-    FP16 gradients become FP32 first, one at a time: dividing them in FP16 would round small ones to zero.
+    FP16 gradients become FP32 first (``widen_fp16``).
 
     Of sharded gradients each process sees its part. Sparse ones come out coalesced.
 
@@ -39,8 +39,7 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         if param.grad.dtype == torch.bfloat16:  # of a parameter without a master, which steps in BF16
             halves.append(param.grad.div_(scale))
             continue
-        if param.grad.dtype == torch.float16:
-            _replace(param, param.grad.float())
+        widen_fp16([param])
         grads[param.grad.device, param.grad.dtype].append(local_shard(param.grad))
     found = [_nonfinite(halves, device)]
     for (place, _), tensors in grads.items():
@@ -48,6 +47,13 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, one, torch.full((), 1.0 / scale, device=place))
         found.append(one.to(device))
     return torch.stack(found).amax()
+
+
+def widen_fp16(params: Iterable[Tensor]) -> None:
+    """Make FP16 gradients FP32, one at a time: dividing them in FP16 would round small ones to zero."""
+    for param in params:
+        if param.grad is not None and param.grad.dtype == torch.float16:
+            _replace(param, param.grad.float())
 
 
 def _replace(param: Tensor, grad: Tensor) -> None:

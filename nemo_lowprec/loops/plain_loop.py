@@ -16,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.grads import Fp8Gradients
-from nemo_lowprec.tensors.weak_hooks import weakly
+from nemo_lowprec.grads import FoundInf
+from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
+from nemo_lowprec.optim import needs_closure
 
 __all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
 
@@ -49,11 +50,9 @@ class PlainLoop:
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
         self._engine = engine
-        self._looked_at = False
-        self._looked_into = False
+        self._looked_at = self._looked_into = False
+        self._written: FoundInf | None = None
         model.register_forward_pre_hook(self._before_forward)
-        if isinstance(engine.columns.gradients, Fp8Gradients):
-            engine.columns.gradients.overflowed = weakly(self._overflowed)
         engine.when_adopted = self.follow
         self._averages = AveragesGradients(engine)
         self.follow(optimizer)
@@ -61,9 +60,14 @@ class PlainLoop:
     def follow(self, optimizer: Optimizer) -> None:
         """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
         optimizer.all_reduce_grads = self._averages  # type: ignore[attr-defined]
+        tell_grad_scaler(optimizer, self._found)
+        before = optimizer.register_step_pre_hook(self._before_step)
+        # First, while the model's own parameters are in the groups, and not their masters.
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        hooks.move_to_end(before.id, last=False)
+        optimizer.register_step_post_hook(self._after_step)
         histories = self._engine.amaxes.histories
         if histories is not None:
-            optimizer.register_step_post_hook(self._after_step)
             optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
             optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
@@ -97,12 +101,22 @@ class PlainLoop:
             )
         self._looked_into = True
 
-    def _overflowed(self, found: Tensor) -> Tensor:
+    def _found(self, found: Tensor) -> Tensor:
         self._looked_at = True
         return self._engine.step.found_on_any_rank(found)
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        differ = self._engine.columns.weights.find_written(optimizer)
+        self._written = None if differ is None else FoundInf(differ.float())
+        if not needs_closure(optimizer):
+            return None
+        closure = self._engine.columns.evaluating(optimizer, kwargs.get("closure") or args[1])
+        return args[:1], {**kwargs, "closure": closure}
+
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False
+        if self._written:
+            self._engine.columns.weights.refuse_written()
         for column in self._engine.columns:
             column.after_step(skipped=False)
 

@@ -11,7 +11,6 @@ sum rounded to nearest does not change where a micro-batch adds less than a sixt
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -50,9 +49,6 @@ class GradientTensor(BlockScaledTensor):
         nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
         multiplied: whether ``factor`` belongs to this tensor and may differ from 1; until then tensors share one.
         additions: number of additions since values were stored, for stochastic rounding.
-        overflowed: a function that tells GradScaler whether to skip the step. Argument and result are FP32 scalars on
-            the device, nonzero for an overflow: in this process's gradients, and anywhere. Without a function, and
-            where the function returns None, only the gradients count.
     """
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
@@ -61,7 +57,6 @@ class GradientTensor(BlockScaledTensor):
     nonfinite: Tensor
     multiplied: bool
     additions: int = 0
-    overflowed: Callable[[Tensor], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -218,8 +213,4 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))
-    # In the order of the gradients, which is the same on every process: ``overflowed`` may be a collective.
-    for overflowed in dict.fromkeys(g.overflowed for g in ours if g.overflowed is not None):
-        found = overflowed(bad)
-        bad = bad if found is None else found
-    found_inf.copy_((bad > 0).to(found_inf.dtype).view_as(found_inf))
+    found_inf.copy_(bad.view_as(found_inf))

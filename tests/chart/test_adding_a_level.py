@@ -11,12 +11,12 @@ import pytest
 import nemo_lowprec
 
 ROOT = Path(nemo_lowprec.__file__).parents[1]
-ROW = '''
+ROW = """
 _MINE = replace(
     _BF16_MIXED, name="bf16_with_low_bit_adam", summary="BF16 mixed with FP8 and FP16 optimizer states",
     optimizer_states=("fp8", "fp16"), comm="bf16",
 )
-'''
+"""
 USE = """
 import torch
 from nemo_lowprec import CHART, bf16_with_low_bit_adam, recipes

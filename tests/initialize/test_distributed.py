@@ -454,7 +454,7 @@ def test_wrappers_that_take_parameters_away_are_refused_with_the_way_out(ranks, 
 def test_what_cannot_go_together_is_refused(ranks, level):
     for rank in ranks:
         assert "gradient_release=True steps before gradients are averaged" in rank["released"][level]
-        assert rank["wrapped_before"][level] == "Call initialize before DistributedDataParallel wraps the model."
+        assert rank["wrapped_before"][level] == "Prepare the model before DistributedDataParallel wraps it."
 
 
 @AT_LEVELS

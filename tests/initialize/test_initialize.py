@@ -254,8 +254,8 @@ REFUSED = {
         lambda m: optim.Adam([*m.parameters(), nn.Parameter(torch.ones(2) * 1j)]), {}, ValueError,
     ),
     "holds low-bit states already": (lambda m: AdamW(m.parameters()), {}, ValueError),
-    "initialize takes no 'half': torch.autocast chooses": (None, {"half": "fp16"}, TypeError),
-    "initialize takes no 'loss_scale'": (None, {"loss_scale": 8.0}, TypeError),
+    "A loop takes no 'half': torch.autocast chooses": (None, {"half": "fp16"}, TypeError),
+    "A loop takes no 'loss_scale'": (None, {"loss_scale": 8.0}, TypeError),
     "has no argument 'opt_lvl'": (None, {"opt_lvl": "O2"}, TypeError),
     "use_te and backend choose the same thing": (None, {"use_te": False, "backend": "torch"}, ValueError),
     "stochastic_rounding='a' must be": (None, {"stochastic_rounding": "a"}, ValueError),
@@ -434,7 +434,7 @@ def test_accelerate_prepares_what_initialize_returns_and_not_the_other_way_round
     try:
         model = Net()
         model, optimizer = accelerator.prepare(model, optim.AdamW(model.parameters()))
-        with pytest.raises(ValueError, match=r"AcceleratedOptimizer.*Call initialize first, and accelerator\.prepare"):
+        with pytest.raises(ValueError, match=r"AcceleratedOptimizer.*Prepare the model .* accelerator\.prepare"):
             nemo_lowprec.initialize(model, optimizer, opt_level=level)
         assert type(model.mid) is nn.Linear and type(optimizer.optimizer) is optim.AdamW
 
@@ -472,7 +472,7 @@ def test_a_model_is_initialized_once(level):
     model, optimizer = nemo_lowprec.initialize(Net(), opt_level=level)
     fresh = optim.AdamW(model.parameters())
     for given in (None, fresh, optimizer):
-        with pytest.raises(ValueError, match="converted already: call initialize once"):
+        with pytest.raises(ValueError, match="converted already: prepare the plain"):
             nemo_lowprec.initialize(model, given, opt_level="O1")
     assert type(fresh) is optim.AdamW and isinstance(optimizer, LowBitStates)
     part = nn.Sequential(nn.Linear(16, 16), model)

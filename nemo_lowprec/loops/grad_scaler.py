@@ -1,0 +1,56 @@
+"""torch's ``GradScaler`` at every level: FP16 gradients, and infinities that saturate in an FP8 GEMM.
+
+``GradScaler.unscale_`` refuses FP16 gradients, and sees an infinity only where a gradient shows the infinity. For the
+optimizers of a prepared model, gradients become FP32 before they are divided by the scale, and the engine tells whether
+a gradient or an operand is not finite on any process. Other optimizers are unscaled as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from nemo_lowprec.grads.unscale import widen_fp16
+
+__all__ = ["tell_grad_scaler"]
+
+_FOUND = (
+    "_lowprec_found"  # on an optimizer: from whether this process's gradients are not finite to that of any process
+)
+_unscale = GradScaler._unscale_grads_
+
+
+def tell_grad_scaler(optimizer: Optimizer, found: Callable[[Tensor], Tensor]) -> None:
+    """Have torch's ``GradScaler`` ask ``found`` whether to skip the step of ``optimizer``.
+
+    Args:
+        found: from 1 where a gradient is not finite on this process, else 0, to the same for all processes and the
+            operands of FP8 GEMMs: FP32 scalars on the device.
+    """
+    optimizer.__dict__[_FOUND] = found
+
+
+@wraps(_unscale)
+def _unscale_grads_(
+    self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> Any:  # fmt: skip
+    found = optimizer.__dict__.get(_FOUND)
+    if found is None:
+        return _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    widen_fp16(p for group in optimizer.param_groups for p in group["params"])
+    per_device: dict[torch.device, Tensor] = _unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    flags = list(per_device.values())
+    if flags:
+        bad = found(torch.stack([flag.to(flags[0].device).float().reshape(()) for flag in flags]).amax())
+        for flag in flags:
+            flag.copy_((bad > 0).to(flag.dtype))
+    return per_device
+
+
+GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]

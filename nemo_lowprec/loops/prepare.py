@@ -1,0 +1,120 @@
+"""A level for a training loop without Lightning: the same engine, driven by the loop's own lines."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from nemo_lowprec.chart import PrecisionLevel, get_level
+from nemo_lowprec.compute import is_converted
+from nemo_lowprec.compute.attention import prefer_attention_in
+from nemo_lowprec.compute.half_layers import autocast_forward
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
+from nemo_lowprec.options import LossScaleConfig, parse_options
+from nemo_lowprec.tensors import QuantizedTensor
+
+__all__ = ["prepare"]
+
+log = logging.getLogger("nemo_lowprec")
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    level: str | PrecisionLevel = "bf16_with_fp8_mixed",
+    **options: Any,
+) -> tuple[nn.Module, Optimizer]:
+    """Prepare a model and its optimizer for training at a level, both in place.
+
+    The model's forward runs under autocast to the level's half format unless the loop has autocast on, and gives FP32
+    then; at MS-AMP's levels, whose weights read as FP32, the loop decides on autocast. Weights, gradients and optimizer
+    states are stored in the level's formats, and the optimizer steps on masters where the level has any.
+    ``torch.amp.GradScaler``, schedulers, ``clip_grad_norm_`` and gradient accumulation work as they do on any model.
+
+    Layers and matrices are logged, by the logger ``nemo_lowprec`` and at INFO; a model of whose matrices less than half
+    is in converted layers is warned of.
+
+    Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in the
+    level's format. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first
+    call gives every process the weights and buffers of the group's first one.
+
+    Args:
+        model: any module.
+        optimizer: any of torch's over the model's parameters (Adam or AdamW where the level has low-bit states); None
+            for AdamW with torch's defaults.
+        level: name of the level, or a row of your own.
+        options: the arguments of the level (``nemo_lowprec.bf16_with_fp8_mixed`` has them), but for ``half`` and the
+            loss scale, which are ``torch.autocast``'s and ``GradScaler``'s here.
+
+    Returns:
+        The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
+
+    Raises:
+        ValueError: an unknown level, an optimizer without a low-bit form or of another model's parameters, a model
+            that is converted already or sharded, or a value that an option does not take; model and optimizer are as
+            they were.
+        TypeError: an unknown option.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("Prepare the model before DistributedDataParallel wraps it.")
+    refuse_sharded(model)
+    if is_converted(model) or any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        raise ValueError("This model is converted already: prepare the plain model, once.")
+    for name in ("half", *LossScaleConfig.arguments()):
+        if name in options:
+            raise TypeError(
+                f"A loop takes no {name!r}: torch.autocast chooses the half format, and GradScaler the loss scale."
+            )
+    parsed = parse_options(get_level(level), options)
+    row = parsed.level
+    engine = Engine(replace(parsed, loss_scale=None), torch.float32 if row.is_low_bit else None)
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    if type(optimizer).__module__.partition(".")[0] == "accelerate":
+        raise ValueError(
+            f"This optimizer is an {type(optimizer).__name__}, and may step with methods that it took from torch's "
+            "before. Prepare the model and its optimizer first, and then call accelerator.prepare on both."
+        )
+    engine.check_optimizer(optimizer)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise ValueError(f"This {type(optimizer).__name__} holds none of the model's parameters.")
+    engine.convert(model, _device_of(model))
+    engine.settle()
+    engine.attach(optimizer)
+    model.zero_grad()  # gradients that were there belong to the weights before they were rounded
+    prefer_attention_in(model, parsed.attention)
+    PlainLoop(engine, model, optimizer)
+    UnderDDP(engine, model)
+    if not row.is_low_bit:
+        autocast_forward(model, engine.half)
+    _say_what_is_converted(engine)
+    return model, optimizer
+
+
+def _say_what_is_converted(engine: Engine) -> None:
+    """Log the table of layers and matrices, and warn where hardly anything is converted; on the first process."""
+    found = engine.columns.computation.describe()
+    if found is None or (dist.is_initialized() and dist.get_rank()):
+        return
+    table, problem = found
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s\n%s", engine.level.name, table)
+    if problem:
+        warnings.warn(problem, stacklevel=4)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    param = next(model.parameters(), None)
+    return torch.device("cpu") if param is None else param.device
