@@ -127,6 +127,7 @@ class ShardAveraging(Averaging):
         replicas: the processes that hold the same shards; None where there is one copy of the model.
         matrices: (whole, sharded) of the matrices that were gathered so far.
         gradients: of the whole matrices, by their ids.
+        releases: whether parameters step in backward.
     """
 
     def __init__(
@@ -138,9 +139,10 @@ class ShardAveraging(Averaging):
         replicas: dist.ProcessGroup | None,
         matrices: Callable[[], Iterable[tuple[Tensor, Tensor]]],
         gradients: dict[int, Any],
+        releases: bool = False,
         observers: Observers = NOBODY,
     ) -> None:
-        super().__init__(wire, share, observers=observers)
+        super().__init__(wire, share, releases, observers)
         self._world, self._shards, self._replicas = world, shards, replicas
         self._matrices, self._gradients = matrices, gradients
         self._reduced: list[Tensor] = []

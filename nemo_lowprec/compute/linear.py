@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch
+from torch._C import _functorch, _get_tracing_state
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
@@ -73,8 +73,8 @@ class GemmPlan:
 
     def in_half(self, kind: str, values: Tensor) -> Tensor:
         """The operand ``kind`` [rows, features] of a GEMM in half precision."""
-        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled():
-            half = values.dequantize(self.half)  # has no derivative
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled() and _get_tracing_state() is None:
+            half = values.dequantize(self.half)  # which has no derivative, and is not traced
         else:
             half = values.to(self.half)
         if self.observers.quantized:
@@ -83,7 +83,7 @@ class GemmPlan:
 
     def announce(self, kind: str, values: Tensor, operand: Any) -> None:
         """Tell ``observers`` that an operand is ready (see ``Observer.quantized``); called where there are any."""
-        if torch._C._get_tracing_state() is not None or is_legacy_batchedtensor(values):
+        if _get_tracing_state() is not None or is_legacy_batchedtensor(values):
             return
         values, operand = _outside_transforms(values), _outside_transforms(operand)
         with torch.no_grad():
@@ -191,7 +191,7 @@ def _by_torch(
     part: tuple[int, int] | None,
 ) -> Tensor:
     """The layer in half precision, by operations of torch alone."""
-    if torch._C._get_tracing_state() is not None and isinstance(weight, QuantizedTensor):
+    if _get_tracing_state() is not None and isinstance(weight, QuantizedTensor):
         warnings.warn(
             "torch.jit.save crashes on weights in low-bit storage. To save a trace, make it of copy.deepcopy(model), "
             "whose weights are FP32.",

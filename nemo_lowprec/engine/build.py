@@ -119,7 +119,7 @@ def build(
         assert isinstance(weights, ShardedWeights)
         comm = ShardAveraging(
             wire, share, sharding.world, sharding.shards, sharding.replicas, weights.gathered_matrices,
-            weights.detached_grads, observers,
+            weights.detached_grads, low.gradient_release, observers,
         )  # fmt: skip
     return Columns(computation, weights, gradients, states, comm)
 

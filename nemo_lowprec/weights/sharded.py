@@ -201,8 +201,7 @@ class ShardedWeights(WeightStore):
         """FSDP2's record (``FSDPParam``) of each parameter."""
         from torch.distributed.fsdp import FSDPModule
 
-        assert self.model is not None
-        for module in self.model.modules():
+        for module in self.model.modules() if self.model is not None else ():
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             yield from group.fsdp_params if group is not None else ()
 
@@ -212,9 +211,8 @@ class ShardedWeights(WeightStore):
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
-        assert self.model is not None
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for module in self.model.modules():
+        for module in self.model.modules() if self.model is not None else ():
             for name in module._parameters:
                 whole = self._whole.get((id(module), name))
                 if whole is not None:

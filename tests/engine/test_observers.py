@@ -69,7 +69,7 @@ def start(case, model=None, **options):
 def backward(engine, model):
     with engine.forward_context():
         loss = model.loss({"x": SAMPLES.x, "y": SAMPLES.y})
-    engine.scale(loss).backward()
+    engine.step.scale(loss).backward()
 
 
 def test_an_event_is_announced_to_those_who_override_it_only():
@@ -199,7 +199,7 @@ def test_stored_gradients_are_announced_as_they_add_up():
 
 
 def test_detached_and_released_gradients_are_announced_before_they_are_taken():
-    for options in ({"apart": True}, {"release": lambda param: setattr(param, "grad", None)}):
+    for options in ({"detached": True}, {"release": lambda param: setattr(param, "grad", None)}):
         observers, gradients = Observers(), Gradients()
         observers.add(gradients)
         layer = nn.Linear(32, 32, bias=False)
@@ -241,7 +241,7 @@ def send(rank):
     for case in ("msamp_o2", "bf16_mixed", "te_fp8"):
         engine, model, optimizer = start(case)
         messages, gradients = Messages(), Gradients()
-        engine.average_over(None)
+        engine.columns.comm.average_over(None)
         engine.observers.add(messages)
         engine.broadcast()
         weights, messages.seen = messages.seen, []
@@ -250,7 +250,7 @@ def send(rank):
             backward(engine, model)
         during = list(messages.seen)
         with everything:
-            engine.step(optimizer)
+            engine.step.run(optimizer)
         stepped = list(messages.seen)
         with Traffic(observers=engine.observers) as counted, engine.backward_context():
             backward(engine, model)
