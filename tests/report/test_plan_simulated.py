@@ -47,7 +47,10 @@ def leave_values_out():
     from nemo_lowprec.weights import ShardedWeights
 
     ShardedWeights.check = lambda *_: None
-    norms.rms_norm_kind = lambda module: (module.variance_epsilon, False)
+    norms._rms_norm_settings = lambda module: {
+        "zero_centered": False, "eps": module.variance_epsilon, "normalized_shape": tuple(module.weight.shape),
+        "elementwise_affine": True,
+    }  # fmt: skip
     wire.Packer.pack = lambda self, rows, messages: None
     wire.Packer.unpack = lambda self, messages, rows: None
     buckets.mean_of_messages = lambda received, layout, out, own=None: None
