@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-__all__ = ["RANGES", "AtLeast0", "Seed", "Text", "check_arguments", "check_value", "checked"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

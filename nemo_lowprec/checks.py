@@ -13,8 +13,6 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from nemo_lowprec.arguments import RANGES, check_value
 
-__all__ = ["check_processes", "check_trainer"]
-
 _PROCESSES_OF_A_CPU = 8  # allowed on any CPU, so that a run with many processes can be tried out
 
 

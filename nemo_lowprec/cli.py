@@ -19,8 +19,6 @@ from nemo_lowprec.quiet import quiet
 
 # Imports are inside the functions: a command answers --help and mistakes before it loads torch.
 
-__all__ = ["main"]
-
 _DESCRIPTION = "Low-precision training for PyTorch Lightning and NeMo."
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["Column"]
-
 
 class Column:
     """Base of a column's implementations. Each method does nothing here; a subclass overrides those that it needs.

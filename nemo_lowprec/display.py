@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from nemo_lowprec.plugins import LowPrecision
 
-__all__ = ["own_display"]
-
 
 class _ProgressBar(RichProgressBar):
     """Lightning's progress bar for a run that ends after a number of steps."""

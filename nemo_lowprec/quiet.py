@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from nemo_lowprec.lines import text_lines
 
-__all__ = ["LOGGED", "WARNED", "Noise", "quiet"]
-
 
 class Noise(NamedTuple):
     """One hidden message.

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded
 from nemo_lowprec.checkpoint.writing import NotWrittenError, remove
 
-__all__ = ["BackgroundWriter"]
-
 
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread, from copies in the CPU's memory; made on all processes.

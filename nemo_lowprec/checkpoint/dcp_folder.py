@@ -30,17 +30,6 @@ from nemo_lowprec.checkpoint.torch_zip import check_regular, check_zip, load, re
 from nemo_lowprec.checkpoint.writing import system_error
 from nemo_lowprec.comm import raise_together
 
-__all__ = [
-    "INDEX",
-    "CheckedReader",
-    "FolderWriter",
-    "check_folder",
-    "check_sums",
-    "read_index",
-    "read_tensors",
-    "write_checksums",
-]
-
 INDEX = ".metadata"
 _CHECKSUMS = "checksums.json"
 _PIECE = 1 << 24  # bytes that are read at once

@@ -18,8 +18,6 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.tensors import GradientTensor, QuantizedTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
-__all__ = ["KEY", "partial_gradients", "restore_gradients", "saved_gradients"]
-
 KEY = "partial_gradients"  # in the state of the Precision plugin
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_states", "set_random_states"]
-
 
 def random_states() -> dict[str, Any]:
     """The states of this process; CUDA's state of the current device, if CUDA is in use."""

@@ -38,20 +38,6 @@ from nemo_lowprec.formats import FP16, compute_amax
 from nemo_lowprec.tensors import BlockShard, HalfShard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_rows, local_shard
 
-__all__ = [
-    "META",
-    "begin_folder",
-    "begin_sharded",
-    "in_full",
-    "is_folder",
-    "on_first",
-    "open_folder",
-    "probe",
-    "read_folder",
-    "read_weights",
-    "restore",
-]
-
 META = "meta.pt"
 # Prefixes of the keys of weights and of an unfinished step's gradients; the other keys belong to optimizer states.
 _MODEL, _PARTIAL = "model.", "partial."

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_file", "check_regular", "check_zip", "load", "reading"]
-
 _PIECE = 1 << 24  # bytes that are read at once
 _THREADS = 4
 _TAKE_ANOTHER = "Copy it again, or take another one."

@@ -18,21 +18,6 @@ from typing import BinaryIO
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-__all__ = [
-    "NotWrittenError",
-    "clear",
-    "file_in_place",
-    "part_of",
-    "put_in_place",
-    "raise_not_written",
-    "recover",
-    "remove",
-    "start_part",
-    "sync_file",
-    "system_error",
-    "writing",
-]
-
 _EARLIER = "; an earlier checkpoint is as it was."
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import QuantizedTensor
 
-__all__ = ["any_rank_", "broadcast_weights", "by_rank", "check_same", "meet", "raise_together", "reduce_amax"]
-
 
 @torch.no_grad()
 def broadcast_weights(

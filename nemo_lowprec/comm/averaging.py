@@ -17,8 +17,6 @@ from nemo_lowprec.comm.buckets import Fp8ShardBucket
 from nemo_lowprec.comm.reducer import GradientReducer
 from nemo_lowprec.observers import NOBODY, Observers
 
-__all__ = ["Averaging", "ShardAveraging"]
-
 Share = Callable[[Callable[[Tensor], None] | None], None]
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "cut_into_buckets"]
-
 BUCKET_BYTES = 64 * 2**20  # on the wire
 
 

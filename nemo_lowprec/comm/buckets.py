@@ -22,8 +22,6 @@ from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
-__all__ = ["IN_PLACE", "Bucket", "Fp8Bucket", "Fp8ShardBucket", "PlainBucket"]
-
 IN_PLACE = 2**20  # elements; larger gradients are reduced in place, smaller ones in one flat copy
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["give_back_to_ddp", "leave_to_ddp", "take_from_ddp"]
-
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute; torch also marks each ignored tensor
 _BEFORE = "_lowprec_ignored_before"
 

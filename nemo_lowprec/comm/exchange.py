@@ -24,8 +24,6 @@ from torch import Tensor
 from nemo_lowprec.comm.wire import Messages
 from nemo_lowprec.observers import NOBODY, Observers
 
-__all__ = ["CollectiveBuffers", "ExchangeBuffers", "PeerBuffers", "PeerMemory"]
-
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on

@@ -17,8 +17,6 @@ from nemo_lowprec.comm.exchange import PeerMemory
 from nemo_lowprec.comm.wire import Messages, by_rows
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 
-__all__ = ["Message", "PlannedBucket", "buffer_bytes", "peer_bytes", "plan_buckets"]
-
 
 @dataclass(frozen=True)
 class Message:

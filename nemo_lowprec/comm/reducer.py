@@ -20,8 +20,6 @@ from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemor
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
-__all__ = ["GradientReducer", "Wire"]
-
 Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
 
 

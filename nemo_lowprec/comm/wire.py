@@ -22,8 +22,6 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_grid, dequantize_rows, quantize_rows
 from nemo_lowprec.kernels.loader import block_kernels
 
-__all__ = ["Messages", "Packer", "Row", "blocks_of", "by_rows", "fused_wire", "mean_of_messages"]
-
 Row = tuple[Tensor, Tensor, Tensor]
 
 _ALIGNED = 16  # blocks: messages and their exponents begin at multiples of 16 bytes

@@ -12,8 +12,6 @@ from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.operands import new_histories, new_weight_scales
 from nemo_lowprec.options import Recipe
 
-__all__ = ["AmaxState", "DelayedAmaxes", "TEAmaxes"]
-
 
 class AmaxState:
     """The amaxes of one model's layers; none where the layers keep nothing from step to step."""

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["check_attention", "prefer_attention", "prefer_attention_in"]
-
 
 def check_attention(attention: str, device: torch.device) -> None:
     """Raise ValueError where ``attention`` cannot be had on ``device``."""

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["dtype_obstacle", "is_converted", "own_forward", "revert_layers", "swap"]
-
 _ORIGINAL = "_lowprec_original"  # on a converted module: (its class, earlier values of attributes, the new class)
 
 

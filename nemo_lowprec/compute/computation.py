@@ -28,8 +28,6 @@ from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Options
 
-__all__ = ["Computation"]
-
 
 class Computation(Column):
     """The layers of one model.

@@ -30,15 +30,6 @@ from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 
-__all__ = [
-    "Conversion",
-    "convert_layers",
-    "gemm_plans",
-    "linear_weights",
-    "take_fp32_input",
-    "take_fp32_input_outside_autocast",
-]
-
 _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes as the first
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.

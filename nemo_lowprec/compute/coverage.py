@@ -15,8 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.convert import Conversion
 from nemo_lowprec.compute.te_layers import is_te_module
 
-__all__ = ["Fate", "Group", "as_globs", "as_patterns", "groups_of", "too_little"]
-
 _ENOUGH = 0.5  # of the elements
 _NAMED = 3
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\..*$")

@@ -22,8 +22,6 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient
 
-__all__ = ["differentiable_backward"]
-
 _CHUNK = 2048  # rows
 
 

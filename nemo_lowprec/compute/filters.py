@@ -9,8 +9,6 @@ from torch import nn
 
 from nemo_lowprec.options import LayerFilter
 
-__all__ = ["HEAD", "full_name", "reasons_to_keep"]
-
 HEAD = "the head (name it in convert to convert it)"
 
 # Last part of the names under which libraries keep their output projection.

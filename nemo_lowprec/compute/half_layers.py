@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["autocast_forward", "fp32_input_class", "open_autocast"]
-
 
 def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Weight and bias in FP32, unless both have the dtype of ``x``: torch's norms take no other mixture."""

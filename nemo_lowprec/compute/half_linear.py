@@ -16,8 +16,6 @@ from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.backends.scaled_mm import half_matmul
 from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, among_rows, wgrad_dtype
 
-__all__ = ["HalfLinear", "half_linear"]
-
 
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient. Conversion makes it of an ``nn.Linear``.

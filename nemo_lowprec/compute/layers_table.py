@@ -9,8 +9,6 @@ from nemo_lowprec.compute.convert import Conversion
 from nemo_lowprec.compute.coverage import Group, as_globs, groups_of, too_little
 from nemo_lowprec.lines import WIDTH, name_lines, text_lines
 
-__all__ = ["describe_layers", "layers_table"]
-
 _NAMED = 8  # layers of a group
 _INDENT = 18
 _ARE = {

@@ -30,8 +30,6 @@ from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 
-__all__ = ["AutocastOff", "GemmPlan", "LowPrecisionConv1D", "LowPrecisionLinear", "among_rows", "wgrad_dtype"]
-
 
 @dataclass
 class GemmPlan:

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.half_linear import half_linear
 from nemo_lowprec.compute.linear import GemmPlan, _apply
 
-__all__ = ["FUSED", "LowPrecisionMultiheadAttention", "projection_weights"]
-
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),

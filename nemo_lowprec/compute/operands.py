@@ -23,8 +23,6 @@ from nemo_lowprec.formats.gemm_block_scaling import (
 )
 from nemo_lowprec.options import Recipe
 
-__all__ = ["FEATURE_MULTIPLE", "OPERANDS", "Operand", "new_histories", "new_weight_scales", "operand_of"]
-
 OPERANDS = ("input", "weight", "grad_output")
 
 # in_features and out_features must be multiples of this; rows are padded.

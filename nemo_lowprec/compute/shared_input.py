@@ -38,8 +38,6 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import DelayedScaling
 
-__all__ = ["InputGradient", "SharedInput"]
-
 
 class InputGradient:
     """The gradient of a tensor that several layers read: [rows, features], as far as it has been added up."""

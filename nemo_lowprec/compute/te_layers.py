@@ -23,22 +23,6 @@ from torch import Tensor, nn
 
 from nemo_lowprec.options import Recipe
 
-__all__ = [
-    "empty_extra_state",
-    "forget_nonfinite_amaxes",
-    "has_empty_histories",
-    "has_te_layers",
-    "histories_kept",
-    "is_te_module",
-    "load_te_state_dict",
-    "nonfinite_amaxes",
-    "rescale_gradients",
-    "scale_by_histories",
-    "te_context",
-    "te_recipe",
-    "te_state_dict",
-]
-
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 
 

@@ -20,8 +20,6 @@ from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["WeightScale", "WeightScales"]
-
 
 class WeightScale:
     """Scale of one weight, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).

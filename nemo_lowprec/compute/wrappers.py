@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["check_unwrapped", "is_managed_by_fsdp"]
-
 _DDP = "DistributedDataParallel after initialize, or a Trainer with strategy='ddp' or 'lowprec_ddp'"
 _SHARDED = "a Trainer with strategy='lowprec_sharded', which shards in the level's formats"
 

@@ -25,8 +25,6 @@ from nemo_lowprec.conf.command_line import CommandLine, one_sentence
 from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
 from nemo_lowprec.conf.sweep import SweptRun, one_run, print_sweep
 
-__all__ = ["run_job"]
-
 _JOBS = {
     "pretrain": ("nemo_lowprec.conf.job", "pretrain_job"),
     "audit": ("nemo_lowprec.conf.job", "audit_job"),

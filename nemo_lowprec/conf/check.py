@@ -17,8 +17,6 @@ from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
-__all__ = ["check_config", "check_values"]
-
 _VALUES: dict[str, Any] = {
     "seed": Seed,
     "ckpt_path": Text | None,

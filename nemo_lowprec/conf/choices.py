@@ -9,8 +9,6 @@ from typing import Any
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.options import option_defaults
 
-__all__ = ["CONF_DIR", "GROUPS", "arguments_of", "choices_of", "file_of", "register_levels"]
-
 CONF_DIR = Path(__file__).parent
 GROUPS = ("precision", *sorted(p.name for p in CONF_DIR.iterdir() if p.is_dir() and not p.name.startswith("_")))
 

@@ -11,8 +11,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-__all__ = ["CommandLine", "one_sentence"]
-
 _MULTIRUN = {"-m", "--multirun"}
 _FOLDER = ("-cd", "--config-dir")
 _WITH_VALUE = {*_FOLDER, "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-c", "--cfg"}

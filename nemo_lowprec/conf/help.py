@@ -5,8 +5,6 @@ from __future__ import annotations
 from nemo_lowprec.conf.choices import GROUPS, choices_of
 from nemo_lowprec.lines import help_page
 
-__all__ = ["help_of"]
-
 _SETTINGS = {
     "precision.fp8_margin=1": "an argument of the level",
     "model.lr=1e-4": "of the model; model.config.num_hidden_layers=2 of its architecture",

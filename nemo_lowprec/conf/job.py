@@ -21,8 +21,6 @@ from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report import Audit, AuditReport
 from nemo_lowprec.train import PretrainResult, pretrain
 
-__all__ = ["audit_job", "build", "own_words", "pretrain_job"]
-
 
 def build(cfg: DictConfig) -> dict[str, Any]:
     """Makes ``model``, ``data`` and ``trainer`` of a composed config.

@@ -22,8 +22,6 @@ from nemo_lowprec.conf.command_line import CommandLine, one_sentence
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.options import parse_options
 
-__all__ = ["check_overrides", "explain", "with_plus", "with_strategy"]
-
 _STRATEGY = "trainer.strategy"
 _PROCESSES = ("nodes", "gpus", "trainer.num_nodes", "trainer.devices")
 

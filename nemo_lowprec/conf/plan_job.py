@@ -15,8 +15,6 @@ from nemo_lowprec.conf.job import own_words
 if TYPE_CHECKING:
     from nemo_lowprec.report import Plan
 
-__all__ = ["plan_job"]
-
 _MEGATRON_MODEL = "nemo_lowprec.models.MegatronGPT"
 _PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"
 

@@ -15,8 +15,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["SweptRun", "one_run", "print_sweep"]
-
 _FIGURES = {"Val loss": "{:.4f}", "Perplexity": "{:.2f}", "Tokens/s": "{:,.0f}"}
 
 

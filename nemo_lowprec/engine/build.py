@@ -26,8 +26,6 @@ from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import Fp32Weights, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
 
-__all__ = ["DTYPES", "Sharding", "build", "check_row", "mixed_precision_policy", "new_amaxes"]
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALVES = ("fp16", "bf16")
 

@@ -14,8 +14,6 @@ from nemo_lowprec.compute import AmaxState, Computation
 from nemo_lowprec.optim import OptimizerStates
 from nemo_lowprec.weights import WeightStore
 
-__all__ = ["Columns"]
-
 
 @dataclass
 class Columns:

@@ -21,8 +21,6 @@ from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import Options
 
-__all__ = ["Engine"]
-
 _ENGINE = "_lowprec_engine"
 
 

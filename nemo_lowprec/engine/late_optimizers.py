@@ -18,8 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 if TYPE_CHECKING:
     from nemo_lowprec.engine import Engine
 
-__all__ = ["watch_for_optimizers"]
-
 _engines: WeakSet[Engine] = WeakSet()
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and the number of parameters that they had
 _hooks: list[Any] = []

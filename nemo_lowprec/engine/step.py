@@ -17,8 +17,6 @@ from nemo_lowprec.grads import FoundInf, LossScale, TrueGradients
 from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import handles_found_inf
 
-__all__ = ["Step"]
-
 
 class Step:
     """The steps of one model's optimizers.

@@ -22,18 +22,6 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import FloatFormat, decode
 from nemo_lowprec.formats.stochastic import round_stochastic
 
-__all__ = [
-    "BLOCK",
-    "UNIT",
-    "block_exponent",
-    "block_grid",
-    "dequantize_rows",
-    "exponent_rule",
-    "power",
-    "quantize_rows",
-    "scale_to_blocks",
-]
-
 BLOCK = 128
 UNIT = 127  # exponent of the scale 1
 LOWEST = 27

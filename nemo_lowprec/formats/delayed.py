@@ -26,8 +26,6 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.formats.scale import compute_scale
 
-__all__ = ["AmaxSlot", "DelayedScaling"]
-
 
 class AmaxSlot:
     """One operand's column of a ``DelayedScaling`` table.

@@ -11,8 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["E4M3", "E5M2", "FP16", "FloatFormat", "cast", "decode"]
-
 
 @dataclass(frozen=True)
 class FloatFormat:

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import E4M3, FloatFormat, cast, decode
 
-__all__ = ["BlockLayout", "BlockScaledMatrix", "dequantize_blocks", "quantize_blocks"]
-
 _E2M1_GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP32_MAX = torch.finfo(torch.float32).max
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from nemo_lowprec.formats.block_scale_128 import UNIT, block_exponent, power
 from nemo_lowprec.formats.floats import FloatFormat
 
-__all__ = ["compute_amax", "compute_scale", "power_of_two_scale"]
-
 _FP32_MAX = torch.finfo(torch.float32).max
 
 

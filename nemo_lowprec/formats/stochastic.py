@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["mix", "round_stochastic", "rounding_rule", "salt_of", "salts_of_values"]
-
 _MASK = 0xFFFFFFFF
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from nemo_lowprec.grads.fp8_storage import is_released
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
-__all__ = ["clip_grad_norm_"]
-
 
 def _over_shards(norm: Tensor, norm_type: float, grad: Any) -> Tensor:
     """The norm of all shards, from that of this process's."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["FoundInf"]
-
 
 class FoundInf:
     """Whether one optimizer's gradients are not finite.

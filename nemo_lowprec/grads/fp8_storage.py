@@ -16,8 +16,6 @@ from nemo_lowprec.column import Column
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
-__all__ = ["Fp8Gradients", "is_released"]
-
 _RELEASED = "gradient_release"
 
 

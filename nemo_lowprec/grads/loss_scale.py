@@ -8,8 +8,6 @@ from typing import Any
 from nemo_lowprec.options import LossScaleConfig
 from nemo_lowprec.options.loss_scale import HIGHEST
 
-__all__ = ["LossScale"]
-
 _STUCK = 10  # steps skipped in a row, where no smaller scale will come
 
 

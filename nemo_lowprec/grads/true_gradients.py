@@ -15,8 +15,6 @@ from nemo_lowprec.grads.unscale import find_nonfinite, unscale_
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["TrueGradients", "params_of"]
-
 
 class TrueGradients:
     """What was done since the last backward pass with the gradients of each optimizer of one model.

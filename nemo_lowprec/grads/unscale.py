@@ -12,8 +12,6 @@ from torch import Tensor
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["find_nonfinite", "unscale_", "widen_fp16"]
-
 
 @torch.no_grad()
 def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:

@@ -6,8 +6,6 @@ import importlib
 from functools import lru_cache
 from types import ModuleType
 
-__all__ = ["block_kernels", "copy_kernels", "fused_kernels"]
-
 
 def fused_kernels() -> ModuleType | None:
     """The module of the per-tensor scaling kernels; None without Triton or without a supported GPU."""

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from nemo_lowprec.formats.block_scale_128 import block_grid
 
-__all__ = ["TILES", "PointerTable", "TileTable", "tile_table"]
-
 TILES = 16  # tiles per entry of the table of tensors, which a program waits for before it reads anything else
 
 

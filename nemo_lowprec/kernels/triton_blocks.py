@@ -20,20 +20,6 @@ from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
 from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
-__all__ = [
-    "GROUP",
-    "accumulate",
-    "block_amax",
-    "cast_blocks",
-    "exponents_of",
-    "keep_positive",
-    "norms",
-    "power_of_two",
-    "quantize",
-    "tile_at",
-    "to_stored",
-]
-
 _BLOCKS, _WARPS = 8, 1
 _NORM_BLOCKS, _NORM_WARPS = 32, 4
 GROUP = tl.constexpr(TILES)

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 
-__all__ = ["TYPES", "amax", "is_supported", "quantize", "quantize_current", "raise_amax", "saturate"]
-
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 TYPES = {
     torch.float32: tl.float32,

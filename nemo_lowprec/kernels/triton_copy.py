@@ -17,8 +17,6 @@ from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.kernels.triton_blocks import GROUP
 from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax
 
-__all__ = ["FusedCopy"]
-
 _BLOCKS, _WARPS = 16, 4
 
 

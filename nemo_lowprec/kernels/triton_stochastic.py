@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix", "round_stochastic"]
-
 
 @triton.jit
 def mix(x):

@@ -18,8 +18,6 @@ from nemo_lowprec.formats.block_scale_128 import exponent_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, power_of_two, tile_at, to_stored
 
-__all__ = ["FusedPacker", "mean"]
-
 _BLOCKS, _WARPS = 8, 1
 _COPY_BLOCKS, _COPY_WARPS = 32, 4
 

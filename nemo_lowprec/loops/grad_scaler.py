@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.grads.unscale import widen_fp16
 
-__all__ = ["tell_grad_scaler"]
-
 _FOUND = (
     "_lowprec_found"  # on an optimizer: from whether this process's gradients are not finite to that of any process
 )

@@ -20,8 +20,6 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
 from nemo_lowprec.optim import needs_closure
 
-__all__ = ["PlainLoop", "UnderDDP", "refuse_sharded"]
-
 _HISTORIES = "fp8_histories"
 
 

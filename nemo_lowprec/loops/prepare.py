@@ -22,8 +22,6 @@ from nemo_lowprec.loops.plain_loop import PlainLoop, UnderDDP, refuse_sharded
 from nemo_lowprec.options import LossScaleConfig, parse_options
 from nemo_lowprec.tensors import QuantizedTensor
 
-__all__ = ["prepare"]
-
 log = logging.getLogger("nemo_lowprec")
 
 

@@ -34,8 +34,6 @@ from nemo_lowprec.megatron.chunks import unwrapped
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
 
-__all__ = ["load", "save"]
-
 _HISTORIES, _UNIT, _RNG = "fp8_histories", "fp8_gradient_unit", "megatron_rng"
 _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 

@@ -12,8 +12,6 @@ from nemo_lowprec.megatron.gradients import hold_in_fp8
 from nemo_lowprec.megatron.optimizer import INITIAL_VALUES
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["cast_parameters", "fuse_weight_gradients", "start_from", "unhook", "unwrapped", "wrap"]
-
 
 @torch.no_grad()
 def start_from(param: nn.Parameter, values: Tensor) -> None:

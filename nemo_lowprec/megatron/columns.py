@@ -19,8 +19,6 @@ from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import OptimizerStates
 from nemo_lowprec.weights import WeightStore
 
-__all__ = ["around", "convert", "of_built_chunks"]
-
 
 def around(computation: Computation) -> Columns:
     """The columns of a model whose weights, gradients, states and messages are Megatron-core's."""

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-__all__ = ["over_context", "part_of_sequence", "zigzag"]
-
 
 def zigzag(tensor: Tensor, rank: int, world: int) -> Tensor:
     """Two chunks of dimension 1, the ``rank``-th from the front and from the back: of causal attention equal work.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-__all__ = ["mend_delayed_scaling"]
-
 
 def mend_delayed_scaling() -> None:
     """Leave the argument out of Megatron's recipe, where Transformer Engine does not take it."""

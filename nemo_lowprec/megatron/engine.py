@@ -35,8 +35,6 @@ from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.observers import Observers
 
-__all__ = ["MegatronEngine", "PipelinedModule"]
-
 # On a module, for the stages after the first.
 _BUILT, _MASTERS, _UNIT = "_megatron_chunks", "_megatron_masters", "_megatron_gradient_unit"
 ForwardStep = Callable[[nn.Module, Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]

@@ -19,8 +19,6 @@ from nemo_lowprec.comm import reduce_amax
 from nemo_lowprec.formats import E4M3, compute_scale
 from nemo_lowprec.observers import NOBODY, Observers
 
-__all__ = ["write_fp8_weights"]
-
 
 class _MasterShard(NamedTuple):
     weight: Any

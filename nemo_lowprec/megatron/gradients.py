@@ -23,8 +23,6 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
 from nemo_lowprec.tensors import GradientTensor
 
-__all__ = ["MainGradient", "hold_in_fp8", "part_of_gradient"]
-
 
 class _WithoutFactor(GradientTensor):
     """A factor goes into the stored values at once: the optimizer reads other views of the buffer, without it."""

@@ -18,8 +18,6 @@ import torch
 from nemo_lowprec.megatron.settings import resolve
 from nemo_lowprec.options import Options
 
-__all__ = ["DtypeConfig", "dtype_config"]
-
 
 @dataclass(frozen=True)
 class DtypeConfig:

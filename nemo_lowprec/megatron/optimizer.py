@@ -34,8 +34,6 @@ from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 
-__all__ = ["INITIAL_VALUES", "LowPrecisionDistributedOptimizer", "check_optimizer"]
-
 INITIAL_VALUES = "initial_values"  # on a parameter: FP32 values that its master starts from, on the CPU
 _STATES = ("exp_avg", "exp_avg_sq")
 

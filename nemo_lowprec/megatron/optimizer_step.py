@@ -28,8 +28,6 @@ from nemo_lowprec.megatron.chunks import unhook
 from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["Stepper"]
-
 
 class Stepper:
     """The optimizer of this process's chunks, each wrapped in Megatron's DistributedDataParallel.

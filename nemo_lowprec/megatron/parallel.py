@@ -7,8 +7,6 @@ import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["ParallelLayout"]
-
 
 @dataclass(frozen=True)
 class ParallelLayout:

@@ -8,8 +8,6 @@ import torch
 
 from nemo_lowprec.chart import PrecisionLevel
 
-__all__ = ["check_device", "check_megatron"]
-
 _INSTALL = "pip install 'nemo-lowprec[te]'"
 _NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install megatron-core ({})."
 

@@ -18,8 +18,6 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.options import Options
 
-__all__ = ["MegatronSettings", "resolve"]
-
 _RECIPES = {"delayed": "delayed", "current": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
 _STATES = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}  # Megatron's name of FP8 states is uint8
 

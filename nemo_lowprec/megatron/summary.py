@@ -13,8 +13,6 @@ from nemo_lowprec.lines import pair_lines
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 
-__all__ = ["layers_table", "settings_table"]
-
 
 def settings_table(settings: MegatronSettings, layout: ParallelLayout, overlaps: Mapping[str, Any]) -> str:
     """The fields of Megatron-core's three configs that the level and the layout have set."""

@@ -12,8 +12,6 @@ from annotated_types import MinLen
 from nemo_lowprec.arguments import AtLeast0, check_value
 from nemo_lowprec.lines import one_line
 
-__all__ = ["check_architecture"]
-
 _MAX_LAYERS = 10_000
 _MAX_NUMBER = 1e12  # the base of RoPE is the largest number in a config
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")

@@ -21,8 +21,6 @@ from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_c
 from nemo_lowprec.models.presets import get_preset
 from nemo_lowprec.models.throughput import TokenRate, data_parallel_size
 
-__all__ = ["CausalLM"]
-
 _VOCAB_MULTIPLE = 128  # a head of this many rows fits FP8 GEMMs and splits over tensor-parallel ranks
 
 

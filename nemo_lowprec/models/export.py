@@ -30,8 +30,6 @@ from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.saved_weights import SavedWeights, open_checkpoint
 from nemo_lowprec.plugins.precision import LowPrecision
 
-__all__ = ["ExportResult", "export_checkpoint"]
-
 _PREFIX = "model."  # of the transformers model in a CausalLM
 _OWN = {"preset", "model_type", "config", "vocab_size"}  # the hyperparameters of a CausalLM's architecture
 _MAX_SHARD_SIZE = "50GB"  # of one file; transformers' default, and the limit of its hub

@@ -7,8 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["IGNORE", "summed_cross_entropy"]
-
 IGNORE = -100  # label of a token that the loss ignores
 
 

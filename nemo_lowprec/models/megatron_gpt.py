@@ -21,8 +21,6 @@ from nemo_lowprec.strategies.megatron import MegatronStrategy
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
 
-__all__ = ["MegatronGPT"]
-
 
 class MegatronGPT(CausalLM):
     """Next-token prediction with a Llama-family GPTModel in Transformer Engine's fused layers.

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 
 from nemo_lowprec.lines import one_line
 
-__all__ = ["GptArchitecture", "build_gpt", "gpt_architecture"]
-
 # transformers' model types of this shape, with the fields of TransformerConfig that follow from the type alone.
 _FAMILY: dict[str, dict[str, bool]] = {
     "llama": {},

@@ -17,8 +17,6 @@ from nemo_lowprec.models.causal_lm import CausalLM
 from nemo_lowprec.models.megatron_llama import GptArchitecture, gpt_architecture
 from nemo_lowprec.models.megatron_weights import to_transformers
 
-__all__ = ["is_of_megatron", "open_of_megatron"]
-
 _MASTERS = "optimizer.state.param."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _PREFIX = "model."  # of the transformers model in a CausalLM

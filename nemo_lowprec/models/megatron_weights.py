@@ -21,8 +21,6 @@ from torch import Tensor
 from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_llama import GptArchitecture
 
-__all__ = ["from_transformers", "of_stage", "part_of", "to_transformers"]
-
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")

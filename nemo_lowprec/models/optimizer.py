@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["decay_groups", "default_warmup", "warmup_cosine"]
-
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: weight decay applies to matrices, and not to parameters of one dimension (biases, norms).

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PRESETS", "Preset", "get_preset"]
-
 
 @dataclass(frozen=True)
 class Preset:

@@ -16,8 +16,6 @@ from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_saved import is_of_megatron, open_of_megatron
 
-__all__ = ["SavedWeights", "open_checkpoint"]
-
 
 @dataclass(frozen=True)
 class SavedWeights:

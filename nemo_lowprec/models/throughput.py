@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["TokenRate", "data_parallel_size"]
-
 
 class TokenRate:
     """Measures the training tokens per second of this process.

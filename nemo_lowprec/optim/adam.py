@@ -19,8 +19,6 @@ from nemo_lowprec.optim.reference import StepInputs, Update, read, step_by_refer
 from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 
-__all__ = ["Adam", "AdamW", "LowBitStates"]
-
 ORIGINAL = "_lowprec_class"  # on an adopted optimizer: the class that it had
 _STATES = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_weight"

@@ -16,8 +16,6 @@ from nemo_lowprec.optim.reference import read
 from nemo_lowprec.optim.storage import StateFormats
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
-__all__ = ["adopt", "check_adoptable", "release"]
-
 
 def check_adoptable(optimizer: Optimizer) -> None:
     """Whether ``adopt`` will take ``optimizer``; changes nothing.

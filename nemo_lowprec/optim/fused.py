@@ -22,8 +22,6 @@ from nemo_lowprec.optim.reference import (
 from nemo_lowprec.optim.storage import stands_still
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor, stored_data
 
-__all__ = ["FusedStep"]
-
 _BLOCKS, _WARPS = 8, 2
 
 

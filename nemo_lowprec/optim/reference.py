@@ -14,8 +14,6 @@ from nemo_lowprec.formats.stochastic import salt_of
 from nemo_lowprec.optim.storage import stands_still, write
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, QuantizedTensor, stored_data
 
-__all__ = ["STREAMS", "StepInputs", "Update", "adam_step", "read", "step_by_reference"]
-
 STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # keys of the moments' random streams, beside the weight's
 
 

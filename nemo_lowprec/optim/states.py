@@ -16,8 +16,6 @@ from nemo_lowprec.optim.adam import LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
 from nemo_lowprec.optim.storage import StateFormats
 
-__all__ = ["LowBitOptimizerStates", "OptimizerStates", "handles_found_inf", "needs_closure"]
-
 
 class OptimizerStates(Column):
     """FP32 states: the optimizers stay as they are."""

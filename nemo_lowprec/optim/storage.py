@@ -22,8 +22,6 @@ from nemo_lowprec.tensors.block_scaled_tensor import quantize_blocks_of_rows
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 from nemo_lowprec.tensors.flat_shard import is_matrix
 
-__all__ = ["StateFormat", "StateFormats", "portable", "stands_still", "store", "write"]
-
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
 _BLOCKS = {"fp16": FP16, "fp8": E4M3}

@@ -8,8 +8,6 @@ from typing import Any
 
 from nemo_lowprec.options.values import Arguments, is_integer
 
-__all__ = ["LayerFilter"]
-
 
 @dataclass(frozen=True)
 class LayerFilter(Arguments):

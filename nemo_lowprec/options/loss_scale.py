@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from nemo_lowprec.options.values import Arguments, is_integer
 
-__all__ = ["HIGHEST", "LOWEST", "LossScaleConfig"]
-
 LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of 1 would become zero
 HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from nemo_lowprec.options.values import Arguments, check_flag, is_integer
 
-__all__ = ["LowBitOptions"]
-
 
 @dataclass(frozen=True)
 class LowBitOptions(Arguments):

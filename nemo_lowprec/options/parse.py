@@ -11,8 +11,6 @@ from nemo_lowprec.options.loss_scale import LossScaleConfig
 from nemo_lowprec.options.low_bit import LowBitOptions
 from nemo_lowprec.options.recipe import Recipe
 
-__all__ = ["ATTENTION", "BACKEND_NAMES", "Options", "check_option", "option_defaults", "parse_options"]
-
 BACKEND_NAMES = ("te", "torch", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
 

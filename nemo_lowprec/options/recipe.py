@@ -13,8 +13,6 @@ from typing import Any
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.options.values import check_flag, is_integer
 
-__all__ = ["Recipe"]
-
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-__all__ = ["Arguments", "check_flag", "is_integer"]
-
 
 class Arguments:
     """Base of the frozen dataclasses that hold the arguments of one column."""

@@ -26,18 +26,6 @@ from torch.optim import Optimizer
 from nemo_lowprec.comm import meet
 from nemo_lowprec.plugins import nemo
 
-__all__ = [
-    "facts_at_start",
-    "facts_of_batches",
-    "facts_of_data",
-    "facts_of_evaluation",
-    "facts_of_optimizers",
-    "facts_of_resume",
-    "is_grouped",
-    "meet_at_start",
-    "name_of",
-]
-
 START_TIMEOUT = timedelta(seconds=30)  # between processes that have made their process group just now
 _LENGTH = 100  # characters of a value in a message
 

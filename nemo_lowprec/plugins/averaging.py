@@ -13,8 +13,6 @@ from torch import nn
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.weights.averaging import ExactWeights
 
-__all__ = ["AVERAGING", "average_exactly"]
-
 # Each callback's name, as NeMo's Lightning 2.4 has the first only; and its methods that read or write parameters.
 _METHODS = {
     "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),

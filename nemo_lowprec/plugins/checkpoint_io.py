@@ -20,8 +20,6 @@ from nemo_lowprec.checkpoint.torch_zip import check_file, reading
 from nemo_lowprec.checkpoint.writing import NotWrittenError, file_in_place
 from nemo_lowprec.comm import raise_together
 
-__all__ = ["AtomicCheckpointIO"]
-
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint beside its place, renames it when it is on the disk, and reads no damaged checkpoint.

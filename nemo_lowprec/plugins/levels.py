@@ -11,8 +11,6 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
-__all__ = ["LEVELS"]
-
 
 def _annotations() -> dict[str, Any]:
     hints: dict[str, Any] = {"backend": typing.Literal["auto", "te", "torch", "reference"]}

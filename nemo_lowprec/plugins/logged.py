@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.plugins.replaced import replace_attribute
 
-__all__ = ["LevelLog"]
-
 
 class LevelLog:
     """Writes to the loggers of a Trainer, every ``log_every_n_steps``.

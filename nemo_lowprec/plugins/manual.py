@@ -19,8 +19,6 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import ShardedWeights
 
-__all__ = ["ManualPasses"]
-
 
 class ManualPasses:
     """Watches the backward passes of a module with ``automatic_optimization = False``.

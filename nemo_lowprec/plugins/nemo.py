@@ -22,8 +22,6 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.megatron.nemo import DtypeConfig
 from nemo_lowprec.megatron.requirements import check_device
 
-__all__ = ["NemoPrecision", "SavedByNemo", "before_build", "runs", "take_over"]
-
 
 class NemoPrecision(Precision):
     """Replaces the user's plugin from the conversion of the model by NeMo's strategy to the strategy's teardown.

@@ -35,8 +35,6 @@ from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
 from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
 
-__all__ = ["SKIPPED", "LowPrecision"]
-
 SKIPPED = (
     "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
     "This is said once; the optimizers whose last step was skipped are in trainer.{}.skipped."

@@ -22,18 +22,6 @@ from nemo_lowprec.plugins.agreement import (
     facts_of_resume,
 )
 
-__all__ = [
-    "average_gradients",
-    "averages",
-    "check_batches",
-    "check_evaluation",
-    "check_optimizers",
-    "prepare",
-    "release_ddp",
-    "synchronizes",
-    "versions",
-]
-
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["replace_attribute"]
-
 
 def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute of ``owner`` until ``undo`` is closed, which puts back the owner's own attribute or none."""

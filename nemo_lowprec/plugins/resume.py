@@ -19,8 +19,6 @@ from nemo_lowprec.checkpoint.random_states import random_states, set_random_stat
 from nemo_lowprec.comm import by_rank
 from nemo_lowprec.engine import Engine
 
-__all__ = ["ResumeState", "check_saves"]
-
 _NO_PLACE = (
     "This checkpoint is {} in mid-epoch, and the training data loader does not carry its position: the resumed run "
     "starts the epoch's data over. Use a loader with state_dict() and load_state_dict() (nemo_lowprec.data has one) or "

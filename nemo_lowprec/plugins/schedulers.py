@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.plugins.replaced import replace_attribute
 
-__all__ = ["hold_back_skipped"]
-
 
 def hold_back_skipped(
     module: pl.LightningModule, skipped: Container[Optimizer], configs: list[Any], undo: ExitStack

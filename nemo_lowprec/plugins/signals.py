@@ -18,8 +18,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.plugins.replaced import replace_attribute
 
-__all__ = ["StopTogether"]
-
 _NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # a stronger wish is a larger number
 _EXCHANGE = "_broadcast_sigterm_tensor"  # a method of Lightning's training loop, from 2.6 on
 

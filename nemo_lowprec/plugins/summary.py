@@ -22,8 +22,6 @@ from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["level_table", "print_summary", "print_tables", "summarize_true_size", "weight_bytes"]
-
 
 def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
     """The chart's row, a column a line, and how many parameters ``modules`` have.

@@ -15,8 +15,6 @@ from nemo_lowprec.recipes.context import RecipeContext, replaced
 from nemo_lowprec.run_arguments import check_run_arguments
 from nemo_lowprec.train import pretrain
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs ``pretrain`` by nemo_run's command line (``--yes`` asks nothing).

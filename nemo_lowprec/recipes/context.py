@@ -17,8 +17,6 @@ from nemo_lowprec.recipes.names import check_names, nemo_run_words
 from nemo_lowprec.recipes.shown import show_recipe
 from nemo_lowprec.run_arguments import DEFAULT_RECIPE, check_recipe, check_terminal
 
-__all__ = ["RecipeContext", "own_words", "replaced"]
-
 
 class RecipeContext(RunContext):
     """nemo_run's context of one command line, which checks names first; a mistake is one sentence.

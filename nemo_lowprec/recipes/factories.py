@@ -15,8 +15,6 @@ from nemo_lowprec.plugins import LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_parsers
 from nemo_lowprec.run_arguments import check_level_argument
 
-__all__ = ["FACTORIES", "factory"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -12,8 +12,6 @@ from lightning.pytorch.plugins.precision import Precision
 from nemo_lowprec.arguments import check_arguments, checked
 from nemo_lowprec.train import level_name
 
-__all__ = ["CheckedTrainer"]
-
 _make = checked(Trainer.__init__)
 
 

@@ -11,7 +11,5 @@ import nemo_run as run
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.recipes.recipe import make_recipe, texts
 
-__all__ = ["NAME", "model", "pretrain_recipe"]
-
 _MODEL = partial(run.Config, CausalLM, preset="llama32_1b", lr=3e-4, min_lr=3e-5, activation_checkpointing=True)
 NAME, model, pretrain_recipe = make_recipe("llama32_1b", _MODEL, partial(texts, 4096, 2), accumulate=4)

@@ -13,7 +13,5 @@ import nemo_run as run
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.recipes.recipe import make_recipe, texts
 
-__all__ = ["NAME", "model", "pretrain_recipe"]
-
 _MODEL = partial(run.Config, CausalLM, preset="llama3_8b", lr=3e-4, min_lr=3e-5, activation_checkpointing=True)
 NAME, model, pretrain_recipe = make_recipe("llama3_8b", _MODEL, partial(texts, 8192, 1, 128), accumulate=8)

@@ -19,8 +19,6 @@ from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.recipes.recipe import PretrainRecipe, few_texts, make_recipe, texts
 from nemo_lowprec.recipes.strategies import lowprec_megatron
 
-__all__ = ["megatron_llama3_8b", "megatron_llama3_70b", "megatron_llama32_1b", "megatron_tiny"]
-
 
 def _published(name: str, preset: str, accumulate: int, nodes: int = 1, **sizes: Any) -> PretrainRecipe:
     """The recipe of a published model on nodes of 8 GPUs; ``sizes`` are arguments of ``lowprec_megatron``."""

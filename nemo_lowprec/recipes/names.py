@@ -21,8 +21,6 @@ from nemo_lowprec.chart import CHART
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.run_arguments import check_level, check_level_argument, split_call, split_setting
 
-__all__ = ["check_names", "nemo_run_words"]
-
 _KINDS: dict[str, type] = {"model": LightningModule, "trainer.strategy": Strategy}
 
 

@@ -13,8 +13,6 @@ from typing import Any, get_args
 
 from nemo_run.cli.cli_parser import ParseError, type_parser
 
-__all__ = ["register_annotations", "register_parsers"]
-
 
 def _sequence(value: str, annotation: Any) -> list[Any]:
     try:

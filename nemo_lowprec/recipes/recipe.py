@@ -16,8 +16,6 @@ from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.run_arguments import RECIPES
 from nemo_lowprec.train import pretrain
 
-__all__ = ["PretrainRecipe", "few_texts", "make_recipe", "texts"]
-
 
 class PretrainRecipe(NamedTuple):
     """The two factories of one recipe; the modules ``tiny``, ``llama32_1b`` and ``llama3_8b`` have the same names.

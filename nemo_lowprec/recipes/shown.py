@@ -10,8 +10,6 @@ from typing import Any
 import fiddle as fdl
 from nemo_run.api import dryrun_fn
 
-__all__ = ["show_recipe"]
-
 
 def show_recipe(recipe: fdl.Buildable, executor: Any = None) -> None:
     """Print the values that a recipe sets, once for all processes of a machine.

@@ -9,8 +9,6 @@ from nemo_lowprec.recipes.factories import factory
 from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
-__all__ = ["lowprec_ddp", "lowprec_megatron", "lowprec_sharded"]
-
 
 @factory(Strategy)
 def lowprec_ddp(bucket_cap_mb: float | None = None) -> run.Config[LowPrecisionDDPStrategy]:

@@ -10,7 +10,5 @@ import nemo_run as run
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.recipes.recipe import few_texts, make_recipe
 
-__all__ = ["NAME", "model", "pretrain_recipe"]
-
 _MODEL = partial(run.Config, CausalLM, preset="llama_tiny", lr=3e-3, min_lr=3e-4)
 NAME, model, pretrain_recipe = make_recipe("tiny", _MODEL, few_texts, steps=200, validate_every=100)

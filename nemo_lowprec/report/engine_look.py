@@ -23,8 +23,6 @@ from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
 from nemo_lowprec.weights import ShardedWeights, kept_in_fp32, master_of
 
-__all__ = ["EngineLook", "ShardedLook"]
-
 
 class EngineLook(Look):
     """Looks at a model that ``engine`` has converted, and that each process holds whole."""

@@ -12,8 +12,6 @@ from rich.table import Table
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.report.tensor_storage import Bytes
 
-__all__ = ["AuditReport", "Finding"]
-
 _AT = {
     "Computation (GEMM)": "operands, forward and backward",
     "Comm": "gradients sent in a step",

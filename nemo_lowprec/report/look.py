@@ -20,8 +20,6 @@ from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, ModelPart
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 
-__all__ = ["Held", "Look"]
-
 _Group = tuple[str, str, list[nn.Parameter], list[Sent]]
 
 

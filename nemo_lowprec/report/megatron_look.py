@@ -21,8 +21,6 @@ from nemo_lowprec.report.traffic import Sent
 if TYPE_CHECKING:
     from nemo_lowprec.megatron.engine import MegatronEngine
 
-__all__ = ["MegatronLook"]
-
 _GEMMS = ("transformer_engine.pytorch.module.linear", "transformer_engine.pytorch.module.layernorm_linear")
 _TE_FORMATS = {"Float8": "fp8", "MXFP8": "mxfp8", "NVFP4": "nvfp4"}  # by the beginning of a class's name
 

@@ -10,8 +10,6 @@ from torch import nn
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compute import Conversion, linear_weights
 
-__all__ = ["CONVERTED", "KEPT", "REST", "STATES", "VECTORS", "ModelPart", "converted_weights", "parts_of"]
-
 STATES = ("exp_avg", "exp_avg_sq")  # of Adam's for each parameter
 CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
 

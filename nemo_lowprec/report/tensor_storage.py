@@ -12,8 +12,6 @@ from torch import Tensor
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
-__all__ = ["Bytes", "Stored", "as_stored", "format_of"]
-
 _NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8",
     torch.float4_e2m1fn_x2: "fp4",

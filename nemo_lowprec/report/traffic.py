@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.observers import NOBODY, Observer, Observers
 
-__all__ = ["Sent", "Traffic", "sent_bytes"]
-
 
 @dataclass(frozen=True)
 class Sent:

@@ -10,8 +10,6 @@ from typing_extensions import override
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.plugins.agreement import is_grouped, name_of
 
-__all__ = ["AgreesOnResume"]
-
 _END = "_CheckpointConnector.resume_end"  # Lightning's name of the barrier after it has resumed, or has not
 
 

@@ -16,8 +16,6 @@ from typing_extensions import override
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.plugins.precision import LowPrecision
 
-__all__ = ["LowPrecisionDDPStrategy"]
-
 
 class LowPrecisionDDPStrategy(DDPStrategy):
     """Every process has the whole model; gradients are averaged in the level's format while backward goes on.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["materialize", "obstacle"]
-
 
 def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> None:
     """Replace what ``unit`` has on the meta device by memory on ``device``.

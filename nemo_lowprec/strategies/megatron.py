@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nemo_lowprec.megatron import MegatronSettings
     from nemo_lowprec.megatron.engine import MegatronEngine
 
-__all__ = ["MegatronStrategy"]
-
 
 class MegatronStrategy(AgreesOnResume, DDPStrategy):
     """Megatron-core's parallelism, gradient buffers, distributed optimizer, schedules and loss scaling.

@@ -16,8 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.replaced import replace_attribute
 
-__all__ = ["gather_around_steps"]
-
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 

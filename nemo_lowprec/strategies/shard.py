@@ -19,15 +19,6 @@ from nemo_lowprec.tensors.dtensor import is_sharded
 from nemo_lowprec.weights import Fp32Weights
 from nemo_lowprec.weights.widened import HALVES
 
-__all__ = [
-    "blocks_of",
-    "mesh_of_units",
-    "refuse_second_derivatives",
-    "shard_model",
-    "sharding_over",
-    "take_over_units",
-]
-
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The repeated blocks of ``model``: elements of its outermost lists of modules.

@@ -41,8 +41,6 @@ from nemo_lowprec.strategies.shard import (
     take_over_units,
 )
 
-__all__ = ["LowPrecisionShardedStrategy"]
-
 _CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after the first
 
 

@@ -12,8 +12,6 @@ from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["BlockScaledTensor", "quantize_blocks_of_rows"]
-
 
 class BlockScaledTensor(QuantizedTensor):
     """Storage in E4M3 or FP16, one exponent a block, that reads as FP32.

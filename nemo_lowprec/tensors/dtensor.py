@@ -8,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["as_dtensor_like", "is_sharded", "local_rows", "local_shard"]
-
 
 def is_sharded(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor."""

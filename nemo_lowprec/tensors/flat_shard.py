@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["is_matrix", "mark_part_of_matrix"]
-
 _MARK = "part_of_matrix"
 
 

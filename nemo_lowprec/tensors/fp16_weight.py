@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_map
 
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
-__all__ = ["Fp16Weight"]
-
 
 class Fp16Weight(QuantizedTensor):
     """FP16 storage that reads as ``dtype``.

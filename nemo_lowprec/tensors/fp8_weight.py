@@ -12,8 +12,6 @@ from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
 
-__all__ = ["Fp8Weight"]
-
 
 class Fp8Weight(QuantizedTensor):
     """Per-tensor scaled FP8 storage of shape ``data_fp8.shape`` that reads as ``dtype``.

@@ -24,8 +24,6 @@ from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
-__all__ = ["GradientTensor"]
-
 _SCALED_BY = {
     aten.mul_.Tensor: torch.Tensor.mul_,
     aten.mul_.Scalar: torch.Tensor.mul_,

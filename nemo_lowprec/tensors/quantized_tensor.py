@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors.readonly_view import arguments_of, as_readonly_view, is_view, written_by
 
-__all__ = ["MASTER", "QuantizedTensor", "stored_data"]
-
 MASTER = "master_weight"
 
 aten = torch.ops.aten

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["ReadonlyView", "arguments_of", "as_readonly_view", "is_view", "written_by"]
-
 
 def is_view(func: Any) -> bool:
     """Whether an operation returns views of its arguments."""

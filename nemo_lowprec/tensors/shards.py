@@ -23,8 +23,6 @@ from nemo_lowprec.tensors.fp8_weight import Fp8Weight
 from nemo_lowprec.tensors.fp16_weight import Fp16Weight
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
-__all__ = ["BlockShard", "Fp8Gathered", "FullShard", "HalfShard", "PlainShard", "Shard"]
-
 
 class Shard(QuantizedTensor):
     """Base of all shards: FSDP2 pads, cuts and gathers them."""

@@ -18,8 +18,6 @@ from nemo_lowprec.tensors import Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.saved_form import master_of
 from nemo_lowprec.weights.written import note, take_over_written
 
-__all__ = ["ExactWeights", "average_masters", "averages_in"]
-
 _DONE = "_lowprec_exact"
 
 

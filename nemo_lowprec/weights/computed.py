@@ -7,8 +7,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["computes_weight"]
-
 
 def computes_weight(module: nn.Module) -> bool:
     """Whether ``module`` is a parametrization, or has the hook of ``torch.nn.utils.spectral_norm`` or ``weight_norm``.

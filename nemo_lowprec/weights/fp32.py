@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES, Widened
 
-__all__ = ["Fp32Weights"]
-
 
 class Fp32Weights(WeightStore):
     """The parameters of one model in FP32; those that came in half precision become FP32 once they are trained.

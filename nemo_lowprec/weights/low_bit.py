@@ -31,8 +31,6 @@ from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import Widened
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
-__all__ = ["LowBitWeights", "check_low_bit", "is_stored", "needs_plain_fp32"]
-
 _ORIGINAL = "_lowprec_original"  # on a parameter that is not trained: its values before they were rounded
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -44,8 +44,6 @@ from nemo_lowprec.weights.written import (
     was_written,
 )
 
-__all__ = ["MasterWeights", "needs_fp32"]
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 

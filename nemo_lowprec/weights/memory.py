@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import is_sharded
 
-__all__ = ["check_memory"]
-
 
 def check_memory(model: nn.Module) -> None:
     """Raise ValueError where two parameters of ``model`` overlap in memory (tied by ``a.data = b.data``)."""

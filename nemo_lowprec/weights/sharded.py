@@ -21,8 +21,6 @@ from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES
 
-__all__ = ["ShardedWeights", "kept_in_fp32"]
-
 
 class ShardedWeights(WeightStore):
     """The sharded parameters of one model.
@@ -163,12 +161,6 @@ class ShardedWeights(WeightStore):
                 meet(new)
         return bool(new)
 
-    def meet_all(self) -> None:
-        """Look at the parameters that are gathered by now, also those that their module's forward did not use."""
-        assert self.model is not None
-        for module in self.model.modules():
-            self._meet(module)
-
     def sharded(self, module: nn.Module, name: str) -> Tensor | None:
         """The sharded parameter ``name`` of ``module``, also while a whole one is in its place."""
         return self._sharded.get((id(module), name))
@@ -220,7 +212,10 @@ class ShardedWeights(WeightStore):
         return list(found.values())
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
-        """(whole, sharded) of every matrix that was gathered so far."""
+        """(whole, sharded) of every matrix that was gathered so far, used by its module's forward or not."""
+        assert self.model is not None
+        for module in self.model.modules():
+            self._meet(module)
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
 
     @torch.no_grad()

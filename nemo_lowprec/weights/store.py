@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.column import Column
 
-__all__ = ["WeightStore"]
-
 
 class WeightStore(Column):
     """The parameters of one model, which each process holds whole and in FP32 unless a subclass says otherwise."""

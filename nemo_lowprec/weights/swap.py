@@ -7,8 +7,6 @@ from torch import nn
 
 from nemo_lowprec.tensors import QuantizedTensor
 
-__all__ = ["replace", "swap", "swap_or_replace"]
-
 
 def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     """Give ``param`` the storage and class of ``other``."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HALVES", "Widened", "note_original_dtype", "to_original_dtype"]
-
 HALVES = (torch.float16, torch.bfloat16)
 _CAME_AS = "_lowprec_came_as"  # on a tensor that is not trained: its dtype before
 

@@ -14,21 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "FullComparison",
-    "Samples",
-    "copy_exactly",
-    "forget",
-    "frozen_was_written",
-    "master_was_written",
-    "moved",
-    "note",
-    "note_frozen",
-    "take_over",
-    "take_over_written",
-    "was_written",
-]
-
 SAMPLE = 512  # elements
 _STATE = "_agrees_with"  # on a master: the state, and the dtype, of the copy that was rounded from it
 _NOTED = "_noted_at"  # on a master: its own version then

@@ -24,8 +24,6 @@ from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
-__all__ = ["Backend", "Orientation", "QuantizedOperand", "is_transformed", "rms_norm"]
-
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` or ``torch.jit.trace`` is transforming the call; both know torch's operations only."""

@@ -24,8 +24,6 @@ from nemo_lowprec.formats import (
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
-__all__ = ["ReferenceBackend"]
-
 
 class ReferenceBackend(Backend):
     """Quantize with ``formats``, multiply in FP32."""

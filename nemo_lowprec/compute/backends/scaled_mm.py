@@ -11,8 +11,6 @@ from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 
-__all__ = ["ScaledMMBackend", "half_matmul"]
-
 
 class ScaledMMBackend(ReferenceBackend):
     """Per-tensor scales; quantization by a fused kernel where there is Triton, GEMMs on tensor cores."""

@@ -30,8 +30,6 @@ from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
-__all__ = ["TEBackend"]
-
 _INSTALL = "install a transformer-engine[pytorch] that matches this PyTorch and CUDA, or use backend='torch'"
 # TE's own check of each scaling.
 _CHECKS = {

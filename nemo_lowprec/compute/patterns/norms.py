@@ -16,8 +16,6 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 
-__all__ = ["LowPrecisionLayerNorm", "LowPrecisionRMSNorm", "Norms"]
-
 
 def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute from, dtype of the output)."""

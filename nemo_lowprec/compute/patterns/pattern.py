@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend
 
-__all__ = ["Match", "Pattern", "run_with"]
-
 
 @dataclass(frozen=True)
 class Match:

@@ -24,8 +24,6 @@ from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
 from nemo_lowprec.report.plan.tracing import Traced, fake, trace
 from nemo_lowprec.report.plan.whole import gradient_of
 
-__all__ = ["Activations", "Sample", "plan_activations"]
-
 _TRACED = 3  # equal blocks that are traced
 
 

@@ -14,10 +14,6 @@ from nemo_lowprec.optim.storage import StateFormats, zeros
 from nemo_lowprec.report.parts import STATES
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
-__all__ = [
-    "AFTER_FORWARD", "AT_MOST", "KEPT", "OF_CHART", "Beside", "PlannedColumn", "columns_of_chart",
-]  # fmt: skip
-
 When = Literal["kept", "after forward", "after backward", "at most"]
 KEPT: When = "kept"
 AFTER_FORWARD: When = "after forward"

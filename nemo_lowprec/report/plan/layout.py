@@ -7,8 +7,6 @@ from typing import Any
 
 from nemo_lowprec.megatron import ParallelLayout
 
-__all__ = ["MEGATRON", "STRATEGIES", "Layout", "check_count"]
-
 MEGATRON = "lowprec_megatron"
 _SIZES = {
     "tensor_model_parallel_size": "tensor",

@@ -28,8 +28,6 @@ from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 
-__all__ = ["PlannedStage", "is_megatron", "plan_megatron"]
-
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
 

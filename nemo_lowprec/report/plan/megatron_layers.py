@@ -19,8 +19,6 @@ from nemo_lowprec.engine import DTYPES
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.report.parts import CONVERTED, REST, VECTORS
 
-__all__ = ["Layers"]
-
 _FP32, _HALF = 4, 2  # bytes of an element; results of GEMMs are in half precision
 
 

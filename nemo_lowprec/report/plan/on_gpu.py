@@ -22,8 +22,6 @@ from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
-__all__ = ["GpuRules", "PlannedBackend", "PlannedEngine"]
-
 aten = torch.ops.aten
 
 

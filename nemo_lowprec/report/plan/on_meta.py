@@ -12,8 +12,6 @@ from nemo_lowprec.engine import Engine, Sharding
 from nemo_lowprec.report.parts import ModelPart, converted_weights, parts_of
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
-__all__ = ["copy_on_meta", "planned_parts", "settled_on_meta"]
-
 
 def settled_on_meta(
     model: nn.Module, engine: Engine, sharded: bool, on_gpu: bool = False

@@ -27,8 +27,6 @@ from nemo_lowprec.report.plan.whole import UNSCALED, plan_whole
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import sent_bytes
 
-__all__ = ["Plan", "PlannedTraffic", "plan_training"]
-
 _NOT_PLANNED = (
     "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
     "the model."

@@ -21,8 +21,6 @@ from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
-__all__ = ["plan_sharded"]
-
 
 def plan_sharded(
     model: nn.Module, engine: Engine, layout: Layout

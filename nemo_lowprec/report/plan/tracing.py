@@ -25,8 +25,6 @@ from nemo_lowprec.formats import floats, gemm_block_scaling
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.tensors import QuantizedTensor, gradient
 
-__all__ = ["Traced", "fake", "trace"]
-
 
 @dataclass(frozen=True)
 class Traced:

@@ -17,8 +17,6 @@ from nemo_lowprec.strategies.shard import blocks_of
 from nemo_lowprec.tensors import BlockShard, HalfShard, PlainShard
 from nemo_lowprec.weights import kept_in_fp32
 
-__all__ = ["ShardedParam", "Units", "gathered_bytes", "reduced_bytes", "units_of"]
-
 
 @dataclass(frozen=True)
 class ShardedParam:

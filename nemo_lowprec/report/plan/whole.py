@@ -14,8 +14,6 @@ from nemo_lowprec.report.tensor_storage import as_stored
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
 
-__all__ = ["UNSCALED", "gradient_of", "plan_whole"]
-
 UNSCALED = "Unscaled gradients"
 
 
