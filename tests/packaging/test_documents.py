@@ -50,6 +50,7 @@ HERE = {
     ("README.rst", "from lightning.pytorch import Trainer"),
     ("README.rst", "import nemo_run as run"),
     ("README.rst", "nemo-lowprec levels"),
+    ("README.rst", "model, optimizer = nemo_lowprec.prepare("),
     ("README.rst", "model, optimizer = nemo_lowprec.initialize("),
     ("README.rst", "nemo-lowprec prepare-data"),
     ("README.rst", "nemo-lowprec pretrain -m"),
@@ -141,19 +142,20 @@ def test_the_recipe_is_one_that_nemo_run_takes(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(handed["executor"], nemo_run.LocalExecutor)
 
 
-def test_a_loop_of_one_s_own() -> None:
+@pytest.mark.parametrize(("call", "level"), [("prepare", "bf16_with_fp8_mixed"), ("initialize", "msamp_o2")])
+def test_a_loop_of_one_s_own(call: str, level: str) -> None:
     import nemo_lowprec
     from nemo_lowprec.engine import Engine
 
-    model = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     optimizer = torch.optim.AdamW(model.parameters())
-    start = "model, optimizer = nemo_lowprec.initialize("
+    start = f"model, optimizer = nemo_lowprec.{call}("
     made = python(block("README.rst", start), nemo_lowprec=nemo_lowprec, model=model, optimizer=optimizer)
     before = [p.detach().float().clone() for p in model.parameters()]
     made["model"](torch.ones(16, 32)).sum().backward()
     made["optimizer"].step()
     engine = Engine.of(made["model"])
-    assert engine is not None and engine.level.name == "msamp_o2"
+    assert engine is not None and engine.level.name == level
     for p, old in zip(made["model"].parameters(), before, strict=True):
         assert not torch.equal(p.detach().float(), old)
 
