@@ -59,7 +59,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     meets_at_start = True  # see agreement.py
 
     def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
-        self.parsed = parsed = parse_options(get_level(level), options)
+        self._row = get_level(level)
+        self.parsed = parsed = parse_options(self._row, options)
         row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
@@ -76,7 +77,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         return f"{self.level.name}({self._given()})"
 
     def _given(self) -> str:
-        defaults = option_defaults(self.level)
+        defaults = option_defaults(self._row)  # before ``half`` has changed the row
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in self.options.items()}
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
 
