@@ -91,16 +91,17 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
     check_folder(path)  # Megatron-core opens pickles, and compares no checksums
     rest: dict[str, Any] = load_file(path / META)
-    wants_optimizer = engine.optimizer is not None and "optimizer_states" in rest
+    optimizer = engine.optimizer
+    wants_optimizer = optimizer is not None and "optimizer_states" in rest
     loaded = dist_checkpointing.load(_sharded(engine, form, wants_optimizer, is_loading=True), str(path))
     for name, part in _parts(engine):
         missing = [k for k in part.load_state_dict(loaded[name], strict=False).missing_keys if not _is_extra(k)]
         if missing:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
-    optimizer = engine.optimizer
     _load_histories(engine, rest.pop(_HISTORIES, {}))
     engine.guard.unit = rest.pop(_UNIT, None)
-    _set_rng(rest.pop(_RNG, []))
+    if len(states := rest.pop(_RNG, [])) == dist.get_world_size() and states[dist.get_rank()]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
     if optimizer is not None:
         if wants_optimizer:
             optimizer.load(loaded["optimizer"])
@@ -114,19 +115,16 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
 @torch.no_grad()
 def _check_range(path: Path, engine: MegatronEngine) -> None:
     """Raise ValueError on all processes where a loaded value is infinite in an FP16 weight of one process."""
-    fp16 = (
-        (name, param)
-        for _, part in _parts(engine) for name, param in part.named_parameters() if param.dtype == torch.float16
-    )  # fmt: skip
-    beyond = next((name for name, param in fp16 if bool(torch.isinf(param).any())), None)
-    raise_together(
-        None
-        if beyond is None
-        else ValueError(
-            f"{path}: {beyond} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
+    named = [pair for _, part in _parts(engine) for pair in part.named_parameters()]
+    beyond = (name for name, param in named if param.dtype == torch.float16 and bool(torch.isinf(param).any()))
+    errors = (
+        ValueError(
+            f"{path}: {name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
             "weights. Use a bf16 level."
         )
+        for name in beyond
     )
+    raise_together(next(errors, None))
 
 
 def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:
@@ -180,11 +178,6 @@ def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}
         here = {names[whole]: state for whole, state in saved.get("te", {}).items() if whole in names}
         te_layers.load_te_state_dict(part, here)
-
-
-def _set_rng(states: list[dict[str, Any]]) -> None:
-    if len(states) == dist.get_world_size() and states[dist.get_rank()]:
-        tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
 
 
 def _in_whole(name: str, part: nn.Module) -> str:

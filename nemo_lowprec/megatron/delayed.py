@@ -18,10 +18,10 @@ def mend_delayed_scaling() -> None:
 
     if "override_linear_precision" in inspect.signature(recipes.DelayedScaling).parameters:
         return
-    if issubclass(fp8_utils.TEDelayedScaling, _Mended):
-        return
+    if fp8_utils.TEDelayedScaling.__module__ == __name__:
+        return  # it is replaced already
 
-    class DelayedScaling(_Mended, recipes.DelayedScaling):
+    class DelayedScaling(recipes.DelayedScaling):
         """Transformer Engine's recipe from a TransformerConfig, as Megatron-core's ``TEDelayedScaling`` builds it."""
 
         def __init__(self, config: Any, fp8_format: Any, override_linear_precision: tuple[bool, ...] = ()) -> None:
@@ -37,7 +37,3 @@ def mend_delayed_scaling() -> None:
             )
 
     fp8_utils.TEDelayedScaling = extension.TEDelayedScaling = DelayedScaling  # type: ignore[misc]
-
-
-class _Mended:
-    """Marks the recipe that ``mend_delayed_scaling`` has put in place."""

@@ -175,7 +175,7 @@ class MegatronEngine:
     # The optimizer
 
     def attach(self, inner: Optimizer, clip_grad: float) -> None:
-        """Put ``inner`` into Megatron's distributed optimizer; the schedules scale losses and reduce gradients from now on.
+        """Put ``inner`` into Megatron's distributed optimizer, and give the schedules its loss scale.
 
         Args:
             inner: torch's Adam or AdamW of the parameters.

@@ -1,4 +1,4 @@
-"""The Trainer's loggers get a level's name, the loss scale, the count of skipped steps, and the gradient norm."""
+"""Logs the level's name, the loss scale, the number of skipped steps and the gradient norm to the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,22 @@ class LevelLog:
     skipped because a gradient was not finite.
 
     Attributes:
-        skipped_steps: counted from the start of the training, with the steps before a resume.
+        skipped_steps: skipped steps since the start of the training; a checkpoint holds the number.
     """
 
     def __init__(self) -> None:
         self.skipped_steps = 0
 
     def begin(self, module: pl.LightningModule, level: str, options: str, undo: ExitStack) -> None:
-        """Add the level to the hyperparameters of ``module``, which Lightning gives to the loggers next.
-
-        The module has its own hyperparameters again when ``undo`` is closed.
-        """
+        """Add the level to the hyperparameters of ``module``, which Lightning logs next, until ``undo`` is closed."""
         told = {"precision_level": level} | ({"precision_options": options} if options else {})
         replace_attribute(undo, module, "_hparams_initial", AttributeDict({**module.hparams_initial, **told}))
         replace_attribute(undo, module, "_log_hyperparams", True)
 
     def is_due(self, module: pl.LightningModule) -> bool:
-        """Whether Lightning writes what is logged in this step: the same on all processes."""
+        """Whether Lightning writes metrics in this step; the same on all processes."""
         trainer = module._trainer
-        # Without a hook at work, a step by hand, the module cannot log.
+        # Outside of Lightning's hooks, in a step by hand, the module cannot log.
         if trainer is None or module._current_fx_name is None or trainer.barebones:
             return False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -50,12 +47,13 @@ class LevelLog:
     def write(
         self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None, loss_scale: float | None
     ) -> None:
-        """Write one step that is due.
+        """Log the metrics of one step.
 
         Args:
+            module: the Trainer's LightningModule.
             optimizer: has taken the step.
             norm: L2 norm of the gradients of ``optimizer``, FP32 scalar; None where it is unknown.
-            loss_scale: factor of these gradients in the backward pass; None at a level without a loss scale.
+            loss_scale: loss scale of the step's backward pass; None at a level without a loss scale.
         """
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
