@@ -41,7 +41,7 @@ class _Fused:
         groups: number of equal parts of every source's rows.
     """
 
-    sources: dict[str, tuple[int, ...]]
+    sources: Mapping[str, tuple[int, ...]]
     groups: int = 1
 
     @property

@@ -11,7 +11,6 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
-
 _CLASSES = (Recipe, LossScaleConfig, LayerFilter, LowBitOptions)
 _HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typing.get_type_hints(cls).items()} | {
     "backend": typing.Literal["auto", "te", "torch", "reference"],
