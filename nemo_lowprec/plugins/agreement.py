@@ -18,7 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import callbacks
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -47,13 +47,13 @@ _STEERING = tuple(
 _OF_CALLBACKS = ("save_top_k", "save_last", "_save_on_train_epoch_end", "patience", "scheduling", "stopping_threshold")
 
 
-def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | None) -> None:
+def meet_at_start(strategy: ParallelStrategy, made_group: bool) -> None:
     """Compare the settings before the first collective on the process group of ``strategy``.
 
     Args:
         strategy: has its process group and its module.
-        made_group: whether the process group was made just now, so that all processes arrive within seconds.
-        timeout: seconds to wait in a process group that was there before; None for torch's default.
+        made_group: whether the process group was made just now, so that all processes arrive within seconds; in an
+            earlier group, processes wait for the timeout of ``strategy``.
 
     Raises:
         ValueError: settings differ between processes.
@@ -62,6 +62,7 @@ def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | Non
     module = strategy.lightning_module
     assert module is not None
     trainer, kind = module.trainer, type(strategy).__name__
+    timeout = strategy._timeout or dist.default_pg_timeout  # type: ignore[attr-defined]
     connector = trainer._accelerator_connector
     steering = [callback for callback in trainer.callbacks if isinstance(callback, _STEERING)]  # type: ignore[attr-defined]
     facts: dict[str, Any] = {
@@ -79,7 +80,7 @@ def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | Non
         **{name: _short(value) for name, value in facts.items()},
         **facts_of_data(trainer),
     }
-    meet(facts_at_start, f"the start of {kind}", START_TIMEOUT if made_group else timeout or dist.default_pg_timeout)
+    meet(facts_at_start, f"the start of {kind}", START_TIMEOUT if made_group else timeout)
 
 
 def facts_of_data(trainer: pl.Trainer) -> dict[str, str]:
@@ -206,7 +207,7 @@ def _setup_environment_and_meet(self: DDPStrategy) -> None:
     _setup_environment(self)
     has_level = getattr(self.precision_plugin, "meets_at_start", False) and not nemo.runs(self)
     if has_level or hasattr(self, "agreement"):
-        meet_at_start(self, made_group, self._timeout)
+        meet_at_start(self, made_group)
 
 
 DDPStrategy.setup_environment = _setup_environment_and_meet  # type: ignore[method-assign]

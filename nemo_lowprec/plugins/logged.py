@@ -58,8 +58,7 @@ class LevelLog:
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
         suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""
-        metrics: dict[str, Any] = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale}
-        metrics["skipped_steps"] = self.skipped_steps
+        metrics = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale, "skipped_steps": self.skipped_steps}
         for name, value in metrics.items():
             if value is not None:
                 # Lightning would copy a number to the GPU, and wait for the copy.

@@ -123,7 +123,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
     def _setup_distributed(self) -> None:
         made_group = not dist.is_initialized()
         super()._setup_distributed()
-        meet_at_start(self, made_group, self._timeout)  # before the groups of a mesh are made
+        meet_at_start(self, made_group)  # before the groups of a mesh are made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -232,8 +232,9 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             if self._writer is None:
                 self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
-            if not self._trains():
-                self._writer.wait()  # no later call would
+            module = self.lightning_module
+            if module is None or module._trainer is None or not module.trainer.training:
+                self._writer.wait()  # outside of training no later call waits
         elif self._save_distributed_checkpoint:
             begin_sharded(checkpoint, path)()
         elif self.broadcast(path.is_dir()):
@@ -242,10 +243,6 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             gradients = partial_gradients(checkpoint)
             gradients.update(in_full(gradients))
             Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # as ``plugins.checkpoint_io`` wraps it
-
-    def _trains(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.training
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
