@@ -1,4 +1,4 @@
-"""Parts of a model on this process: casts them to the level, and wraps them in Megatron's DistributedDataParallel."""
+"""Casts the parts of a model to the level, and wraps each part in Megatron's DistributedDataParallel."""
 
 from __future__ import annotations
 

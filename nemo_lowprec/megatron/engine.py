@@ -64,7 +64,7 @@ class PipelinedModule(Protocol):
 
 
 class MegatronEngine:
-    """One model at one level.
+    """The engine of one model at one level.
 
     Args:
         settings: the level's settings.

@@ -118,7 +118,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_sq_dtype=torch.float32,
         )
         _forget_spent_values(model_chunks)
-        scaler = ConstantGradScaler(1.0) if config.fp16 else None  # Megatron-core asks for one; ``Step`` scales
+        scaler = ConstantGradScaler(1.0) if config.fp16 else None  # required; ``Step`` scales the loss
         super().__init__(
             inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
         )  # fmt: skip
@@ -159,7 +159,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
-            # Megatron-core keeps the group that torch has copied this one from, and all FP32 masters with it.
+            # Megatron-core holds the group from which torch has copied ``group``, and with it all FP32 masters.
             self.opt_group_ranges[index] |= {"orig_group": group, "orig_group_idx": group}
 
     def _part(self, param: Tensor) -> Any:

@@ -92,7 +92,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
     (_check_own_layers if own_layers else _check_layers)(options)
     fp16, bf16 = level.autocast == "fp16", level.autocast == "bf16"
     half = DTYPES[level.autocast]
-    # FP32 parameters beside half ones, or alone, need autocast.
+    # FP32 parameters need autocast, with or without half parameters beside them.
     autocasts = not level.has_half_weights or level.vectors == "fp32"
     params = DTYPES[level.rest]
     model: dict[str, Any] = {
@@ -108,7 +108,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
     low_bit = level.is_low_bit
     optimizer: dict[str, Any] = {
         "optimizer": "adam",
-        "fp16": fp16,  # the loss is scaled, whatever the parameters are
+        "fp16": fp16,  # scales the loss, also with FP32 parameters
         "bf16": level.has_half_weights and bf16,
         "params_dtype": params,
         "fp8_recipe": model["fp8_recipe"] if model["fp8"] else None,

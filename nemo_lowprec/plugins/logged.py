@@ -17,8 +17,8 @@ from nemo_lowprec.plugins.replaced import replace_attribute
 class LevelLog:
     """Writes to the loggers of a Trainer, every ``log_every_n_steps``.
 
-    Hyperparameters: ``precision_level``, and ``precision_options`` where there are any. Metrics: ``grad_norm``, the L2
-    norm of the true gradients of all processes before clipping (``grad_norm/0``, ... with several optimizers);
+    Hyperparameters: ``precision_level``, and ``precision_options`` if the user has given options. Metrics:
+    ``grad_norm``, the L2 norm of the true gradients before clipping (``grad_norm/0``, ... with several optimizers);
     ``loss_scale`` of this step, at levels with a loss scale; ``skipped_steps``, the number of steps so far that were
     skipped because a gradient was not finite.
 

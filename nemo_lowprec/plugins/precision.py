@@ -161,7 +161,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
             self.engine.check_optimizer(optimizer)
-        module = self.engine.model  # ``model`` may be a wrapper around it
+        module = self.engine.model  # ``model`` may be a wrapper around the module
         trainer = module._trainer if isinstance(module, pl.LightningModule) else None
         strategy = trainer.strategy if trainer is not None and trainer.state.fn == "fit" else None
         if strategy is not None:

@@ -45,8 +45,8 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     ``LightningModule`` is trained data-parallel: each process has the whole model.
 
     The micro-batches of a step are the Trainer's ``accumulate_grad_batches`` batches. A pipeline runs them together:
-    the strategy keeps the batches until the last one, and returns zero as the loss of the batches before. Megatron-core
-    clips the gradients to the Trainer's ``gradient_clip_val``.
+    the strategy keeps the batches until the last one, and returns zero as the loss of the earlier batches.
+    Megatron-core clips the gradients to the Trainer's ``gradient_clip_val``.
 
     Args:
         tensor_model_parallel_size: processes that share each layer's matrices.
