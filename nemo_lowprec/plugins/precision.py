@@ -63,12 +63,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     meets_at_start = True  # read by agreement.py
 
     def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
-        given = get_level(level)
-        self.parsed = parse_options(given, options)
-        self.level = self.parsed.level  # ``given`` with the half dtype of ``options``
-        self.options, self._defaults = options, option_defaults(given)
-        self.precision = self.level.name  # type: ignore[assignment]
-        self.engine = Engine(self.parsed)
+        self._row = get_level(level)
+        self.parsed = parsed = parse_options(self._row, options)
+        row = self.level = parsed.level
+        self.options = options
+        self.precision = row.name  # type: ignore[assignment]
+        self.engine = Engine(parsed)
         self._resume = ResumeState()
         self.log = LevelLog()
         self.undo = ExitStack()
@@ -81,8 +81,9 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         return f"{self.level.name}({self._given()})"
 
     def _given(self) -> str:
+        defaults = option_defaults(self._row)  # before ``half`` has changed the row
         given = {n: tuple(v) if isinstance(v, list) else v for n, v in self.options.items()}
-        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != self._defaults[name])
+        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
 
     @property
     def dtype(self) -> torch.dtype:
