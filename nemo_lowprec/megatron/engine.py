@@ -225,8 +225,7 @@ class MegatronEngine:
         assert self.optimizer is not None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        for part in self.optimizer.parts:
-            part.zero_grad()
+        self.optimizer.zero_grad()
 
     def forward_backward(self, forward_step: ForwardStep, batches: Sequence[Any], forward_only: bool = False) -> Any:
         """Run micro-batches through the parts of the model.

@@ -113,6 +113,11 @@ class Stepper:
             if not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
 
+    def zero_grad(self) -> None:
+        """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""
+        for part in self.parts:
+            part.zero_grad()
+
     # Masters and states
 
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
