@@ -160,10 +160,15 @@ def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
                 )
 
 
-def _check_item(folder: Path, index: MetadataIndex, info: _StorageInfo) -> None:
+def _check_item(folder: Path, index: MetadataIndex, info: _StorageInfo, is_object: bool = False) -> None:
+    """Compare the checksums of a tensor or an object; open an object, which must hold plain values."""
     path = folder / info.relative_path
     with path.open("rb") as file:
         check_zip(file.fileno(), path, index.fqn, info.offset, info.length)
+        if is_object:
+            file.seek(info.offset)
+            with reading(path):
+                torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
 class CheckedReader(dcp.FileSystemReader):
@@ -220,21 +225,12 @@ def check_folder(folder: Path) -> None:
         for name in ("common.pt",) if rank == 0 and (folder / "common.pt").exists() else ():
             load(folder / name)
         for i, (item, info) in enumerate(index.storage_data.items()):
-            if i % world != rank:
-                continue
-            _check_item(folder, item, info)
-            if isinstance(index.state_dict_metadata.get(item.fqn), BytesStorageMetadata):
-                _check_plain(folder, item, info)
+            if i % world == rank:
+                is_object = isinstance(index.state_dict_metadata.get(item.fqn), BytesStorageMetadata)
+                _check_item(folder, item, info, is_object)
     except ValueError as found:
         error = found
     raise_together(error)
-
-
-def _check_plain(folder: Path, item: MetadataIndex, info: _StorageInfo) -> None:
-    path = folder / info.relative_path
-    with path.open("rb") as file, reading(path):
-        file.seek(info.offset)
-        torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
 def read_tensors(reader: CheckedReader, tensors: dict[str, Tensor], alone: bool = False) -> None:

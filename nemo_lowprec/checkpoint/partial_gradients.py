@@ -107,7 +107,7 @@ def _mean(param: Any, is_mine: bool, unreduced: dict[int, Tensor]) -> Tensor | N
 def _as_stored(saved: Any, param: Tensor, factor: float, engine: Engine) -> Tensor:
     """``saved`` times ``factor`` in the format in which the level stores the gradient of ``param``.
 
-    The very bits where they were saved in this format.
+    A gradient that was saved in this format keeps its bits.
     """
     in_fp8, is_bits = engine.columns.weights.is_matrix(param), isinstance(saved, dict)
     if is_bits:

@@ -99,8 +99,8 @@ def begin_folder(
 ) -> Callable[..., None]:
     """Make the folder beside ``path``, on all processes. Returns the function that completes and renames the folder.
 
-    The function takes the processes that call it, a group (None for all). It and this one raise NotWrittenError on all
-    processes, and leave nothing of the folder then.
+    The function takes the processes that call it, a group (None for all). Both functions raise
+    NotWrittenError on all processes, and remove the folder beside ``path`` before.
 
     Args:
         path: of the checkpoint.

@@ -259,11 +259,8 @@ def reading(path: Path) -> Iterator[None]:
             ) from error
         raise ValueError(f"{path} is damaged, or holds objects of Python, and opening it may run code.") from error
     except (RuntimeError, EOFError, LookupError, AttributeError, TypeError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is damaged, or another kind of file: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} is damaged, or another kind of file: {first_line}") from error
 
 
 def load(path: Path, only: str | None = None, mmap: bool = False) -> Any:

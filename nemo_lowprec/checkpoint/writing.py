@@ -74,7 +74,7 @@ def writing(path: str | os.PathLike[str], kept: str = _EARLIER) -> Iterator[None
 
 
 def sync_file(path: Path) -> None:
-    """Have the contents of a file, or the names in a folder, on the disk."""
+    """Flush the contents of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

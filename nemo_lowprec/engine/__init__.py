@@ -1,10 +1,19 @@
 """The engine: the columns of one row at work on one model, for any training loop."""
 
-from nemo_lowprec.engine.build import DTYPES, Sharding, build, check_row, mixed_precision_policy, new_amaxes
+from nemo_lowprec.engine.build import (
+    DTYPES,
+    Sharding,
+    build,
+    check_row,
+    mixed_precision_policy,
+    new_amaxes,
+    state_formats,
+)
 from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.engine.engine import Engine
 from nemo_lowprec.engine.step import Step
 
 __all__ = [
     "DTYPES", "Columns", "Engine", "Sharding", "Step", "build", "check_row", "mixed_precision_policy", "new_amaxes",
+    "state_formats",
 ]  # fmt: skip

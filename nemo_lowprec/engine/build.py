@@ -99,14 +99,9 @@ def build(
             f"comm={row.weight_grad!r}, or strategy='lowprec_ddp'."
         )
     weights = _weights(options, kind, sharding, computation, amaxes, reads_as, observers)
-    first, second = row.optimizer_states
-    formats = StateFormats(
-        first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed,  # type: ignore[arg-type]
-        vectors=row.vectors is None,
-    )  # fmt: skip
     states = OptimizerStates()
     if kind == "low_bit" or row.optimizer_states != ("fp32", "fp32"):
-        states = LowBitOptimizerStates(formats, low.gradient_release)
+        states = LowBitOptimizerStates(state_formats(options), low.gradient_release)
     gradients = _gradients(row, weights, states, observers)
     wire = partial(_wire, row, weights)
     share = partial(amaxes.share, of_weights=sharding is not None)
@@ -120,6 +115,16 @@ def build(
             weights.detached_grads, low.gradient_release, observers,
         )  # fmt: skip
     return Columns(computation, weights, gradients, states, comm)
+
+
+def state_formats(options: Options) -> StateFormats:
+    """The formats in which Adam keeps the states of a row."""
+    row, low = options.level, options.low_bit
+    first, second = row.optimizer_states
+    return StateFormats(
+        first, second, stochastic_rounding=low.stochastic_rounding, seed=low.rounding_seed,  # type: ignore[arg-type]
+        vectors=row.vectors is None,
+    )  # fmt: skip
 
 
 def mixed_precision_policy(row: PrecisionLevel) -> Any:

@@ -1,9 +1,9 @@
 """Checkpoints in Megatron-core's distributed form: a folder that opens at other parallel sizes and at other levels.
 
-Weights and optimizer states lie under Megatron's own keys; each process writes its parts. Masters and moments are saved
-as FP32 values, so that any level reads them. The states of loops, data and callbacks, and the amax histories of delayed
-scaling, lie in ``meta.pt``: Transformer Engine's own form of the histories is a pickle, which Transformer Engine has
-refused to open since 2.18.
+Weights and optimizer states are saved under Megatron's own keys; each process writes its shards. Masters and moments
+are saved as FP32 values, so that any level reads them. ``meta.pt`` holds the states of loops, data and callbacks, and
+the amax histories of delayed scaling: Transformer Engine saves histories as a pickle, and refuses to open this pickle
+since 2.18.
 """
 
 from __future__ import annotations
@@ -39,17 +39,24 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
 def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: str) -> None:
-    """Write a checkpoint as Lightning dumps it, called on all processes; it is in place when this returns."""
+    """Write a checkpoint that Lightning has dumped; a collective. The folder is in place when the function returns.
+
+    Args:
+        checkpoint: Lightning's dict; its ``state_dict`` and ``optimizer_states`` are not read.
+        path: of the folder.
+        engine: holds the weights and the optimizer states.
+        form: ``fully_reshardable`` or ``dp_reshardable``.
+    """
     sharded = _sharded(engine, form, with_optimizer="optimizer_states" in checkpoint)
     force_all_tensors_to_non_fp8(sharded)
     rest = {k: v for k, v in checkpoint.items() if k != "state_dict"}
     if "optimizer_states" in rest:
-        rest["optimizer_states"] = []  # Lightning looks whether there are any
+        rest["optimizer_states"] = []  # Lightning checks that the key is there
     rest[_HISTORIES], rest[_UNIT] = _histories(engine), engine.guard.unit
-    rest[_RNG] = by_rank(tensor_parallel.get_cuda_rng_tracker().get_states())  # of dropout, apart on each process
+    rest[_RNG] = by_rank(tensor_parallel.get_cuda_rng_tracker().get_states())  # for dropout
 
     def write(part: Path, group: dist.ProcessGroup | None) -> None:
-        # Megatron-core's first process writes some files alone; on a full disk the others would wait for it.
+        # The first process writes some files alone; on a full disk the other processes would wait for it.
         on_first(lambda: probe(part))
         with _reported_here():
             dist_checkpointing.save(sharded, str(part))
@@ -60,10 +67,10 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
 
 @contextmanager
 def _reported_here() -> Iterator[None]:
-    """Have Megatron-core's writing processes report to this process, which waits for them.
+    """Make Megatron-core's writing processes report through a queue of this process, which waits for them.
 
-    For writing in the background Megatron-core keeps one more process, which takes seconds to start and outlives a kill
-    of this process.
+    Megatron-core's own queue lives in one more process, for writing in the background. That process takes seconds to
+    start, and outlives a kill of this process.
     """
     before = getattr(filesystem_async, "_results_queue", None)
     filesystem_async._results_queue = queue.Queue()
@@ -74,26 +81,27 @@ def _reported_here() -> Iterator[None]:
 
 
 def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
-    """Load a checkpoint's weights and states; return the rest, as Lightning restores it.
+    """Load a checkpoint's weights and optimizer states into ``engine``. Returns the rest, for Lightning to restore.
 
     Raises:
-        ValueError: ``path`` is no complete checkpoint of this form, is damaged, or holds another model, values beyond
-            FP16 for FP16 weights, or objects that may run code.
+        ValueError: ``path`` is no complete checkpoint of MegatronStrategy, is damaged, or holds another model, values
+            beyond FP16 for FP16 weights, or objects that may run code.
     """
     if not is_folder(path):
         raise ValueError(f"{path} is not a complete checkpoint of MegatronStrategy.")
     check_folder(path)  # Megatron-core opens pickles, and compares no checksums
     rest: dict[str, Any] = load_file(path / META)
-    wants_optimizer = engine.optimizer is not None and "optimizer_states" in rest
+    optimizer = engine.optimizer
+    wants_optimizer = optimizer is not None and "optimizer_states" in rest
     loaded = dist_checkpointing.load(_sharded(engine, form, wants_optimizer, is_loading=True), str(path))
     for name, part in _parts(engine):
         missing = [k for k in part.load_state_dict(loaded[name], strict=False).missing_keys if not _is_extra(k)]
         if missing:
             raise ValueError(f"{path} has no values for {', '.join(missing[:3])}.")
-    optimizer = engine.optimizer
     _load_histories(engine, rest.pop(_HISTORIES, {}))
     engine.guard.unit = rest.pop(_UNIT, None)
-    _set_rng(rest.pop(_RNG, []))
+    if len(states := rest.pop(_RNG, [])) == dist.get_world_size() and states[dist.get_rank()]:
+        tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
     if optimizer is not None:
         if wants_optimizer:
             optimizer.load(loaded["optimizer"])
@@ -106,24 +114,21 @@ def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _check_range(path: Path, engine: MegatronEngine) -> None:
-    """Raise ValueError on all processes where a value has become infinite in an FP16 weight."""
-    fp16 = (
-        (name, param)
-        for _, part in _parts(engine) for name, param in part.named_parameters() if param.dtype == torch.float16
-    )  # fmt: skip
-    beyond = next((name for name, param in fp16 if bool(torch.isinf(param).any())), None)
-    raise_together(
-        None
-        if beyond is None
-        else ValueError(
-            f"{path}: {beyond} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
+    """Raise ValueError on all processes where a loaded value is infinite in an FP16 weight of one process."""
+    named = [pair for _, part in _parts(engine) for pair in part.named_parameters()]
+    beyond = (name for name, param in named if param.dtype == torch.float16 and bool(torch.isinf(param).any()))
+    errors = (
+        ValueError(
+            f"{path}: {name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
             "weights. Use a bf16 level."
         )
+        for name in beyond
     )
+    raise_together(next(errors, None))
 
 
 def _parts(engine: MegatronEngine) -> list[tuple[str, nn.Module]]:
-    """The name in the sharded state, and the module, of each part of the model on this process."""
+    """(key in the sharded state, module) of each part of the model on this process."""
     chunks = [unwrapped(chunk) for chunk in engine.chunks]
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
@@ -150,7 +155,7 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
     return state
 
 
-# Amax histories: one table of this package's layers; Transformer Engine's by the layer's name in the whole model.
+# Amax histories: one table for converted layers; for Transformer Engine's layers, by name in the whole model.
 
 
 def _histories(engine: MegatronEngine) -> dict[str, Any]:
@@ -173,11 +178,6 @@ def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}
         here = {names[whole]: state for whole, state in saved.get("te", {}).items() if whole in names}
         te_layers.load_te_state_dict(part, here)
-
-
-def _set_rng(states: list[dict[str, Any]]) -> None:
-    if len(states) == dist.get_world_size() and states[dist.get_rank()]:
-        tensor_parallel.get_cuda_rng_tracker().set_states(states[dist.get_rank()])
 
 
 def _in_whole(name: str, part: nn.Module) -> str:

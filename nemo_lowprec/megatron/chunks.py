@@ -1,4 +1,4 @@
-"""Parts of a model on this process, as Megatron-core trains them: cast to the level, wrapped for data parallelism."""
+"""Casts the parts of a model to the level, and wraps each part in Megatron's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_lowprec.megatron.settings import MegatronSettings
 
 @torch.no_grad()
 def start_from(param: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter these values; a master of it will start from them, and not from what it rounds them to."""
+    """Copy ``values`` into a parameter; a parameter of fewer bits keeps an FP32 copy on the CPU for its master."""
     param.copy_(values.to(param.device))
     if is_float8tensor(param) or param.dtype.itemsize < values.dtype.itemsize:
         setattr(param, INITIAL_VALUES, values.detach().float().cpu())
@@ -23,7 +23,7 @@ def start_from(param: nn.Parameter, values: Tensor) -> None:
 
 @torch.no_grad()
 def cast_parameters(module: nn.Module, settings: MegatronSettings) -> None:
-    """Give the parameters the level's dtypes, in place; masters start from what they were before."""
+    """Cast the parameters to the level's dtypes, in place; masters start from the values before the cast."""
     for param in module.parameters():
         if is_float8tensor(param) or not param.is_floating_point():
             continue
@@ -41,10 +41,14 @@ def wrap(
     settings: MegatronSettings,
     is_first: bool = True,
 ) -> DistributedDataParallel:
-    """``module`` in Megatron's data parallelism, with gradients in the level's format.
+    """``module`` in Megatron's DistributedDataParallel, with gradients in the level's format.
 
     Args:
-        is_first: whether it is the first of a process's chunks; those of the others are not worth buckets.
+        module: a part of the model.
+        config: its TransformerConfig.
+        ddp_config: with the level's fields.
+        settings: the level's settings.
+        is_first: whether ``module`` is the first of the process's chunks; the others have one bucket each.
     """
     ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
     if settings.fp8_gradients:
@@ -55,12 +59,12 @@ def wrap(
 
 
 def unwrapped(chunk: nn.Module) -> nn.Module:
-    """The part of the model itself, whether ``wrap`` has wrapped it or not."""
+    """The part of the model inside Megatron's DistributedDataParallel, or ``chunk`` itself."""
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def unhook(chunk: DistributedDataParallel) -> None:
-    """Let gradients pass a chunk by, and let go of its buffers: its hooks live as long as a graph of the model does."""
+    """Free the buffers of a chunk, and make its hooks do nothing: the hooks live as long as an autograd graph does."""
     for held in (
         chunk.grad_accs, chunk.param_to_bucket_group, chunk.buffers, chunk.bucket_groups,
         chunk.expert_parallel_buffers, chunk.expert_parallel_bucket_groups,
@@ -69,9 +73,9 @@ def unhook(chunk: DistributedDataParallel) -> None:
 
 
 def fuse_weight_gradients(module: nn.Module) -> None:
-    """Let Transformer Engine's layers add weight gradients to their buffers within the GEMM.
+    """Have Transformer Engine's GEMMs add weight gradients to Megatron's buffers.
 
-    Not by TransformerConfig's ``gradient_accumulation_fusion``, which asks for a CUDA extension of Apex in the head.
+    TransformerConfig's ``gradient_accumulation_fusion`` would need a CUDA extension of Apex for the head.
     """
     for layer in module.modules():
         if hasattr(layer, "fuse_wgrad_accumulation"):

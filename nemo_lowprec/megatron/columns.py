@@ -1,4 +1,4 @@
-"""The columns of a level on Megatron-core: the GEMMs; all other columns are in Megatron's buffers and its optimizer."""
+"""The columns of a level on Megatron-core: Computation; Megatron's buffers and optimizer implement the others."""
 
 from __future__ import annotations
 
@@ -21,32 +21,30 @@ from nemo_lowprec.weights import WeightStore
 
 
 def around(computation: Computation) -> Columns:
-    """The columns of a model whose weights, gradients, states and messages are Megatron-core's."""
+    """``computation`` with columns that do nothing for weights, gradients, states and communication."""
     return Columns(computation, WeightStore(), Column(), OptimizerStates(), Averaging(lambda param: param.dtype))
 
 
 def of_built_chunks(settings: MegatronSettings, chunks: Sequence[nn.Module]) -> Columns:
-    """The columns of chunks that Megatron-core has built of Transformer Engine's layers."""
+    """The columns of chunks that Megatron-core has built from Transformer Engine's layers."""
     computation = Computation(settings.options, DTYPES[settings.level.autocast], AmaxState())
     computation.amaxes = [TEAmaxes(chunks)]
     return around(computation)
 
 
 def convert(module: nn.Module, settings: MegatronSettings, device: torch.device, observers: Observers) -> Columns:
-    """Convert the layers of any other module, which is on ``device``, and cast its parameters to the level.
+    """Convert the layers of a module on ``device`` that Megatron-core has not built, and cast its parameters.
 
     Raises:
         ValueError: the backend, or the attention kernels, cannot run on ``device``.
     """
     level, options = settings.level, settings.options
     fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
-    # Weights are measured when their layers run: those of other processes' parts may be on their way after a step.
+    # Amaxes of weights are computed when the layers run: after a step Megatron may still be gathering the weights.
     amaxes = new_amaxes(options.recipe, renews=False)
-    computation = Computation(
-        options, DTYPES[level.autocast], amaxes, fp32_wgrad=fp32_wgrad, observers=observers
-    )  # fmt: skip
+    computation = Computation(options, DTYPES[level.autocast], amaxes, fp32_wgrad=fp32_wgrad, observers=observers)
     computation.check(module, device, training=True)
-    revert_layers(module)  # those of an earlier stage of the same Trainer
+    revert_layers(module)  # an earlier fit or evaluation of the same Trainer has converted them
     computation.install(module, training=True)
     cast_parameters(module, settings)
     for param in module.parameters() if fp32_wgrad else ():

@@ -1,4 +1,4 @@
-"""Context parallelism: the part of each sequence that a process has."""
+"""Context parallelism: cuts each sequence into the parts of the processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from torch import Tensor
 
 
 def zigzag(tensor: Tensor, rank: int, world: int) -> Tensor:
-    """Two chunks of dimension 1, the ``rank``-th from the front and from the back: of causal attention equal work.
+    """The ``rank``-th chunk of dimension 1 from the front, and the ``rank``-th from the back, concatenated.
 
-    Source: what Transformer Engine's attention expects of context-parallel processes.
+    Causal attention then costs the same on every rank. Transformer Engine's attention expects this order.
+
+    Args:
+        tensor: [batch, sequence, ...].
+        rank: of the process in its context-parallel group.
+        world: size of the group.
 
     Raises:
-        ValueError: the dimension does not divide into two chunks for each process.
+        ValueError: the sequence does not divide into two chunks for each process.
     """
     if tensor.shape[1] % (2 * world):
         raise ValueError(
@@ -28,7 +33,7 @@ def zigzag(tensor: Tensor, rank: int, world: int) -> Tensor:
 
 
 def part_of_sequence(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This process's part of a batch's tensors, [batch, sequence] each; all of them without context parallelism."""
+    """This process's part of each tensor [batch, sequence] of a batch; whole tensors without context parallelism."""
     world = parallel_state.get_context_parallel_world_size()
     if world == 1:
         return dict(batch)
@@ -37,7 +42,7 @@ def part_of_sequence(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def over_context(count: Tensor) -> Tensor:
-    """The sum of a count, of any shape, over the processes that share each sequence."""
+    """The sum of ``count``, of any shape, over the context-parallel processes."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return count
     whole = count.clone()

@@ -1,7 +1,7 @@
 """Delayed scaling in Megatron-core's layers with Transformer Engine 2.
 
-Megatron-core 0.16.1 to 0.19.2 hand its recipe an ``override_linear_precision``, which Transformer Engine 2 has dropped:
-every step at a level with delayed scaling would end in a TypeError.
+Megatron-core 0.16.1 to 0.19.2 pass ``override_linear_precision`` to Transformer Engine's DelayedScaling. Transformer
+Engine 2 has dropped this argument, so that every step with delayed scaling would end in a TypeError.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 
 def mend_delayed_scaling() -> None:
-    """Leave the argument out of Megatron's recipe, where Transformer Engine does not take it."""
+    """Replace Megatron-core's recipe by a recipe without the argument, where Transformer Engine does not take it."""
     import transformer_engine.common.recipe as recipes
     from megatron.core import fp8_utils
     from megatron.core.extensions import transformer_engine as extension
 
     if "override_linear_precision" in inspect.signature(recipes.DelayedScaling).parameters:
         return
-    if issubclass(fp8_utils.TEDelayedScaling, _Mended):
-        return
+    if fp8_utils.TEDelayedScaling.__module__ == __name__:
+        return  # it is replaced already
 
-    class DelayedScaling(_Mended, recipes.DelayedScaling):
-        """What Megatron's class of the name makes of a TransformerConfig."""
+    class DelayedScaling(recipes.DelayedScaling):
+        """Transformer Engine's recipe from a TransformerConfig, as Megatron-core's ``TEDelayedScaling`` builds it."""
 
         def __init__(self, config: Any, fp8_format: Any, override_linear_precision: tuple[bool, ...] = ()) -> None:
             if any(override_linear_precision):
@@ -37,7 +37,3 @@ def mend_delayed_scaling() -> None:
             )
 
     fp8_utils.TEDelayedScaling = extension.TEDelayedScaling = DelayedScaling  # type: ignore[misc]
-
-
-class _Mended:
-    """Marks the class that is in place."""

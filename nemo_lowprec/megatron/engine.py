@@ -1,7 +1,8 @@
-"""The second engine: one level on Megatron-core, for any training loop.
+"""The engine on Megatron-core: one level at work on one model, for any training loop.
 
-It builds or converts the model's parts, wraps them, gives the user's optimizer to Megatron's, and owns a step: the
-schedule, the reduction of gradients, the optimizer. ``MegatronStrategy`` calls it from Lightning's hooks.
+``MegatronEngine`` builds or converts the parts of the model, wraps them in Megatron's DistributedDataParallel, puts the
+user's optimizer into Megatron's distributed optimizer, and runs the schedule, the reduction of gradients and the step.
+``MegatronStrategy`` calls the engine from Lightning's hooks.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.observers import Observers
 
-# On a module, for the stages after the first.
+# Attributes of a module that the engines of a later fit or evaluation read.
 _BUILT, _MASTERS, _UNIT = "_megatron_chunks", "_megatron_masters", "_megatron_gradient_unit"
 ForwardStep = Callable[[nn.Module, Any], tuple[Tensor, Callable[[Tensor], tuple[Tensor, Any]]]]
 
 
 @runtime_checkable
 class PipelinedModule(Protocol):
-    """What a module has whose layers Megatron-core builds, and may spread over processes."""
+    """A module whose layers Megatron-core builds and may spread over processes."""
 
     def build_chunk(
         self, fields: dict[str, Any], pre_process: bool, post_process: bool, vp_stage: int | None
@@ -50,9 +51,9 @@ class PipelinedModule(Protocol):
         """One part of the model, on this process's GPU.
 
         Args:
-            fields: of TransformerConfig, from the level and the parallel sizes; the module adds its own.
+            fields: fields of TransformerConfig that the level and the parallel sizes decide; the module adds others.
             pre_process, post_process: whether the part has the embedding, and the head.
-            vp_stage: which of this process's parts; None where it has one.
+            vp_stage: index of the part among this process's parts; None where the process has one part.
         """
 
     def forward_step(self, chunk: nn.Module, batch: Any) -> tuple[Tensor, Any]:
@@ -63,20 +64,20 @@ class PipelinedModule(Protocol):
 
 
 class MegatronEngine:
-    """One model at one level.
+    """The engine of one model at one level.
 
     Args:
-        settings: of the level.
-        layout: the parallel sizes, whose groups there are.
+        settings: the level's settings.
+        layout: the parallel sizes, whose process groups are initialized.
         overlaps: ``overlap_grad_reduce``, ``overlap_param_gather`` and ``bucket_size``.
 
     Attributes:
-        chunks: this process's parts of the model; wrapped for data parallelism where it is trained.
+        chunks: this process's parts of the model; wrapped in Megatron's DistributedDataParallel for training.
         is_pipelined: whether Megatron-core has built the model, and runs its schedules.
-        columns: of the level, as far as they are not Megatron's.
-        guard: what surrounds a step.
-        observers: are told what converted layers do, and of steps.
-        optimizer: steps the user's; None where nothing is trained.
+        columns: the level's columns; Megatron-core implements all but Computation.
+        guard: the ``Step`` that scales the loss and skips steps.
+        observers: get the events of converted layers and of steps.
+        optimizer: steps with the user's optimizer; None in an evaluation.
         config: TransformerConfig of the first part, which the schedules read.
     """
 
@@ -97,10 +98,10 @@ class MegatronEngine:
     # The model
 
     def build(self, module: Any, seed: int) -> None:
-        """Have a ``PipelinedModule`` build its parts, once: fit, validate and another fit may follow each other.
+        """Build the parts of a ``PipelinedModule``, or take the parts that an earlier engine has built of ``module``.
 
         Raises:
-            ValueError: it was built for another level, or for other sizes.
+            ValueError: the parts were built for another level or for other parallel sizes.
         """
         built: tuple[dict[str, Any], list[nn.Module]] | None = module.__dict__.get(_BUILT)
         fields = self._transformer_fields()
@@ -125,7 +126,7 @@ class MegatronEngine:
     def _new_parts(self, module: Any, fields: dict[str, Any], seed: int) -> list[nn.Module]:
         mend_delayed_scaling()
         stage, last = parallel_state.get_pipeline_model_parallel_rank(), self.layout.pipeline - 1
-        # As in Megatron-LM: stages differ, data-parallel processes do not.
+        # As in Megatron-LM: stages have different random states, data-parallel processes have the same.
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage)
         virtual = self.layout.virtual_pipeline
         count = virtual or 1
@@ -134,26 +135,26 @@ class MegatronEngine:
             first, final = stage == 0 and index == 0, stage == last and index == count - 1
             part = module.build_chunk(dict(fields), first, final, index if virtual is not None else None)
             cast_parameters(part, self.settings)
-            te_layers.empty_extra_state(part)  # a pickle, which nothing here reads
+            te_layers.empty_extra_state(part)  # Transformer Engine's pickle of the histories, which is not saved
             parts.append(part)
         module.take_chunks(parts)
         return parts
 
     def convert(self, module: nn.Module, device: torch.device) -> None:
-        """Convert the layers of any other module, which is on ``device``."""
+        """Convert the layers of a module that is no ``PipelinedModule`` and is on ``device``."""
         self.columns = self.guard.columns = columns.convert(module, self.settings, device, self.observers)
         self.is_pipelined = False
-        # Sizes that Megatron's DDP does not look at.
+        # Megatron's DistributedDataParallel does not read the three sizes.
         self.config = TransformerConfig(
             num_layers=1, hidden_size=1, num_attention_heads=1, **self._transformer_fields()
         )  # fmt: skip
         self._module, self.chunks = module, [module]
 
     def wrap(self) -> None:
-        """Wrap the parts for training: gradient buffers, and the weights of the first data-parallel process for all.
+        """Make gradient buffers for the parts, and broadcast the weights of the first data-parallel process.
 
         Raises:
-            ValueError: an embedding that is tied over pipeline stages, at a level with FP8 gradients.
+            ValueError: the embedding is tied to a head on another pipeline stage, at a level with FP8 gradients.
         """
         settings, parts = self.settings, self.chunks
         tied = any(getattr(part, "share_embeddings_and_output_weights", False) for part in parts)
@@ -174,11 +175,11 @@ class MegatronEngine:
     # The optimizer
 
     def attach(self, inner: Optimizer, clip_grad: float) -> None:
-        """Have Megatron's distributed optimizer step with ``inner``, and the schedules reduce gradients for it.
+        """Put ``inner`` into Megatron's distributed optimizer, and give the schedules its loss scale.
 
         Args:
             inner: torch's Adam or AdamW of the parameters.
-            clip_grad: norm to which gradients are clipped; 0 for none.
+            clip_grad: largest L2 norm of the gradients; 0 for no clipping.
         """
         defaults = inner.defaults
         config = OptimizerConfig(
@@ -192,7 +193,9 @@ class MegatronEngine:
             overlap_param_gather=self.overlaps["overlap_param_gather"],
         )
         self.optimizer = Stepper(inner, config, self.settings, self.chunks, self.guard)
-        self.optimizer.take_masters(self._module.__dict__.pop(_MASTERS, {}))
+        masters = self._module.__dict__.pop(_MASTERS, {})
+        for part in self.optimizer.parts:
+            part.take_masters(masters)
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self._scaled
         if self.overlaps["overlap_grad_reduce"]:
@@ -200,16 +203,16 @@ class MegatronEngine:
             self.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def release(self, gather: bool = True) -> None:
-        """Let go of the buffers and of the optimizer; the model keeps its weights, and its masters for another fit.
+        """Free the buffers and the optimizer; the model keeps the weights, and the masters for another fit.
 
         Args:
-            gather: whether weights are brought up to date before, which takes all processes.
+            gather: whether weights are gathered before, a collective.
         """
         if self.optimizer is not None:
             self._module.__dict__[_MASTERS] = self.optimizer.release(gather)
-            if self.is_pipelined:  # whose layers keep their histories
+            if self.is_pipelined:  # Transformer Engine's layers keep their amax histories
                 self._module.__dict__[_UNIT] = self.guard.unit
-            # They hold the buffers, and the config stays with the model.
+            # The three functions hold the buffers, and the config stays with the model.
             self.config.no_sync_func = self.config.grad_scale_func = self.config.finalize_model_grads_func = None
         if not self.is_pipelined:
             self.columns.computation.remove()
@@ -218,7 +221,7 @@ class MegatronEngine:
     # A step
 
     def zero_grad(self) -> None:
-        """Zero the gradient buffers."""
+        """Zero the gradient buffers, and set the gradients of the optimizer's shards to None."""
         assert self.optimizer is not None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -228,20 +231,20 @@ class MegatronEngine:
         """Run micro-batches through the parts of the model.
 
         Args:
-            forward_step: ``(chunk, batch) -> (output, loss_func)``, where ``loss_func(output)`` is the loss and what
-                is to be reported of it.
+            forward_step: ``(chunk, batch) -> (output, loss_func)``, where ``loss_func(output)`` returns the loss and
+                a report of any kind.
             batches: dicts of [batch, sequence] tensors, the same on all processes of a data-parallel rank.
-            forward_only: without gradients.
+            forward_only: whether no gradients are computed.
 
         Returns:
-            what ``loss_func`` reported of each; nothing where this process has not the last stage.
+            the report of ``loss_func`` for each micro-batch; an empty list where this process has not the last stage.
         """
 
         def step(iterator: Any, chunk: nn.Module) -> Any:
             output, loss_func = forward_step(chunk, part_of_sequence(next(iterator)))
             is_last = getattr(unwrapped(chunk), "post_process", True)
             if not is_last and output.dtype != self.config.pipeline_dtype:
-                output = output.to(self.config.pipeline_dtype)  # which the next stage expects
+                output = output.to(self.config.pipeline_dtype)  # dtype of the next stage's receive buffer
             return output, loss_func
 
         rows, length = batches[0]["input_ids"].shape
@@ -252,11 +255,11 @@ class MegatronEngine:
             )
         wanted, batches = len(batches), list(batches)
         if forward_only and self.layout.virtual_pipeline is not None:
-            batches *= self.layout.pipeline  # the interleaved schedule takes a multiple
+            batches *= self.layout.pipeline  # the interleaved schedule takes a multiple of the stages
         self.layout.check_micro_batches(len(batches), "This step")
         with ExitStack() as stack:
             if forward_only:
-                # Megatron caches what a forward pass makes, and training could not save inference tensors for backward.
+                # Megatron-core caches tensors in forward; training cannot save inference tensors for backward.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             reported = get_forward_backward_func()(
@@ -271,9 +274,9 @@ class MegatronEngine:
         return reported[:wanted]
 
     def begin(self, batches: Sequence[Any]) -> None:
-        """Before the micro-batches of a step: zero gradients.
+        """Zero the gradients, before the micro-batches of a step.
 
-        Before the first step of a run with delayed scaling also a pass that only fills the amax histories: Transformer
+        The first step of a run with delayed scaling also runs a pass that only fills the amax histories: Transformer
         Engine's scales begin at 1, which rounds weights to three bits and gradients to zero.
         """
         assert self.optimizer is not None
@@ -282,7 +285,7 @@ class MegatronEngine:
         empty, self._may_be_empty = self._may_be_empty, False
         if not (empty and self._nobody_has_scales()):
             return
-        # Gradients of a token's loss, and not of a mean, lie in FP8's range at any scale near 1.
+        # The gradients of the mean loss are too small for E5M2 at scales near 1; those of a token's loss are not.
         raised = 1.0 if self.settings.level.has_loss_scale else float(batches[0]["labels"].numel() * len(batches))
         scale_loss, self.config.grad_scale_func = self.config.grad_scale_func, lambda loss: scale_loss(loss) * raised
         self.forward_backward(self._module.forward_step, batches)
@@ -293,7 +296,7 @@ class MegatronEngine:
         self.zero_grad()
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """A micro-batch's loss, to run backward from; ``begin`` has announced the pass."""
+        """A micro-batch's loss times the loss scale that ``begin`` has chosen."""
         return loss if self.guard.loss_scale is None else loss * self.guard.loss_scale.used
 
     def _has_no_scales(self) -> bool:
@@ -302,41 +305,35 @@ class MegatronEngine:
         return delayed and all(te_layers.has_empty_histories(chunk) for chunk in self.chunks)
 
     def _nobody_has_scales(self) -> bool:
-        """The same on all processes: some may have no layer with scales."""
+        """Whether ``_has_no_scales`` on all processes: a process without FP8 layers has none."""
         flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device())
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Forward passes that training does not notice, in half precision where training has found no scales yet."""
+        """Forward passes of an evaluation: amax histories stay as they are, and without scales GEMMs are in half."""
         with ExitStack() as stack:
             if not self.is_pipelined:
                 stack.enter_context(self.columns.computation.forward())
-                yield
-                return
-            configs, fp8 = [get_model_config(chunk) for chunk in self.chunks], self.config.fp8
-            for chunk in self.chunks:
-                stack.enter_context(te_layers.histories_kept(chunk))
-            if self._has_no_scales():
-                for config in configs:
+            else:
+                for chunk in self.chunks:
+                    stack.enter_context(te_layers.histories_kept(chunk))
+                for config in map(get_model_config, self.chunks) if self._has_no_scales() else ():
+                    stack.callback(setattr, config, "fp8", config.fp8)
                     config.fp8 = None
-            try:
-                yield
-            finally:
-                for config in configs:
-                    config.fp8 = fp8
+            yield
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:
-        """A backward pass of a model of own layers whose gradients are not reduced yet."""
+        """A backward pass of a converted model, whose gradients stay on this process until a later pass."""
         with ExitStack() as stack:
             for chunk in self.chunks if not self.is_pipelined else ():
                 stack.enter_context(chunk.no_sync())
             yield
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of a model of own layers."""
+        """The backward pass of a converted model; a schedule runs those of a ``PipelinedModule``."""
         if self._begins:
             self._begins = False
             self.zero_grad()
@@ -345,10 +342,10 @@ class MegatronEngine:
             self._scaled(loss).sum().backward(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
-        """Have the gradients of own layers reduced; a schedule does it for the others.
+        """Reduce the gradients of a converted model; a schedule reduces those of a ``PipelinedModule``.
 
         Raises:
-            RuntimeError: a parameter without a gradient, with ``overlap_grad_reduce``.
+            RuntimeError: a parameter has no gradient, with ``overlap_grad_reduce``.
         """
         if self.is_pipelined:
             return
@@ -362,13 +359,13 @@ class MegatronEngine:
             ) from error
 
     def step(self) -> bool:
-        """Step on the reduced gradients. Returns whether they were finite; else nothing has changed."""
+        """Step on the reduced gradients. Returns whether they were finite; if not, no weight has changed."""
         assert self.optimizer is not None
         self._begins = True
         return self.optimizer.step()
 
     def sync_weights(self) -> None:
-        """Wait for weights that are being gathered, and gather those that are not."""
+        """Gather all weights, and wait for gathers that are on their way."""
         if self.optimizer is not None and self.overlaps["overlap_param_gather"]:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -378,10 +375,11 @@ class MegatronEngine:
                     post_all_gather_processing(fp8)
 
     def mean_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        """The mean of a step's losses, on all processes, without waiting for the device.
+        """The mean of a step's losses over all processes, FP32 scalar on the device; a collective.
 
         Args:
-            losses: of this process's micro-batches, and of its part of their sequences; none but on the last stage.
+            losses: scalar losses of this process's micro-batches (of its part of each sequence); empty on a process
+                without the last pipeline stage.
         """
         mean = torch.zeros((), device=torch.cuda.current_device())
         if losses:

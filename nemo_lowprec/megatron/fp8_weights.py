@@ -1,8 +1,8 @@
-"""FP8 weights from the parts of their masters that this process steps.
+"""Casts this process's shards of master weights into FP8 weights.
 
-Megatron-core leaves this to Transformer Engine's ``quantize_master_weights``, which with per-tensor scales also
-transposes each part, as the one long row that it is: many times the time of the cast, for a result that nobody reads.
-Weights are transposed whole once they are gathered.
+Megatron-core calls Transformer Engine's ``quantize_master_weights``. With per-tensor scales this function also
+transposes each shard, a row of 1 x n, which takes many times as long as the cast, and nothing reads the transpose: the
+whole weight is transposed after it is gathered.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ def write_fp8_weights(
     weights: Sequence[Any], mains: Sequence[Tensor | None], starts: Sequence[int | None], group: dist.ProcessGroup,
     observers: Observers = NOBODY,
 ) -> None:  # fmt: skip
-    """Cast parts of masters into FP8 weights, by way of the weights' half format as Transformer Engine does.
+    """Round shards of masters to the weights' half format, as Transformer Engine does, and cast them to FP8.
 
-    With delayed scaling the scales are those of earlier amaxes, and the amax is noted for the next ones; with current
-    scaling they follow from the amax over all parts. The bits are those of ``quantize_master_weights``, which is left
-    to write weights of other layouts.
+    With delayed scaling, the scales follow from earlier amaxes, and the new amax is noted. With current scaling, the
+    scales follow from the amax over all shards. The FP8 bits equal those of ``quantize_master_weights``, which still
+    writes weights of other layouts.
 
     Args:
-        weights: Transformer Engine's quantized parameters, whole; the same on all processes of ``group``.
-        mains: parts of their masters, [n]; None where other processes step all of a weight.
-        starts: the parts' places in the flattened weights.
-        group: the processes that have the other parts.
-        observers: the amaxes that are sent are announced to them.
+        weights: Transformer Engine's quantized parameters, whole; the same list on all processes of ``group``.
+        mains: FP32 shards [n] of the masters; None where other processes step all of a weight.
+        starts: offset of each shard in the flattened weight.
+        group: the processes that hold the other shards.
+        observers: get an event for each all-reduce of amaxes.
     """
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
     delayed, current, others = [], [], []
     for part in map(_MasterShard, weights, mains, starts):
         quantizer = part.weight._get_quantizer()
-        if getattr(part.weight, "_data", None) is None:  # in blocks, or transposed only
+        if getattr(part.weight, "_data", None) is None:  # blockwise scales, or only the transpose is stored
             others.append(part)
         elif isinstance(quantizer, Float8Quantizer):
             delayed.append(part)
@@ -61,7 +61,7 @@ def write_fp8_weights(
             others.append(part)
     for part in (*delayed, *current):
         if hasattr(part.weight, "clear_high_precision_init_val"):
-            part.weight.clear_high_precision_init_val()  # which masters have started from
+            part.weight.clear_high_precision_init_val()  # the masters have started from these values
     if delayed:
         _write_delayed(delayed, group, observers)
     if current:
@@ -85,7 +85,7 @@ def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup, obse
     mine = [part.main for part in parts if part.main is not None]
     norms = iter(torch._foreach_norm(mine, float("inf")) if mine else ())
     none = torch.zeros((), device=parts[0].weight.device)
-    # Rounding to half keeps order: the amax of the rounded values is the rounded amax.
+    # Rounding is monotonic: the amax of the rounded values is the rounded amax.
     amaxes = [none if part.main is None else next(norms).to(part.weight.dtype).float() for part in parts]
     amax = torch.stack(amaxes)
     reduce_amax(amax, group, observers)
@@ -97,7 +97,7 @@ def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup, obse
 
 
 def _cast(part: _MasterShard, scale: Tensor, amax: Tensor) -> None:
-    """Write a part's bits in their place; its amax to ``amax`` where that has an element."""
+    """Write a shard's FP8 bits into the weight, and the shard's amax into ``amax`` unless ``amax`` is empty."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     weight, main, start = part

@@ -1,12 +1,12 @@
 """FP8 gradient buffers for Megatron-core's DistributedDataParallel, and their reduce-scatter in FP8.
 
-Megatron adds each gradient to its parameter's ``main_grad``, a part of one contiguous buffer that is cut into buckets,
-and each bucket into equal parts, one a process. These buffers hold the same elements in E4M3 with an exponent for
-every 128 (``formats.row_blocks``), 1.01 bytes an element in place of 2 or 4. They travel as they are stored:
-all-to-all, sum in FP32 on the process that steps them, stored again.
+Megatron adds each gradient to its parameter's ``main_grad``, a slice of one contiguous buffer. The buffer is cut into
+buckets, and each bucket into equal shards, one a process. The FP8 buffer holds the same elements in E4M3 with an
+exponent for every 128 elements (``formats.block_scale_128``): 1.01 bytes an element in place of 2 or 4. A bucket is
+sent as it is stored, by an all-to-all; each process sums its shard in FP32 and stores the mean in FP8.
 
-They are sent where Megatron would call its ``reduce_scatter_with_fp32_accumulation``; not through it, since that is
-called while NCCL's operations are being coalesced, whose works record no end to wait for.
+``_Fp8BucketGroup`` sends the buckets where Megatron would call its ``reduce_scatter_with_fp32_accumulation``. Megatron
+calls that function while NCCL operations are being coalesced, and a coalesced operation records no end to wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_lowprec.tensors import GradientTensor
 
 
 class _WithoutFactor(GradientTensor):
-    """A factor goes into the stored values at once: the optimizer reads other views of the buffer, without it."""
+    """Multiplies the stored values at once: the optimizer reads other views of the buffer, which lack the factor."""
 
     def _set_factor(self, change: Any, by: Any) -> GradientTensor:
         values = self.dequantize()
@@ -33,18 +33,19 @@ class _WithoutFactor(GradientTensor):
 
 
 class MainGradient(_WithoutFactor):
-    """A parameter's part of an FP8 buffer: the first gradient that is added after ``zero_`` is stored to nearest.
+    """A parameter's slice of an FP8 buffer. The first gradient after ``zero_`` is stored, and not added to zeros.
 
     Attributes:
-        weight: what the mean over the processes that have the parameter is to be multiplied by, once it is there;
-            experts are on fewer processes than there are to be averaged over.
+        is_empty: whether no gradient has been added since ``zero_``; the stored values are then an earlier step's.
+        weight: factor of the mean over the processes that hold the parameter: Megatron's ``gradient_scaling_factor``,
+            as experts are on fewer processes than the mean counts.
     """
 
     is_empty = False
     weight: float = 1.0
 
     def add_(self, other: Tensor, *, alpha: float = 1.0) -> GradientTensor:  # type: ignore[override]
-        """Add a gradient of the parameter's shape: this one is flat."""
+        """Add a gradient of the parameter's shape to this flat slice."""
         return self.accumulate_(other.reshape(-1), alpha)
 
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
@@ -55,7 +56,7 @@ class MainGradient(_WithoutFactor):
 
 
 class _Buffer(_WithoutFactor):
-    """A whole buffer: zeroing it zeroes nothing until somebody reads a part that no gradient was added to."""
+    """A whole FP8 buffer. ``zero_`` marks the members empty; ``_exchange`` zeroes members that are still empty."""
 
     members: list[MainGradient]
 
@@ -66,18 +67,18 @@ class _Buffer(_WithoutFactor):
 
 
 def hold_in_fp8(ddp: Any) -> None:
-    """Give the matrices of a wrapped model chunk FP8 gradients, in place of the buffers that Megatron has made.
+    """Replace the gradient buffers of the matrices of a wrapped chunk by FP8 buffers.
 
     Args:
         ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective`` and
             ``pad_buckets_for_high_nccl_busbw`` in its config.
 
     Raises:
-        ValueError: a matrix whose elements are no multiple of 128.
+        ValueError: the number of a matrix's elements is no multiple of 128.
     """
     names = {id(p): name for name, p in ddp.module.named_parameters()}
     for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
-        if buffer.grad_dtype == torch.float32:  # of vectors, which keep FP32 gradients
+        if buffer.grad_dtype == torch.float32:  # the buffer of the vectors
             continue
         for param in buffer.params:
             if param.numel() % BLOCK:
@@ -93,13 +94,10 @@ def hold_in_fp8(ddp: Any) -> None:
             group.drains, before = before, group
             for index, bucket in enumerate(group.buckets):
                 if isinstance(bucket.grad_data, GradientTensor):
-                    world = group.intra_distributed_optimizer_instance_size
-                    group.cached_grad_buffer_shard_list[index] = _shards(bucket.grad_data, world)
-
-
-def _shards(whole: GradientTensor, world: int) -> list[GradientTensor]:
-    size = whole.numel() // world
-    return [part_of_gradient(whole, rank * size, (rank + 1) * size) for rank in range(world)]
+                    whole, world = bucket.grad_data, group.intra_distributed_optimizer_instance_size
+                    size = whole.numel() // world
+                    shards = [part_of_gradient(whole, rank * size, (rank + 1) * size) for rank in range(world)]
+                    group.cached_grad_buffer_shard_list[index] = shards
 
 
 def _replace(buffer: Any) -> None:
@@ -130,7 +128,7 @@ def _replace(buffer: Any) -> None:
 
 
 def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> GradientTensor:
-    """Elements ``[start, end)`` of a gradient, counted flat, in its own storage; both are multiples of 128."""
+    """A view of elements ``[start, end)`` of a flattened gradient; both bounds are multiples of 128."""
     assert start % BLOCK == 0 and end % BLOCK == 0, (start, end)
     data = gradient.data_blocks.view(-1)[start:end]
     exponent = gradient.exponent.view(1, -1)[:, start // BLOCK : end // BLOCK]
@@ -138,17 +136,17 @@ def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> Gradient
 
 
 class _Fp8BucketGroup(seam._ParamAndGradBucketGroup):
-    """Buckets whose gradients are averaged in FP8 where they are stored so."""
+    """Megatron's group of buckets, which averages FP8 buckets in FP8 and the others in their own dtype."""
 
-    drains: Any = None  # the group that is sent before this one in backward
+    drains: Any = None  # the bucket group that backward sends before this group
     grad_reduce_handle: Any
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
-            return  # as Megatron's: sent already
+            return  # as in Megatron-core: the first batch's gradients have been sent
         assert self.grad_reduce_handle is None and not force_all_reduce
         if self.drains is not None and self.drains.grad_reduce_handle is not None:
-            # Its messages take as much memory as its gradients do.
+            # The messages of a group take as much memory as its gradients.
             self.drains.grad_reduce_handle.wait()
         works = []
         for bucket, shards in zip(self.buckets, self.cached_grad_buffer_shard_list, strict=True):
@@ -168,7 +166,7 @@ class _Fp8BucketGroup(seam._ParamAndGradBucketGroup):
 
 
 class _Works:
-    """Exchanges on their way; the first ``wait`` ends them."""
+    """Handles of several collectives; the first ``wait`` waits for all of them."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
@@ -181,7 +179,12 @@ class _Works:
 
 @torch.no_grad()
 def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup) -> Any:
-    """Average a bucket over ``group`` onto each process's part of it, which is stored again."""
+    """Average a bucket over ``group``, and store each process's shard of the mean in ``out`` when the handle is waited.
+
+    Args:
+        bucket: FP8 gradients of a bucket, the same elements on all processes.
+        out: this process's shard of ``bucket``.
+    """
     for member in bucket.members:  # type: ignore[attr-defined]
         if member.is_empty:
             GradientTensor.zero_(member)
@@ -197,7 +200,7 @@ def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGr
 
 
 class _Received:
-    """Messages on their way; ``wait`` stores their mean."""
+    """The handle of an all-to-all of gradients; ``wait`` stores the mean of the received messages."""
 
     def __init__(self, work: Any, sent: Tensor, received: Tensor, layout: Messages, out: GradientTensor) -> None:
         self._work, self._sent, self._received, self._layout, self._out = work, sent, received, layout, out

@@ -1,13 +1,14 @@
 """Megatron-core's distributed optimizer around the user's own Adam or AdamW, with a level's masters and states.
 
-What is Megatron's stays so: which part of which parameter a process steps, its gradients' way there, its checkpoints.
-What is ours: the optimizer that steps, which unscales, updates states and masters and writes half weights in one pass,
-with states of the level's formats; masters of another format than FP32 or none at all; FP8 gradients.
+Megatron-core decides which shard of each parameter a process steps, reduces the gradients onto these shards, and lays
+out the checkpoints. The user's optimizer, adopted with the level's state formats, unscales, updates states and masters
+and writes half weights in one pass. A shard has an FP32 master, or none where the level has none; its gradient may be
+stored in FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,26 +24,27 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.engine import state_formats
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
 from nemo_lowprec.observers import NOBODY, Observers
-from nemo_lowprec.optim import StateFormats, adopt, check_adoptable
+from nemo_lowprec.optim import adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 
-INITIAL_VALUES = "initial_values"  # on a parameter: FP32 values that its master starts from, on the CPU
+INITIAL_VALUES = "initial_values"  # attribute of a parameter: the initial values of its master, FP32, on the CPU
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
 def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """The one optimizer, which must be torch's Adam or AdamW.
+    """The only optimizer of ``optimizers``.
 
     Raises:
-        ValueError: several, none, or another kind.
+        ValueError: there are several optimizers or none, or the optimizer is neither torch's Adam nor AdamW.
     """
     if len(optimizers) != 1:
         raise ValueError(
@@ -60,9 +62,10 @@ def check_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def _forget_spent_values(chunks: Iterable[nn.Module]) -> None:
-    """Have masters of FP8 weights start from the weights where an earlier optimizer has used up their initial values.
+    """Delete ``get_high_precision_init_val`` from FP8 weights whose initial values an earlier optimizer has cleared.
 
-    Transformer Engine leaves methods behind that return None, and Megatron-core asks for no more than the method.
+    Transformer Engine leaves the method, which then returns None. Megatron-core calls any such method that it finds,
+    and starts the master from the weight only where there is none.
     """
     for chunk in chunks:
         for param in chunk.parameters():
@@ -72,17 +75,21 @@ def _forget_spent_values(chunks: Iterable[nn.Module]) -> None:
 
 
 class LowPrecisionDistributedOptimizer(DistributedOptimizer):
-    """See the module.
+    """Steps this process's shards of the parameters with the user's optimizer, in the level's formats.
 
     Args:
-        inner: torch's Adam or AdamW of the model's parameters; holds this process's parts of them from now on.
-        config: of Megatron-core, with the level's fields.
-        settings: of the level.
-        model_chunks: wrapped in Megatron's DistributedDataParallel.
-        buffers: of the chunks, by their index.
+        inner: torch's Adam or AdamW of the model's parameters; its groups hold this process's shards from now on.
+        config: Megatron-core's OptimizerConfig with the level's fields.
+        settings: the level's settings.
+        model_chunks: parts of the model, wrapped in Megatron's DistributedDataParallel.
+        buffers: the parameter and gradient buffers of each chunk, by the chunk's index.
         group: data-parallel (and context-parallel) processes.
-        group_gloo: the same on gloo, for checkpoints.
-        group_index: this process's place among the model-parallel ones.
+        group_gloo: a gloo group of the same processes, for checkpoints.
+        group_index: rank of this process in its model-parallel group.
+
+    Attributes:
+        main_of: the shard that this process steps, by the model's parameter: a 1-D slice of the half or FP32 weight,
+            or the FP32 or FP16 master of an FP8 weight.
     """
 
     _settings: MegatronSettings
@@ -101,17 +108,8 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         group_index: int,
     ) -> None:
         self._settings = settings
-        first, second = settings.level.optimizer_states
-        adopt(
-            inner,
-            StateFormats(
-                first,  # type: ignore[arg-type]
-                second,  # type: ignore[arg-type]
-                stochastic_rounding=settings.options.low_bit.stochastic_rounding,
-                seed=settings.options.low_bit.rounding_seed,
-            ),
-        )
-        # Its own precision-aware paths, which are Transformer Engine's FusedAdam's, stay off.
+        adopt(inner, state_formats(settings.options))
+        # Megatron-core's precision-aware optimizer is Transformer Engine's FusedAdam, which does not step here.
         plain = replace(
             config,
             use_precision_aware_optimizer=False,
@@ -120,27 +118,28 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_sq_dtype=torch.float32,
         )
         _forget_spent_values(model_chunks)
-        scaler = ConstantGradScaler(1.0) if config.fp16 else None  # Megatron-core asks for one; ``Step`` scales
+        scaler = ConstantGradScaler(1.0) if config.fp16 else None  # required; ``Step`` scales the loss
         super().__init__(
             inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
         )  # fmt: skip
         self._fit_masters()
-        self._main_of = dict(self._pairs())
-        self._versions = {param: param._version for param in self._main_of}
+        halves = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
+        others = zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True)
+        self.main_of: dict[Tensor, Tensor] = {}
+        for models, mains in (*halves, *others):
+            self.main_of |= zip(models, mains, strict=True)
+        self._versions = {param: param._version for param in self.main_of}
         self._fp8_parts: dict[Tensor, GradientTensor] = {}
-        self._counted = [main for param, main in self._main_of.items() if _counts(param)]
-        self._counted_elsewhere = [main for param, main in self._main_of.items() if not _counts(param)]
+        self._counted = [main for param, main in self.main_of.items() if _counts(param)]
+        self._counted_elsewhere = [main for param, main in self.main_of.items() if not _counts(param)]
 
     # Masters
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(parameter of the model, this process's part of it that steps)."""
-        groups = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
-        for models, mains in (*groups, *zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True)):
-            yield from zip(models, mains, strict=True)
-
     def _fit_masters(self) -> None:
-        """Have parts of half weights step, which write themselves; with the level's masters, or as their own."""
+        """Put shards of the half weights into the optimizer's groups, with FP32 masters where the level has masters.
+
+        An FP8 weight cannot take an update: its FP32 master, or FP16 at a low-bit level, is in the group.
+        """
         low_bit = self._settings.level.is_low_bit
         for index, group in enumerate(self.optimizer.param_groups):
             models, mains = self.model_float16_groups[index], self.shard_fp32_from_float16_groups[index]
@@ -160,49 +159,45 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 if model.dim() > 1:
                     mark_part_of_matrix(mains[i])
             group["params"] = [*self.shard_fp32_groups[index], *mains]
-            # Megatron-core keeps the group that torch has copied this one from, and all FP32 masters with it.
+            # Megatron-core holds the group from which torch has copied ``group``, and with it all FP32 masters.
             self.opt_group_ranges[index] |= {"orig_group": group, "orig_group_idx": group}
 
     def _part(self, param: Tensor) -> Any:
-        """The range of the parameter's elements that this process steps."""
+        """The range of the parameter's elements that this process steps, counted in the flattened parameter."""
         return self._get_model_param_range_map(param)["param"]
-
-    def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """What holds the exact values of these parameters on this process: masters, or parts of the weights."""
-        return [_exact(self._main_of[param]) for param in params if param in self._main_of]
-
-    def states(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """The optimizer states of the parts of these parameters."""
-        return [self.optimizer.state[self._main_of[param]] for param in params if param in self._main_of]
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Go on from the masters of an earlier optimizer of the same parameters, cut alike."""
-        for param, main in self._main_of.items():
+        """Copy the masters that ``kept_masters`` of an earlier optimizer has returned, where shards are equally long.
+
+        Args:
+            masters: master shards by parameter.
+        """
+        for param, main in self.main_of.items():
             earlier = masters.get(param)
-            if earlier is not None and earlier.shape == main.shape and not self.is_weight(_exact(main)):
+            if earlier is not None and earlier.shape == main.shape and not self.is_weight(exact(main)):
                 _set(main, earlier)
 
     def kept_masters(self) -> dict[Tensor, Tensor]:
-        """Masters that are no weights, by their parameters."""
-        exact = ((param, _exact(main)) for param, main in self._main_of.items())
-        return {param: main for param, main in exact if not self.is_weight(main)}
+        """Master shards by parameter, without those that are slices of a weight."""
+        exact_of = ((param, exact(main)) for param, main in self.main_of.items())
+        return {param: main for param, main in exact_of if not self.is_weight(main)}
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         super()._copy_model_params_to_main_params(*args, **kwargs)
-        for main in self._main_of.values():
-            master = master_of(main)
-            if master is not None:
+        for main in self.main_of.values():
+            if (master := master_of(main)) is not None:
                 master.copy_(main)
 
     @torch.no_grad()
     def take_written(self, by_value: bool = False) -> None:
-        """Take weights that somebody else than a step has written over into their masters.
+        """Copy weights that the user has written since the last step into their masters.
 
         Args:
-            by_value: whether all values are compared, which shows writes through ``.data``, too.
+            by_value: whether to compare all values, which finds writes through ``param.data``, too; else the version
+                counters.
         """
-        for param, main in self._main_of.items():
+        for param, main in self.main_of.items():
             written = self._versions[param] != param._version
             self._versions[param] = param._version
             if is_float8tensor(param):
@@ -213,16 +208,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 master.copy_(torch.where(main != master.to(main.dtype), main.float(), master))
 
     def is_weight(self, main: Tensor) -> bool:
-        """Whether ``main`` is a part of a weight, which takes its updates itself."""
+        """Whether ``main`` is a slice of a weight, and no master of one."""
         storage = main.untyped_storage().data_ptr()
         data = (buffer.param_data for buffer in self.buffers)
         return any(d is not None and d.untyped_storage().data_ptr() == storage for d in data)
 
-    # A step: ``Stepper`` puts it together
+    # A step, which ``Stepper`` puts together
 
     @torch.no_grad()
     def apply(self, divisor: Tensor, found: FoundInf) -> None:
-        """Step on the gradients divided by ``divisor``, an FP32 scalar; or not at all where ``found`` says so."""
+        """Step on the gradients divided by ``divisor``, an FP32 scalar; change nothing where ``found`` is true."""
         inner: Any = self.optimizer
         inner.grad_scale, inner.found_inf = divisor, found.on_device
         try:
@@ -233,24 +228,26 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the weights that the model computes with up to date, but for what other processes have stepped."""
+        """Write FP8 weights from their masters; the shards of other processes are gathered later."""
         self._copy_main_params_to_model_params()
-        self._versions = {param: param._version for param in self._main_of}
+        self._versions = {param: param._version for param in self.main_of}
 
     @torch.no_grad()
     def squares(self) -> Tensor:
-        """The sum of the squares of this process's gradients, as they are; infinite where one is not finite."""
+        """The sum of the squares of this process's scaled gradients, FP32 scalar; infinite where one is not finite.
+
+        A gradient that several processes hold is counted by one of them.
+        """
         self._copy_model_grads_to_main_grads()
         total = torch.zeros((), device=torch.cuda.current_device())
         if self._counted:
-            total = torch.stack(_norms(_grads(self._counted))).square().sum()
-        if self._counted_elsewhere:  # which may be infinite here alone
-            norms = torch.stack(_norms(_grads(self._counted_elsewhere)))
-            total = torch.where(norms.isfinite().all(), total, torch.inf)
+            total = _norms(self._counted).square().sum()
+        if self._counted_elsewhere:  # a gradient of these may be infinite on this process only
+            total = torch.where(_norms(self._counted_elsewhere).isfinite().all(), total, torch.inf)
         return total
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        for model, main in self._main_of.items():
+        for model, main in self.main_of.items():
             part, grad = self._part(model), model.main_grad  # type: ignore[attr-defined]
             if isinstance(grad, MainGradient):
                 if model not in self._fp8_parts:
@@ -269,24 +266,20 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             write_fp8_weights(fp8, mains, starts, self.data_parallel_group, self.observers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let go of the parts' gradients; those of the buffers are the model chunks' to zero."""
+        """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""
         for main in self.get_parameters():
             main.grad = None
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What does not belong to a parameter: the groups' settings, the number of steps."""
+        """The settings of the parameter groups, and the number of steps."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        return {"optimizer": {"param_groups": groups, "steps": self._steps()}}
-
-    def _steps(self) -> int:
-        for state in self.optimizer.state.values():
-            return int(state["step"])
-        return 0
+        steps = next((int(state["step"]) for state in self.optimizer.state.values()), 0)
+        return {"optimizer": {"param_groups": groups, "steps": steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state over; that of parameters where ``state_dict`` holds it as Megatron's checkpoints do."""
+        """Load ``state_dict()``, and masters and moments where Megatron's checkpoint has added ``param_state``."""
         saved = state_dict["optimizer"]
         if len(saved["param_groups"]) != len(self.optimizer.param_groups):
             raise ValueError(
@@ -297,15 +290,11 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             group.update({k: v for k, v in theirs.items() if k in group})
         self._make_states(saved["steps"])
         if "param_state" in state_dict:
-            kind = state_dict["param_state_sharding_type"]
-            load = {
-                "fully_reshardable": self.load_parameter_state_from_fully_reshardable,
-                "dp_reshardable": self.load_parameter_state_from_dp_reshardable,
-            }[kind]
-            load(state_dict["param_state"])
+            form = state_dict["param_state_sharding_type"]  # ``fully_reshardable`` or ``dp_reshardable``
+            getattr(self, f"load_parameter_state_from_{form}")(state_dict["param_state"])
 
     def _make_states(self, steps: int) -> None:
-        """Give every part states, zero where it had none, after so many steps."""
+        """Give every shard a state after ``steps`` steps, with zero moments where the shard had no state."""
         for group in self.optimizer.param_groups:
             for main in group["params"]:
                 state = self.optimizer.state[main]
@@ -314,63 +303,60 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
                 state["step"].fill_(steps)
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:
-        """As Megatron-core, which fails where a process has no part of a bucket: a small one ends before it."""
+        """Megatron-core's state by buckets, with an empty entry for a bucket of which this process has no shard.
+
+        A bucket of few elements has no shard for the last processes, and Megatron-core fails there.
+        """
         state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
         for index in range(len(self.gbuf_ranges)):
             for buckets in state[index].values():
                 for parts in buckets:
-                    if not parts:  # one of no elements
+                    if not parts:
                         parts.append({"gbuf_local_start": 0, "gbuf_local_end": 0, "padding": True})
         return state
 
     def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
-        main = self._main_of[model_param]
+        main = self.main_of[model_param]
         if not self.optimizer.state[main]:
             self._make_states(0)
         state = self.optimizer.state[main]
-        return {"param": _exact(main).detach().float(), **{k: portable(state[k]).float() for k in _STATES}}
+        return {"param": exact(main).detach().float(), **{k: portable(state[k]).float() for k in _STATES}}
 
     def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        main = self._main_of[model_param]
+        main = self.main_of[model_param]
         _set(main, tensors["param"])
         for name in _STATES:
             self.optimizer.state[main][name] = self.optimizer._take(name, tensors[name].view(main.shape), main)
 
 
-def _exact(main: Tensor) -> Tensor:
-    """The master of a part of a half weight, or the part itself."""
+def exact(main: Tensor) -> Tensor:
+    """The FP32 master of a shard of a half weight; the shard itself where it has no master."""
     master = master_of(main)
     return main if master is None else master
 
 
 def _set(main: Tensor, values: Tensor) -> None:
-    """Give a part, and its master where it has one, these values."""
+    """Copy ``values`` into a shard, and into the shard's master."""
     for tensor in (main, master_of(main)):
         if tensor is not None:
             tensor.detach().copy_(values.view(main.shape))
 
 
 def _counts(param: Tensor) -> bool:
-    """Whether this process is the one among those with the same values that counts a parameter in norms."""
-    is_expert = not getattr(param, "allreduce", True)
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if is_expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    """Whether this process counts the parameter in norms: one of the processes that hold the same values does."""
+    of_all, of_experts = (parallel_state.get_tensor_model_parallel_group,
+                          parallel_state.get_expert_tensor_parallel_group)  # fmt: skip
+    group = of_all() if getattr(param, "allreduce", True) else of_experts()
     return bool(param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param, tp_group=group))
 
 
-def _grads(parts: Sequence[Tensor]) -> list[Tensor]:
-    return [part.grad for part in parts if part.grad is not None]
-
-
-def _norms(grads: list[Tensor]) -> list[Tensor]:
-    """FP32, as half ones overflow."""
-    return list(torch._foreach_norm(grads, dtype=torch.float32))
+def _norms(shards: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of each shard's gradient, FP32 [shards]: norms of FP16 gradients overflow FP16."""
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    return torch.stack(list(torch._foreach_norm(grads, dtype=torch.float32)))
 
 
 def _like(main: Tensor, values: Tensor) -> Tensor:
-    """``values`` with the marks that Megatron has put on ``main``."""
+    """``values`` with the attributes that Megatron-core has set on ``main``."""
     values.__dict__.update({k: v for k, v in main.__dict__.items() if k not in values.__dict__})
     return values

@@ -1,15 +1,15 @@
 """A step on Megatron-core: one norm of all gradients, one loss scale, one decision to skip, and the user's optimizer.
 
-Unscaling, clipping and the search for gradients that are not finite are one pass over them, whose result the kernels
-that step read on the device. Experts' parameters, which Megatron-core spreads over other processes than the rest, are
-stepped by a twin of the user's optimizer.
+One pass over the gradients computes their norm. The norm shows whether all gradients are finite, and gives the divisor
+that unscales and clips. Adam's kernels read both on the device. Megatron-core spreads the parameters of experts over
+other processes than the other parameters: a copy of the user's optimizer steps the experts.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,23 +25,24 @@ from torch.optim import Optimizer
 from nemo_lowprec.engine import Step
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.chunks import unhook
-from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer
+from nemo_lowprec.megatron.optimizer import LowPrecisionDistributedOptimizer, exact
 from nemo_lowprec.megatron.settings import MegatronSettings
 
 
 class Stepper:
-    """The optimizer of this process's chunks, each wrapped in Megatron's DistributedDataParallel.
+    """The optimizer of this process's chunks of the model.
 
     Args:
-        inner: torch's Adam or AdamW of their parameters; holds this process's parts of them from now on.
-        config: of Megatron-core, with the level's fields.
-        settings: of the level.
-        chunks: the wrapped parts of the model.
-        guard: scales the loss and decides to skip.
+        inner: torch's Adam or AdamW of the chunks' parameters; its groups hold this process's shards from now on.
+        config: Megatron-core's OptimizerConfig with the level's fields.
+        settings: the level's settings.
+        chunks: the parts of the model, each wrapped in Megatron's DistributedDataParallel.
+        guard: scales the loss and skips steps.
 
     Attributes:
-        parts: the distributed optimizers: of the parameters, and of the experts' where there are any.
-        grad_norm: of the last step's gradients before clipping, FP32 scalar on the device; None before the first step.
+        parts: the distributed optimizer of the parameters, and a second one of the experts' parameters, if any.
+        grad_norm: L2 norm of the last step's true gradients before clipping, FP32 scalar on the device; None before
+            the first step.
     """
 
     def __init__(
@@ -74,12 +75,12 @@ class Stepper:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Unscale, clip, step and refresh the weights; on this device, without waiting for it before the end.
+        """Unscale, clip, step and refresh the weights. The host waits for the device once, at the end.
 
-        Skipped on all processes where a gradient, or an operand of an FP8 GEMM, is not finite on any.
+        All processes skip the step where a gradient or an operand of an FP8 GEMM is not finite on one of them.
 
         Returns:
-            whether it stepped.
+            whether the optimizer has stepped.
         """
         squares = torch.stack([part.squares() for part in self.parts]).sum()
         saturated = self.guard.saturated()
@@ -97,19 +98,15 @@ class Stepper:
 
     def _apply(self, divisor: Tensor, found: FoundInf) -> None:
         for part in self.parts:
-            self._follow(part.optimizer)
+            # Schedulers change the settings of the user's groups only, and not those of the experts' groups.
+            for group, leader in zip(part.optimizer.param_groups, self.inner.param_groups, strict=True):
+                group.update({name: value for name, value in leader.items() if name != "params"})
             part.take_written()
             part.apply(divisor, found)
         self.refresh()
 
-    def _follow(self, twin: Optimizer) -> None:
-        """Give the experts' groups the settings that schedulers have given the others."""
-        if twin is not self.inner:
-            for group, leader in zip(twin.param_groups, self.inner.param_groups, strict=True):
-                group.update({name: value for name, value in leader.items() if name != "params"})
-
     def refresh(self) -> None:
-        """Bring the weights that the model computes with up to date."""
+        """Write and gather the weights that the next forward pass reads; with overlap, forward itself gathers."""
         for part in self.parts:
             part.refresh()
         for chunk in self.chunks:
@@ -117,46 +114,43 @@ class Stepper:
                 chunk.start_param_sync()
 
     def zero_grad(self) -> None:
-        """Let go of the parts' gradients; those of the buffers are the model chunks' to zero."""
+        """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""
         for part in self.parts:
             part.zero_grad()
 
     # Masters and states
 
     def masters(self, params: Iterable[Tensor]) -> list[Tensor]:
-        """What holds the exact values of these parameters on this process: masters, or parts of the weights."""
-        params = list(params)
+        """The exact values of this process's shards of ``params``: masters, or slices of weights without a master."""
         for part in self.parts:
             part.take_written(by_value=True)
-        return [main for part in self.parts for main in part.masters(params)]
+        return [exact(main) for _, main in self._shards(params)]
 
     def is_weight(self, main: Tensor) -> bool:
-        """Whether ``main`` is a part of a weight, which takes its updates itself."""
+        """Whether ``main`` is a slice of a weight, and no master of one."""
         return any(part.is_weight(main) for part in self.parts)
 
     def states(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """The optimizer states of the parts that this process has of these parameters."""
-        params = list(params)
-        return [state for part in self.parts for state in part.states(params)]
+        """The optimizer states of this process's shards of ``params``."""
+        return [part.optimizer.state[main] for part, main in self._shards(params)]
 
-    def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Go on from the masters of an earlier optimizer of the same parameters."""
-        for part in self.parts:
-            part.take_masters(masters)
+    def _shards(self, params: Iterable[Tensor]) -> list[tuple[LowPrecisionDistributedOptimizer, Tensor]]:
+        params = list(params)
+        return [(part, part.main_of[param]) for part in self.parts for param in params if param in part.main_of]
 
     def reload_masters(self) -> None:
-        """Have masters start from the weights as they are."""
+        """Copy the weights into their masters."""
         for part in self.parts:
             part.reload_model_params()
 
     def release(self, gather: bool = True) -> dict[Tensor, Tensor]:
-        """Let go of the buffers: parameters get memory of their own.
+        """Give the parameters memory of their own, and free Megatron's buffers.
 
         Args:
-            gather: whether weights are brought up to date before, which takes all processes.
+            gather: whether weights are gathered before, a collective.
 
         Returns:
-            the masters, by their parameters.
+            the master shards by parameter.
         """
         for part in self.parts:
             part.take_written(by_value=True)
@@ -166,7 +160,7 @@ class Stepper:
                 chunk.disable_forward_pre_hook(param_sync=gather)
             unhook(chunk)
             for param in chunk.module.parameters():
-                for held in ("main_grad", "main_param"):  # parts of the buffers
+                for held in ("main_grad", "main_param"):  # slices of the buffers
                     param.__dict__.pop(held, None)
                 if not is_float8tensor(param):
                     param.data = param.data.clone()
@@ -175,12 +169,12 @@ class Stepper:
     # Checkpoints
 
     def sharded_state(self, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
-        """States in the form of Megatron's dist_checkpointing, by part; and the loss scale.
+        """The state of each of ``parts`` in the form of Megatron's dist_checkpointing, and the loss scale.
 
         Args:
             model: the sharded state of the model's chunks.
-            is_loading: whether it is to be filled.
-            metadata: ``distrib_optim_sharding_type`` and the like.
+            is_loading: whether the state is read into, and not written.
+            metadata: Megatron-core's options of the form, such as ``distrib_optim_sharding_type``.
         """
         if not is_loading:
             for part in self.parts:
@@ -190,30 +184,27 @@ class Stepper:
             for name, part in zip(_NAMES, self.parts, strict=False)
         }
         if metadata["distrib_optim_sharding_type"] == "dp_reshardable" and len(self.parts) > 1:
-            add_prefix_for_sharding(state["experts"], "experts.")  # both count their buckets from 0
+            add_prefix_for_sharding(state["experts"], "experts.")  # both parts number their buckets from 0
         if self.guard.loss_scale is not None:
             state["loss_scale"] = self.guard.loss_scale.state_dict()
         return state
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what ``sharded_state`` has described."""
+        """Load a state of ``sharded_state`` that a checkpoint has filled."""
+        # A run whose experts were on all processes has saved their settings among those of the other parameters.
+        settings = {key: value for key, value in state["parameters"].items() if key != "param_state"}
         for name, part in zip(_NAMES, self.parts, strict=False):
-            # Saved where experts were on all processes, their settings are those of the other parameters.
-            part.load_state_dict({**_without_states(state["parameters"]), **state[name]})
+            part.load_state_dict({**settings, **state[name]})
         saved = state.get("loss_scale")
         if self.guard.loss_scale is not None and saved:
             self.guard.loss_scale.load_state_dict(saved)
 
 
-_NAMES = ("parameters", "experts")  # of the parts in a checkpoint
-
-
-def _without_states(part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key != "param_state"}
+_NAMES = ("parameters", "experts")  # keys of ``Stepper.parts`` in a checkpoint
 
 
 def _twin_of_experts(inner: Optimizer) -> Optimizer | None:
-    """An optimizer like ``inner`` of the experts' parameters, which are taken from it; None where it has none."""
+    """Move the experts' parameters from ``inner`` into a copy of the optimizer; None where there are no experts."""
     groups = []
     for group in inner.param_groups:
         experts = [p for p in group["params"] if not getattr(p, "allreduce", True)]

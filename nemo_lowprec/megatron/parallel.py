@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the groups of processes; what is left of the world is data-parallel.
+    """Sizes of Megatron-core's process groups; the world divided by tensor x pipeline x context is data-parallel.
 
     Attributes:
         tensor: processes that share each layer's matrices.
         pipeline: stages, each with a part of the layers.
-        virtual_pipeline: parts that each process has of the layers, for the interleaved schedule; None for one.
+        virtual_pipeline: number of parts of the layers on each process, for the interleaved schedule; None for one.
         context: processes that share each sequence.
         expert: processes that share the experts of a layer.
         sequence_parallel: whether the tensor-parallel processes share the sequence outside of the matrices, too.
@@ -54,20 +54,15 @@ class ParallelLayout:
             )
 
     def check_world(self, world: int) -> None:
-        """Raise ValueError where the sizes do not fit into a world of so many processes."""
-        model = self.tensor * self.pipeline * self.context
-        if world % model:
-            raise ValueError(
-                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x context ({self.context}) parallelism takes "
-                f"{model} processes, which does not divide the {world} of this run."
-            )
+        """Raise ValueError where the sizes do not divide ``world``, the number of processes."""
         # Megatron-core splits each expert over the tensor-parallel processes, too.
-        experts = self.tensor * self.pipeline * self.expert
-        if world % experts:
-            raise ValueError(
-                f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x expert ({self.expert}) parallelism takes "
-                f"{experts} processes, which does not divide the {world} of this run."
-            )
+        for kind, size in (("context", self.context), ("expert", self.expert)):
+            taken = self.tensor * self.pipeline * size
+            if world % taken:
+                raise ValueError(
+                    f"tensor ({self.tensor}) x pipeline ({self.pipeline}) x {kind} ({size}) parallelism takes "
+                    f"{taken} processes, which does not divide the {world} of this run."
+                )
 
     def check_micro_batches(self, count: int, what: str) -> None:
         """Raise ValueError where ``what``, a step of ``count`` micro-batches, does not fit the interleaved schedule."""
@@ -85,14 +80,14 @@ class ParallelLayout:
         """Fields of TransformerConfig."""
         fields = {**self.sizes(), "sequence_parallel": self.sequence_parallel}
         if self.virtual_pipeline is not None:
-            # As Megatron-LM has it: of two stages, a batch of messages would mix those of both directions up.
+            # As in Megatron-LM: with two stages, a batch of messages would mix up the two directions.
             fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         elif self.pipeline > 1:
-            fields["deallocate_pipeline_outputs"] = True  # the next stage has them
+            fields["deallocate_pipeline_outputs"] = True  # the next stage has received the outputs
         return fields
 
     def initialize(self) -> None:
-        """Make Megatron-core's process groups, over the processes of torch's default group; those of other sizes go."""
+        """Make Megatron-core's process groups over torch's default group; groups of other sizes are destroyed."""
         from megatron.core import parallel_state
 
         global _groups_of
@@ -100,20 +95,15 @@ class ParallelLayout:
         if parallel_state.model_parallel_is_initialized():
             if _groups_of == sizes:
                 return
-            _forget_amaxes()
+            if "transformer_engine" in sys.modules:
+                # Transformer Engine would go on reducing the amaxes of earlier models over the destroyed groups.
+                importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**sizes)
         _groups_of = sizes
 
 
-def _forget_amaxes() -> None:
-    """Transformer Engine would go on reducing the amaxes of models that are gone, over groups that are."""
-    if "transformer_engine" in sys.modules:
-        importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager.reset()
-
-
-_groups_of: dict[str, Any] | None = None  # the sizes that the groups of this process were made for
-
+_groups_of: dict[str, Any] | None = None  # the sizes for which this process's groups were made
 
 _ARGUMENT = {
     "tensor": "tensor_model_parallel_size",

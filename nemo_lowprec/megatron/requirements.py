@@ -1,4 +1,4 @@
-"""What Megatron-core needs of a machine, said in a sentence before anything is built."""
+"""Checks that this machine has the packages and the GPU that Megatron-core needs, before anything is built."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ import torch
 
 from nemo_lowprec.chart import PrecisionLevel
 
-_INSTALL = "pip install 'nemo-lowprec[te]'"
 _NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install megatron-core ({})."
 
 
 def check_megatron() -> None:
-    """Raise RuntimeError where Megatron-core cannot train on this machine: no package, no GPU, no Transformer Engine.
+    """Raise RuntimeError where the machine has no Megatron-core, no GPU or no Transformer Engine.
 
-    Transformer Engine is imported here, before anything else has touched the GPU: it fails once cuDNN is loaded.
-    Megatron-core is imported last: it takes seconds, and warns of what it does without.
+    The import of Transformer Engine comes before anything else touches the GPU: it fails once cuDNN is loaded. The
+    import of Megatron-core comes last: it takes seconds, and prints warnings about optional packages.
     """
-    if not _is_installed("megatron.core"):
+    try:
+        installed = find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # there is no package ``megatron``
+        installed = False
+    if not installed:
         raise RuntimeError(_NO_MEGATRON.format("there is no module megatron.core"))
     if not torch.cuda.is_available():
         raise RuntimeError(
             "MegatronStrategy needs an NVIDIA GPU with CUDA, and torch finds none here. Without one, use "
             "lowprec_sharded or lowprec_ddp, and CausalLM in the place of MegatronGPT."
         )
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        raise RuntimeError(
-            f"MegatronStrategy needs Transformer Engine for Megatron-core's layers: {_INSTALL} ({error})."
-        ) from error
+    check_transformer_engine(
+        "MegatronStrategy needs Transformer Engine for Megatron-core's layers: pip install 'nemo-lowprec[te]'"
+    )
     try:
         import megatron.core  # noqa: F401
     except ImportError as error:
         raise RuntimeError(_NO_MEGATRON.format(error)) from error
 
 
-def _is_installed(name: str) -> bool:
+def check_transformer_engine(sentence: str) -> None:
+    """Raise RuntimeError with ``sentence`` and the cause where Transformer Engine cannot be imported."""
     try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is in
-        return False
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(f"{sentence} ({error}).") from error
 
 
 def check_device(level: PrecisionLevel) -> None:
     """Raise ValueError where this GPU cannot run the GEMMs of ``level``."""
     major, minor = torch.cuda.get_device_capability()
     needed = {"delayed": 8.9, "current": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}
-    nearest = {"mxfp8": "bf16_with_fp8_current_scaling_mixed", "nvfp4": "bf16_with_fp8_current_scaling_mixed"}
+    nearest = dict.fromkeys(("mxfp8", "nvfp4"), "bf16_with_fp8_current_scaling_mixed")
     if level.scaling is None or float(f"{major}.{minor}") >= needed[level.scaling]:
         return
     raise ValueError(

@@ -1,6 +1,6 @@
-"""A level of the chart as settings of Megatron-core: resolved once from its arguments, checked, and frozen.
+"""A level of the chart as settings of Megatron-core: resolved once from the level's arguments, checked, and frozen.
 
-Needs no Megatron-core: what it cannot do is said before anything is built.
+This module does not import Megatron-core: it refuses a level that Megatron-core cannot train before anything is built.
 
 Sources: megatron-core 0.16.1 and 0.19.2 (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig).
 """
@@ -8,7 +8,7 @@ Sources: megatron-core 0.16.1 and 0.19.2 (TransformerConfig, OptimizerConfig, Di
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,15 +24,15 @@ _STATES = {"fp32": torch.float32, "fp16": torch.float16, "fp8": torch.uint8}  # 
 
 @dataclass(frozen=True)
 class MegatronSettings:
-    """One level for one kind of model.
+    """The fields of Megatron-core's configs for one level and one kind of model.
 
     Attributes:
         options: the row and its arguments.
         model: fields of TransformerConfig.
-        optimizer: fields of OptimizerConfig; ``exp_avg_dtype`` and the like say what this package's AdamW holds.
+        optimizer: fields of OptimizerConfig; ``exp_avg_dtype`` and the like are the formats of this package's AdamW.
         ddp: fields of DistributedDataParallelConfig, without the overlaps, which are the strategy's arguments.
-        matrices: dtype of parameters of two dimensions and more, but for those that are stored in FP8.
-        vectors: dtype of the others.
+        matrices: dtype of parameters of two or more dimensions that are not stored in FP8.
+        vectors: dtype of parameters of fewer dimensions.
     """
 
     options: Options
@@ -46,13 +46,13 @@ class MegatronSettings:
         for name in ("model", "optimizer", "ddp"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
-    def __reduce__(self) -> Any:  # views of dicts are not pickled
+    def __reduce__(self) -> Any:  # pickle refuses a MappingProxyType
         plain = (dict(self.model), dict(self.optimizer), dict(self.ddp))
         return MegatronSettings, (self.options, *plain, self.matrices, self.vectors)
 
     @property
     def level(self) -> PrecisionLevel:
-        """The row."""
+        """The row of the chart."""
         return self.options.level
 
     @property
@@ -62,12 +62,12 @@ class MegatronSettings:
 
     @property
     def fp8_gradients(self) -> bool:
-        """Whether gradients are stored, and reduced, in FP8: in buffers of this package, as Megatron has none."""
+        """Whether gradients are stored and reduced in FP8, in the buffers of ``megatron.gradients``."""
         return self.level.weight_grad == "fp8"
 
     @property
     def master_weight(self) -> torch.dtype | None:
-        """Dtype of the masters of the layers' weights; None where a weight takes its updates itself."""
+        """Dtype of the master weights of the layers; None where the optimizer updates the weights themselves."""
         return DTYPES[self.level.master_weight] if self.level.master_weight is not None else None
 
 
@@ -76,29 +76,30 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
 
     Args:
         options: the level's arguments.
-        own_layers: whether the model's layers are converted by this package (any ``nn.Module``, data-parallel), and
-            not built by Megatron-core from its config (``GPTModel``).
+        own_layers: whether this package converts the model's layers (any ``nn.Module``, data-parallel); else
+            Megatron-core builds them from its config (``GPTModel``).
 
     Raises:
-        ValueError: what Megatron-core, or the Transformer Engine in its layers, cannot do at this level; with the
-            nearest that works.
+        ValueError: Megatron-core, or Transformer Engine in its layers, cannot train the level; the message names the
+            nearest choice that works.
     """
     level = options.level
-    _check_level(options)
-    if own_layers:
-        _check_own_layers(options)
-    else:
-        _check_layers(options)
+    if level.is_low_bit and not level.has_loss_scale:
+        raise ValueError(
+            f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
+            f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
+        )
+    (_check_own_layers if own_layers else _check_layers)(options)
     fp16, bf16 = level.autocast == "fp16", level.autocast == "bf16"
     half = DTYPES[level.autocast]
-    # FP32 parameters beside half ones, or alone, need autocast.
+    # FP32 parameters need autocast, with or without half parameters beside them.
     autocasts = not level.has_half_weights or level.vectors == "fp32"
     params = DTYPES[level.rest]
     model: dict[str, Any] = {
         "fp16": level.has_half_weights and fp16,
         "bf16": level.has_half_weights and bf16,
         "params_dtype": params,
-        "pipeline_dtype": half if level.has_half_weights else params,  # of the residual stream
+        "pipeline_dtype": half if level.has_half_weights else params,  # dtype of the residual stream
         "enable_autocast": autocasts,
         "autocast_dtype": half,
         **_gemms(options, own_layers),
@@ -107,7 +108,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
     low_bit = level.is_low_bit
     optimizer: dict[str, Any] = {
         "optimizer": "adam",
-        "fp16": fp16,  # the loss is scaled, whatever the parameters are
+        "fp16": fp16,  # scales the loss, also with FP32 parameters
         "bf16": level.has_half_weights and bf16,
         "params_dtype": params,
         "fp8_recipe": model["fp8_recipe"] if model["fp8"] else None,
@@ -118,22 +119,14 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
         "main_grads_dtype": torch.float32,
         "exp_avg_dtype": _STATES[first],
         "exp_avg_sq_dtype": _STATES[second],
+        **(asdict(options.loss_scale) if options.loss_scale is not None else {}),
     }
-    scale = options.loss_scale
-    if scale is not None:
-        optimizer |= {
-            "loss_scale": scale.loss_scale,
-            "initial_loss_scale": scale.initial_loss_scale,
-            "min_loss_scale": scale.min_loss_scale,
-            "loss_scale_window": scale.loss_scale_window,
-            "hysteresis": scale.hysteresis,
-        }
     ddp = {
         "use_distributed_optimizer": True,
         "grad_reduce_in_fp32": level.weight_grad == "fp32",
         "average_in_collective": True,
         "fp8_param_gather": model["fp8_param"],
-        # Messages of whole blocks of 128 elements for every rank.
+        # Pads buckets, so that every rank gets whole blocks of 128 elements.
         "pad_buckets_for_high_nccl_busbw": level.weight_grad == "fp8",
     }
     vectors = DTYPES[level.vectors] if level.vectors is not None else params
@@ -141,7 +134,7 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
 
 
 def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:
-    """Fields of TransformerConfig about low-precision GEMMs; without them where the layers are this package's."""
+    """Fields of TransformerConfig for low-precision GEMMs; all off where this package converts the layers."""
     level, recipe, layers = options.level, options.recipe, options.layers
     fields: dict[str, Any] = {"fp8": None, "fp8_recipe": "delayed", "fp8_param": False, "fp4": None}
     if recipe is None or own_layers:
@@ -167,17 +160,8 @@ def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:
     return fields
 
 
-def _check_level(options: Options) -> None:
-    level = options.level
-    if level.is_low_bit and not level.has_loss_scale:
-        raise ValueError(
-            f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
-            f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
-        )
-
-
 def _check_layers(options: Options) -> None:
-    """What layers that Megatron-core builds cannot do."""
+    """Raise ValueError for arguments that layers of Megatron-core cannot follow."""
     level, recipe, layers = options.level, options.recipe, options.layers
     if recipe is None:
         return
@@ -219,7 +203,7 @@ def _check_layers(options: Options) -> None:
 
 
 def _check_own_layers(options: Options) -> None:
-    """What this package's layers cannot do under Megatron-core's data parallelism."""
+    """Raise ValueError for FP8 weights of layers that this package converts: Megatron-core cannot gather them."""
     level, recipe = options.level, options.recipe
     stored = level.weight == "fp8" or (recipe is not None and recipe.fp8_params)
     if stored:

@@ -1,4 +1,4 @@
-"""What the Trainer shows at the start of a run on Megatron-core: the settings that the level became, and the layers."""
+"""The tables that the Trainer prints at the start of a run on Megatron-core: the settings, and the layers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def settings_table(settings: MegatronSettings, layout: ParallelLayout, overlaps:
 def layers_table(
     chunks: Sequence[nn.Module], settings: MegatronSettings, converted: Computation | None
 ) -> tuple[str | None, str | None]:
-    """The layers and matrices of this process's parts, and what to warn of; None at a level without FP8.
+    """A table of the layers and matrices of this process's parts, and a warning; None for either that is not needed.
 
     Args:
-        converted: of a module whose layers this package has converted; None for Transformer Engine's.
+        chunks: this process's parts of the model.
+        settings: the level's settings; a level without FP8 has no table.
+        converted: the column Computation of a model that this package has converted; None for GPTModel.
     """
     recipe = settings.options.recipe
     if recipe is None:

@@ -161,7 +161,7 @@ def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequen
 
     Args:
         fields: of TransformerConfig.
-        sequence: tokens of a sample; None without a data module that says so.
+        sequence: tokens of a sample; None if the data module has no ``seq_length``.
     """
     layers, stages = architecture.transformer["num_layers"], fields["pipeline_model_parallel_size"]
     parts = stages * (fields["virtual_pipeline_model_parallel_size"] or 1)

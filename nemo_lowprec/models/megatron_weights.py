@@ -41,7 +41,7 @@ class _Fused:
         groups: number of equal parts of every source's rows.
     """
 
-    sources: dict[str, tuple[int, ...]]
+    sources: Mapping[str, tuple[int, ...]]
     groups: int = 1
 
     @property
@@ -70,32 +70,24 @@ def _layout(architecture: GptArchitecture, vocab_size: int) -> dict[str, _Fused]
     qkv = {"q_proj": queries, "k_proj": groups * head, "v_proj": groups * head}
     layout = {_EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
     for i in range(config["num_layers"]):
-        to, attention, mlp = f"decoder.layers.{i}", f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        block, attention, mlp = f"model.layers.{i}", f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        to_attention, to_mlp = f"decoder.layers.{i}.self_attention", f"decoder.layers.{i}.mlp"
+        weights = {f"{attention}.{name}.weight": (rows, hidden) for name, rows in qkv.items()}
+        gate_and_up = {f"{mlp}.{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
         layout |= {
-            f"{to}.self_attention.linear_proj.weight": _Fused({f"{attention}.o_proj.weight": (hidden, queries)}),
-            f"{to}.self_attention.linear_qkv.layer_norm_weight": _Fused(
-                {f"model.layers.{i}.input_layernorm.weight": (hidden,)}
-            ),
-            f"{to}.self_attention.linear_qkv.weight": _Fused(
-                {f"{attention}.{name}.weight": (rows, hidden) for name, rows in qkv.items()}, groups
-            ),
-            f"{to}.mlp.linear_fc1.layer_norm_weight": _Fused(
-                {f"model.layers.{i}.post_attention_layernorm.weight": (hidden,)}
-            ),
-            f"{to}.mlp.linear_fc1.weight": _Fused(
-                {f"{mlp}.gate_proj.weight": (ffn, hidden), f"{mlp}.up_proj.weight": (ffn, hidden)}
-            ),
-            f"{to}.mlp.linear_fc2.weight": _Fused({f"{mlp}.down_proj.weight": (hidden, ffn)}),
+            f"{to_attention}.linear_proj.weight": _Fused({f"{attention}.o_proj.weight": (hidden, queries)}),
+            f"{to_attention}.linear_qkv.layer_norm_weight": _Fused({f"{block}.input_layernorm.weight": (hidden,)}),
+            f"{to_attention}.linear_qkv.weight": _Fused(weights, groups),
+            f"{to_mlp}.linear_fc1.layer_norm_weight": _Fused({f"{block}.post_attention_layernorm.weight": (hidden,)}),
+            f"{to_mlp}.linear_fc1.weight": _Fused(gate_and_up),
+            f"{to_mlp}.linear_fc2.weight": _Fused({f"{mlp}.down_proj.weight": (hidden, ffn)}),
         }
         if config["add_qkv_bias"]:
-            layout[f"{to}.self_attention.linear_qkv.bias"] = _Fused(
-                {f"{attention}.{name}.bias": (rows,) for name, rows in qkv.items()}, groups
-            )
-        if config["qk_layernorm"]:
-            for letter in "qk":
-                layout[f"{to}.self_attention.{letter}_layernorm.weight"] = _Fused(
-                    {f"{attention}.{letter}_norm.weight": (head,)}
-                )
+            biases = {f"{attention}.{name}.bias": (rows,) for name, rows in qkv.items()}
+            layout[f"{to_attention}.linear_qkv.bias"] = _Fused(biases, groups)
+        for letter in "qk" if config["qk_layernorm"] else "":
+            norm = _Fused({f"{attention}.{letter}_norm.weight": (head,)})
+            layout[f"{to_attention}.{letter}_layernorm.weight"] = norm
     layout["decoder.final_layernorm.weight"] = _Fused({"model.norm.weight": (hidden,)})
     if not tied:
         layout[_HEAD] = _Fused({_HF_HEAD: (vocab_size, hidden)})

@@ -1,8 +1,8 @@
-"""What all processes of a Trainer must have the same of, by name and as text: those that differ train apart or hang.
+"""Compares the settings of a Trainer over its processes: processes with different settings train apart or hang.
 
-Compared by value, and not compared where processes may rightly differ: paths, devices, workers, callbacks that only
-report. A model, a data module or a loader may add to it: ``agreement() -> dict[str, Any]`` returns its settings by
-name.
+A setting is compared by name and value, as text. Paths, devices, workers and callbacks that only report are not
+compared: processes may differ there. A model, a data module or a loader adds settings of its own with a method
+``agreement() -> dict[str, Any]``, by name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import callbacks
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.comm import meet
+from nemo_lowprec.comm import check_same, meet
 from nemo_lowprec.plugins import nemo
 
-START_TIMEOUT = timedelta(seconds=30)  # between processes that have made their process group just now
+START_TIMEOUT = timedelta(seconds=30)  # for processes that have just made their process group
 _LENGTH = 100  # characters of a value in a message
 
 _TRAINER = (
@@ -36,7 +35,7 @@ _TRAINER = (
     "gradient_clip_algorithm", "reload_dataloaders_every_n_epochs", "log_every_n_steps", "barebones",
 )  # fmt: skip
 
-# Those that save, end or change the training; by name, as not every version of Lightning has all.
+# Callbacks that save, end or change the training; by name, as an older Lightning lacks some of them.
 _STEERING = tuple(
     vars(callbacks)[name]
     for name in (
@@ -48,49 +47,44 @@ _STEERING = tuple(
 _OF_CALLBACKS = ("save_top_k", "save_last", "_save_on_train_epoch_end", "patience", "scheduling", "stopping_threshold")
 
 
-def meet_at_start(strategy: Strategy, made_group: bool, timeout: timedelta | None) -> None:
-    """Compare the settings, for a strategy that has its process group and has called no collective yet.
+def meet_at_start(strategy: ParallelStrategy, made_group: bool) -> None:
+    """Compare the settings before the first collective on the process group of ``strategy``.
 
     Args:
-        made_group: whether the process group was made just now, so that all processes are here within seconds.
-        timeout: of the process group, for processes that had it before; None for torch's own.
+        strategy: has its process group and its module.
+        made_group: whether the process group was made just now, so that all processes arrive within seconds; in an
+            earlier group, processes wait for the timeout of ``strategy``.
 
     Raises:
-        ValueError: processes that differ.
-        RuntimeError: a process does not come.
+        ValueError: settings differ between processes.
+        RuntimeError: a process does not arrive.
     """
     module = strategy.lightning_module
     assert module is not None
-    facts = facts_at_start(module.trainer, strategy.precision_plugin)
-    meet(
-        facts,
-        f"the start of {type(strategy).__name__}",
-        START_TIMEOUT if made_group else timeout or dist.default_pg_timeout,
-    )
-
-
-def facts_at_start(trainer: pl.Trainer, plugin: Precision) -> dict[str, str]:
-    """What is known before anything is set up."""
-    strategy, connector = trainer.strategy, trainer._accelerator_connector
+    trainer, kind = module.trainer, type(strategy).__name__
+    timeout = strategy._timeout or dist.default_pg_timeout  # type: ignore[attr-defined]
+    connector = trainer._accelerator_connector
+    steering = [callback for callback in trainer.callbacks if isinstance(callback, _STEERING)]  # type: ignore[attr-defined]
     facts: dict[str, Any] = {
-        "the Trainer's call": trainer.state.fn,
-        "the level": re.sub(r" at 0x[0-9a-f]+", "", repr(plugin)),
-        "the strategy": type(strategy).__name__,
         **{f"the strategy's {name}": value for name, value in _of_strategy(strategy).items()},
         **{f"the Trainer's {name}": getattr(trainer, name, None) for name in _TRAINER},
         "the Trainer's use_distributed_sampler": connector.use_distributed_sampler,
         "the Trainer's sync_batchnorm": connector._layer_sync is not None,
         "the seed (seed_everything)": os.environ.get("PL_GLOBAL_SEED"),
-        "the callbacks that save, end or change the training": sorted(map(_of_callback, _steering(trainer))),
+        "the callbacks that save, end or change the training": sorted(map(_of_callback, steering)),
     }
-    plain = {"the Trainer's call", "the level", "the strategy"}
-    return {name: str(value) if name in plain else _short(value) for name, value in facts.items()} | facts_of_data(
-        trainer
-    )
+    facts_at_start = {
+        "the Trainer's call": str(trainer.state.fn),
+        "the level": _without_addresses(repr(strategy.precision_plugin)),
+        "the strategy": kind,
+        **{name: _short(value) for name, value in facts.items()},
+        **facts_of_data(trainer),
+    }
+    meet(facts_at_start, f"the start of {kind}", START_TIMEOUT if made_group else timeout)
 
 
 def facts_of_data(trainer: pl.Trainer) -> dict[str, str]:
-    """The settings that the model and its data state; once a data module is set up, the corpus is among them."""
+    """The settings that ``agreement()`` of the model and of the data returns; after its setup, also the corpus."""
     facts = {}
     data = trainer.fit_loop._data_source.instance if trainer.state.fn == "fit" else None
     for what, owner in (("model", trainer.lightning_module), ("data", getattr(trainer, "datamodule", None) or data)):
@@ -101,7 +95,7 @@ def facts_of_data(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def facts_of_resume(trainer: pl.Trainer) -> dict[str, str]:
-    """The checkpoint that a strategy has loaded which restores before it sets up: by name, as folders may differ."""
+    """The loaded checkpoint's file name and step, for a strategy that loads before its setup; folders may differ."""
     connector = trainer._checkpoint_connector
     step = connector._loaded_checkpoint.get("global_step")
     return {"ckpt_path": name_of(connector._ckpt_path), "the checkpoint's step": _short(step)}
@@ -112,36 +106,43 @@ def name_of(path: Any) -> str:
     return "None" if path is None else os.path.basename(os.path.normpath(str(path)))
 
 
-def facts_of_batches(trainer: pl.Trainer) -> dict[str, str]:
-    """How many batches the epoch that begins has, as far as ``max_steps`` lets it run."""
+def check_batches(trainer: pl.Trainer) -> None:
+    """Raise ValueError where processes have different numbers of batches in the epoch that begins, up to ``max_steps``.
+
+    Called before the first step.
+    """
+    if trainer.world_size == 1:
+        return
     batches, progress = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress
     if trainer.max_steps != -1:
         if not trainer.lightning_module.automatic_optimization:
-            return {}  # a batch may make any number of steps
+            return  # manual optimization may take any number of steps with a batch
         left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         batches = min(batches, progress.current.completed + left)
-    return {"the number of batches in an epoch (limit_train_batches cuts them alike)": str(batches)}
+    check_same({"the number of batches in an epoch (limit_train_batches cuts them alike)": str(batches)})
 
 
-def facts_of_evaluation(trainer: pl.Trainer) -> dict[str, str] | None:
-    """How many batches each loader of an evaluation has, when a loop begins with one of them; else None."""
+def check_evaluation(trainer: pl.Trainer) -> None:
+    """Raise ValueError where processes have different numbers of batches in an evaluation loader.
+
+    Called before each step of an evaluation that calls collectives; compares before a loader's first batch.
+    """
     loop: Any = trainer._active_loop
-    if loop.batch_progress.current.started != 1:
-        return None
+    if trainer.world_size == 1 or loop.batch_progress.current.started != 1:
+        return
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
     how = limit.get(str(getattr(trainer.state.stage, "value", "")), "limit_val_batches")
-    return {f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)}
+    check_same({f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)})
 
 
-def facts_of_optimizers(
-    optimizers: Sequence[Optimizer], schedulers: Sequence[Any], by_defaults: bool = False
-) -> dict[str, str]:
-    """Classes and settings of optimizers and of learning-rate schedulers.
+def check_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], by_defaults: bool = False) -> None:
+    """Raise ValueError where processes have different classes or settings of optimizers or schedulers.
 
     Args:
-        optimizers: those of the Trainer.
-        schedulers: its ``LRSchedulerConfig``s.
-        by_defaults: whether processes have different parameters, and therefore perhaps other groups of them.
+        optimizers: the Trainer's optimizers.
+        schedulers: the Trainer's ``LRSchedulerConfig``s.
+        by_defaults: whether to compare the optimizers' defaults and not their groups, for processes with different
+            parameters, whose groups may differ.
     """
     facts: dict[str, str] = {"the optimizers": _short([type(o).__name__ for o in optimizers])}
     for index, optimizer in enumerate(optimizers):
@@ -157,15 +158,19 @@ def facts_of_optimizers(
             for c in schedulers
         ]
     )
-    return facts
+    check_same(facts)
 
 
 def _short(value: Any) -> str:
-    """A value as text, cut where it is long, with a digest of the whole then."""
-    text = re.sub(r" at 0x[0-9a-f]+", "", repr(_plain(value)))
+    """A value as text; a long text is cut, and ends with a digest of the whole text."""
+    text = _without_addresses(repr(_plain(value)))
     if len(text) <= _LENGTH:
         return text
     return f"{text[:_LENGTH]}… ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _plain(value: Any) -> Any:
@@ -185,34 +190,24 @@ def _of_strategy(strategy: Strategy) -> dict[str, Any]:
     return dict(strategy._ddp_kwargs) if isinstance(strategy, DDPStrategy) else {}
 
 
-def _steering(trainer: pl.Trainer) -> list[Any]:
-    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [callback for callback in every if isinstance(callback, _STEERING)]
-
-
 def _of_callback(callback: Any) -> str:
     more = {name: vars(callback)[name] for name in _OF_CALLBACKS if name in vars(callback)}
     return f"{callback.state_key} {more}"
 
 
-def is_grouped() -> bool:
-    """Whether there is a process group already."""
-    return dist.is_available() and dist.is_initialized()
-
-
-# No hook of a Precision plugin comes before the collectives of callbacks, data and loggers, in which processes that
-# disagree would wait for each other (a ModelCheckpoint on one of them: at once): only the strategy's own method does.
+# The comparison comes before the first collective of callbacks, data and loggers, in which processes with different
+# settings would wait for each other. No hook of a Precision plugin runs so early: DDPStrategy's own method is wrapped.
 
 _setup_environment = DDPStrategy.setup_environment
 
 
 @wraps(_setup_environment)
 def _setup_environment_and_meet(self: DDPStrategy) -> None:
-    made_group = not is_grouped()
+    made_group = not dist.is_initialized()
     _setup_environment(self)
     has_level = getattr(self.precision_plugin, "meets_at_start", False) and not nemo.runs(self)
     if has_level or hasattr(self, "agreement"):
-        meet_at_start(self, made_group, self._timeout)
+        meet_at_start(self, made_group)
 
 
 DDPStrategy.setup_environment = _setup_environment_and_meet  # type: ignore[method-assign]

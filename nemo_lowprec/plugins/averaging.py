@@ -4,35 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from inspect import getattr_static
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from torch import nn
 
+from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.weights.averaging import ExactWeights
 
-# Each callback's name, as NeMo's Lightning 2.4 has the first only; and its methods that read or write parameters.
+# The methods of each callback that read or write parameters. By name, as Lightning 2.4 (NeMo's) has the first only.
 _METHODS = {
     "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),
     "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
 }
-AVERAGING = tuple(vars(callbacks)[name] for name in _METHODS if name in vars(callbacks))
 
 
-def average_exactly(trainer: pl.Trainer, module: nn.Module, undo: ExitStack) -> None:
-    """Give the averaging callbacks of ``trainer`` the exact weights of ``module`` until ``undo`` is closed."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, names in _METHODS.items():
-            if isinstance(callback, vars(callbacks).get(kind, ())):
-                for name in names:
-                    method = _with_exact(getattr(type(callback), name), callback, name, module)
-                    replace_attribute(undo, callback, name, method)
+def average_exactly(trainer: pl.Trainer, module: nn.Module, engine: Engine, undo: ExitStack) -> None:
+    """Give the averaging callbacks of ``trainer`` the exact weights of ``module`` until ``undo`` is closed.
+
+    Raises:
+        ValueError: ``engine`` shards the parameters.
+    """
+    every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback, (kind, names) in product(every, _METHODS.items()):
+        if not isinstance(callback, vars(callbacks).get(kind, ())):
+            continue
+        if engine.sharding is not None:
+            raise ValueError(
+                f"{type(callback).__name__} averages whole parameters, and with lowprec_sharded each process has a "
+                f"part of those of {engine.level.name}. Use strategy='lowprec_ddp', or leave the callback out."
+            )
+        for name in names:
+            method = _with_exact(getattr(type(callback), name), callback, name, module)
+            replace_attribute(undo, callback, name, method)
 
 
 def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: nn.Module) -> Any:
-    static = isinstance(_find(type(callback), name), staticmethod)
+    static = isinstance(getattr_static(type(callback), name), staticmethod)
     averages: list[Any] = []
 
     def method(*args: Any) -> Any:
@@ -43,7 +55,7 @@ def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: 
         return result
 
     def swap(pl_module: nn.Module) -> None:
-        # The model holds the averages in the level's formats during a validation; the callback gets them back exactly.
+        # During a validation the model holds the averages in the level's formats; the callback gets exact copies back.
         params = list(callback._average_model.module.parameters())
         come_back, averages[:] = averages[:], [] if averages else [param.detach().clone() for param in params]
         method(pl_module)
@@ -51,7 +63,3 @@ def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: 
             param.data.copy_(average)
 
     return swap if name == "_swap_models" else method
-
-
-def _find(cls: type, name: str) -> Any:
-    return next(vars(base)[name] for base in cls.__mro__ if name in vars(base))

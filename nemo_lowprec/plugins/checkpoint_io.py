@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO for a level: whole files only, and checksums that are compared."""
+"""Lightning's CheckpointIO for a level: writes a checkpoint as a whole or not at all, and compares checksums."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """A checkpoint whose checksums hold.
+        """Compare the checksums of a checkpoint, and open it.
 
         Raises:
-            ValueError: one sentence about the damage, or the kind of file.
+            ValueError: the file is damaged, or no checkpoint of a LightningModule.
         """
         if "://" in str(path):
             return self._load_remote(str(path), *args, **kwargs)
@@ -88,7 +88,7 @@ def _own_io(strategy: Strategy) -> Iterator[None]:
 @wraps(_load_checkpoint)
 def _load_with_own_io(self: Strategy, *args: Any, **kwargs: Any) -> dict[str, Any]:
     own = _of_plugin(self)
-    if own is not None and isinstance(self.checkpoint_io, AsyncCheckpointIO):  # it would read with Lightning's default
+    if own is not None and isinstance(self.checkpoint_io, AsyncCheckpointIO):  # reads with Lightning's default
         return own().load_checkpoint(*args, **kwargs)
     with _own_io(self):
         return _load_checkpoint(self, *args, **kwargs)

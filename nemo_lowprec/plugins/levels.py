@@ -1,4 +1,4 @@
-"""One function a row of the chart, with the arguments that the row takes and no others."""
+"""Makes one function for each row of the chart; its signature has exactly the arguments of the row."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.options import LayerFilter, LossScaleConfig, LowBitOptions, Recipe, option_defaults
 from nemo_lowprec.plugins.precision import LowPrecision
 
-
-def _annotations() -> dict[str, Any]:
-    hints: dict[str, Any] = {"backend": typing.Literal["auto", "te", "torch", "reference"]}
-    for cls in (Recipe, LossScaleConfig, LayerFilter, LowBitOptions):
-        hints.update(typing.get_type_hints(cls))
-    hints["attention"] = typing.Literal["auto", "cudnn"]
-    hints["half"] = typing.Literal["bf16", "fp16"]
-    hints["fp8"] = typing.Literal["hybrid", "e4m3"]
-    hints["fp8_amax_compute_algo"] = typing.Literal["max", "most_recent"]
-    return hints
-
-
-_HINTS = _annotations()
+_CLASSES = (Recipe, LossScaleConfig, LayerFilter, LowBitOptions)
+_HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typing.get_type_hints(cls).items()} | {
+    "backend": typing.Literal["auto", "te", "torch", "reference"],
+    "attention": typing.Literal["auto", "cudnn"],
+    "half": typing.Literal["bf16", "fp16"],
+    "fp8": typing.Literal["hybrid", "e4m3"],
+    "fp8_amax_compute_algo": typing.Literal["max", "most_recent"],
+}
 
 _DOCS = {
     "fp8": "'hybrid' (E4M3, output gradients E5M2) or 'e4m3'.",
@@ -39,9 +34,9 @@ _DOCS = {
     "num_layers_at_start_in_half": "blocks at the start of the stack to leave in half precision.",
     "num_layers_at_end_in_half": "blocks at the end of the stack to leave in half precision.",
     "attention": "'auto' (torch's choice) or 'cudnn' (its kernels first; each new shape takes a while).",
-    "half": "'bf16', or 'fp16' with loss scaling: what does not run in FP8.",
+    "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
     "stochastic_rounding": "round updated 16-bit weights at random, up or down by the fraction cut off.",
-    "rounding_seed": "of stochastic_rounding.",
+    "rounding_seed": "seed of stochastic_rounding.",
     "gradient_release": "step each parameter as soon as its gradient is there, and drop the gradient.",
     "loss_scale": "a static loss scale; None for dynamic scaling.",
     "initial_loss_scale": "first scale of dynamic scaling.",

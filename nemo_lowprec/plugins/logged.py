@@ -1,4 +1,4 @@
-"""The Trainer's loggers get a level's name, the loss scale, the count of skipped steps, and the gradient norm."""
+"""Logs the level's name, the loss scale, the number of skipped steps and the gradient norm to the Trainer's loggers."""
 
 from __future__ import annotations
 
@@ -17,31 +17,28 @@ from nemo_lowprec.plugins.replaced import replace_attribute
 class LevelLog:
     """Writes to the loggers of a Trainer, every ``log_every_n_steps``.
 
-    Hyperparameters: ``precision_level``, and ``precision_options`` where there are any. Metrics: ``grad_norm``, the L2
-    norm of the true gradients of all processes before clipping (``grad_norm/0``, ... with several optimizers);
+    Hyperparameters: ``precision_level``, and ``precision_options`` if the user has given options. Metrics:
+    ``grad_norm``, the L2 norm of the true gradients before clipping (``grad_norm/0``, ... with several optimizers);
     ``loss_scale`` of this step, at levels with a loss scale; ``skipped_steps``, the number of steps so far that were
     skipped because a gradient was not finite.
 
     Attributes:
-        skipped_steps: counted from the start of the training, with the steps before a resume.
+        skipped_steps: skipped steps since the start of the training; a checkpoint holds the number.
     """
 
     def __init__(self) -> None:
         self.skipped_steps = 0
 
     def begin(self, module: pl.LightningModule, level: str, options: str, undo: ExitStack) -> None:
-        """Add the level to the hyperparameters of ``module``, which Lightning gives to the loggers next.
-
-        The module has its own hyperparameters again when ``undo`` is closed.
-        """
+        """Add the level to the hyperparameters of ``module``, which Lightning logs next, until ``undo`` is closed."""
         told = {"precision_level": level} | ({"precision_options": options} if options else {})
         replace_attribute(undo, module, "_hparams_initial", AttributeDict({**module.hparams_initial, **told}))
         replace_attribute(undo, module, "_log_hyperparams", True)
 
     def is_due(self, module: pl.LightningModule) -> bool:
-        """Whether Lightning writes what is logged in this step: the same on all processes."""
+        """Whether Lightning writes metrics in this step; the same on all processes."""
         trainer = module._trainer
-        # Without a hook at work, a step by hand, the module cannot log.
+        # Outside of Lightning's hooks, in a step by hand, the module cannot log.
         if trainer is None or module._current_fx_name is None or trainer.barebones:
             return False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -50,18 +47,18 @@ class LevelLog:
     def write(
         self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None, loss_scale: float | None
     ) -> None:
-        """Write one step that is due.
+        """Log the metrics of one step.
 
         Args:
+            module: the Trainer's LightningModule.
             optimizer: has taken the step.
             norm: L2 norm of the gradients of ``optimizer``, FP32 scalar; None where it is unknown.
-            loss_scale: factor of these gradients in the backward pass; None at a level without a loss scale.
+            loss_scale: loss scale of the step's backward pass; None at a level without a loss scale.
         """
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
         suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""
-        metrics: dict[str, Any] = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale}
-        metrics["skipped_steps"] = self.skipped_steps
+        metrics = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale, "skipped_steps": self.skipped_steps}
         for name, value in metrics.items():
             if value is not None:
                 # Lightning would copy a number to the GPU, and wait for the copy.

@@ -1,7 +1,7 @@
 """The levels under NeMo 2's own MegatronStrategy.
 
-NeMo's strategy builds, wraps, scales and steps the model with Megatron-core, by the plugin's ``dtype_config``. A
-precision plugin casts the model there, and no engine of this package runs.
+NeMo's strategy builds, wraps, scales and steps the model with Megatron-core, as the plugin's ``dtype_config`` says.
+The precision plugin only casts the model, and no engine of this package runs.
 
 Source: nemo-toolkit 2.7.3 (``MegatronStrategy``, ``MegatronParallel``, ``MegatronMixedPrecision``).
 """
@@ -20,15 +20,15 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.megatron.nemo import DtypeConfig
-from nemo_lowprec.megatron.requirements import check_device
+from nemo_lowprec.megatron.requirements import check_device, check_transformer_engine
 
 
 class NemoPrecision(Precision):
     """Replaces the user's plugin from the conversion of the model by NeMo's strategy to the strategy's teardown.
 
     Args:
-        level: the row.
-        dtype_config: the configuration of the user's plugin.
+        level: the row of the chart.
+        dtype_config: the fields that NeMo copies onto Megatron-core's configs.
     """
 
     def __init__(self, level: PrecisionLevel, dtype_config: DtypeConfig) -> None:
@@ -43,15 +43,17 @@ class NemoPrecision(Precision):
         """Cast Megatron-core's model inside ``module`` to half precision, with FP32 outputs.
 
         Raises:
-            RuntimeError: low-precision GEMMs without Transformer Engine, which Megatron-core runs in half precision
-                without a word.
-            ValueError: a GPU that cannot run the level's GEMMs.
+            RuntimeError: Transformer Engine is missing; Megatron-core would run FP8 GEMMs in half precision silently.
+            ValueError: the GPU cannot run the level's GEMMs.
         """
         from megatron.core.transformer.module import Float16Module
         from megatron.core.utils import get_model_config
 
         if self.level.has_fp8:
-            _check_transformer_engine(self.level)
+            check_transformer_engine(
+                f"{self.level.name} needs Transformer Engine, without which Megatron-core computes in half precision: "
+                "pip install 'transformer-engine[pytorch]'"
+            )
             check_device(self.level)
         config = get_model_config(module.module)
         self._configs.append(config)
@@ -60,10 +62,10 @@ class NemoPrecision(Precision):
         return module
 
     def convert_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Have the loss scaled, where the level does. Called by NeMo's strategy, once the chunks are converted.
+        """Have Megatron-core scale the loss at a level with a loss scale. NeMo calls it after ``convert_module``.
 
         Raises:
-            ValueError: an optimizer without FP32 masters of this level's parameters.
+            ValueError: the optimizer keeps no FP32 masters of the level's parameters.
         """
         inner: Any = getattr(optimizer, "mcore_optimizer", None)
         wanted = (self.dtype_config.fp16, self.dtype_config.bf16)
@@ -75,7 +77,7 @@ class NemoPrecision(Precision):
             )
         if self.level.has_loss_scale:
             for config in self._configs:
-                # NeMo leaves it out, and Megatron-core divides gradients by a scale that the loss never had.
+                # NeMo does not set the function, and Megatron-core would unscale gradients of an unscaled loss.
                 config.grad_scale_func = inner.scale_loss
         return optimizer
 
@@ -92,20 +94,10 @@ class NemoPrecision(Precision):
         self.undo.close()
 
 
-def _check_transformer_engine(level: PrecisionLevel) -> None:
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        raise RuntimeError(
-            f"{level.name} needs Transformer Engine, without which Megatron-core computes in half precision: "
-            f"pip install 'transformer-engine[pytorch]' ({error})."
-        ) from error
-
-
 class _AsConfig:
-    """A plugin's arguments as a config of fiddle. A plugin has this attribute; its class has not.
+    """Descriptor of ``__io__``: a plugin's arguments as a fiddle config; AttributeError for the class itself.
 
-    NeMo's ``io`` leaves a class alone that has the attribute.
+    NeMo's ``io`` does not wrap a class that has the attribute.
     """
 
     def __get__(self, plugin: Any, owner: type) -> Any:
@@ -117,10 +109,10 @@ class _AsConfig:
 
 
 class SavedByNemo:
-    """Has NeMo's ``io`` save a plugin beside a checkpoint as a config, as NeMo opens no pickles of our classes."""
+    """Makes NeMo's ``io`` save the plugin as a config beside a checkpoint: NeMo opens no pickles of foreign classes."""
 
     __io__ = _AsConfig()
-    __wrapped_init__ = True  # NeMo would record ``**options`` as an argument of that name
+    __wrapped_init__ = True  # NeMo would record ``**options`` as one argument named ``options``
 
 
 def runs(strategy: Strategy) -> bool:
@@ -129,7 +121,7 @@ def runs(strategy: Strategy) -> bool:
 
 
 def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -> NemoPrecision:
-    """Have NeMo's strategy continue with a ``NemoPrecision`` until its teardown, for all chunks of a pipeline."""
+    """Replace the plugin of NeMo's strategy by a ``NemoPrecision``, for all chunks of a pipeline, until teardown."""
     plugin = NemoPrecision(level, dtype_config)
     plugin.undo.callback(setattr, strategy, "precision_plugin", strategy.precision_plugin)
     strategy.precision_plugin = strategy.megatron_parallel.precision_plugin = plugin
@@ -138,7 +130,7 @@ def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -
 
 
 def before_build(level: PrecisionLevel) -> None:
-    """Before a model is built, whose layers may ask Megatron-core for a recipe: see ``megatron.delayed``.
+    """Call ``mend_delayed_scaling`` before a model is built, as its layers may ask Megatron-core for a recipe.
 
     NeMo has imported Transformer Engine by then, if it is installed.
     """

@@ -25,8 +25,8 @@ from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
 from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import option_defaults, parse_options
-from nemo_lowprec.plugins import nemo, processes
-from nemo_lowprec.plugins.averaging import AVERAGING, average_exactly
+from nemo_lowprec.plugins import agreement, nemo, processes
+from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
@@ -45,18 +45,22 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     """A level of the precision chart as a plugin of ``lightning.pytorch.Trainer``.
 
     Args:
-        level: the level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example. Or a row of
-            your own, ``dataclasses.replace(CHART["bf16_mixed"], name="mine", comm="bf16")``: trained as the row
-            declares, or refused.
+        level: a level's name; each level is also a function, ``nemo_lowprec.bf16_mixed()`` for example. Or a row of
+            your own, ``dataclasses.replace(CHART["bf16_mixed"], name="mine", comm="bf16")``.
         options: the level's arguments.
 
     Raises:
-        ValueError: an unknown level, a row without an implementation, or a value that an argument does not take.
-        TypeError: an argument that the level does not take.
+        ValueError: the level is unknown, the row has no implementation, or an argument has a bad value.
+        TypeError: the level does not take an argument.
+
+    Attributes:
+        engine: converts and trains the model.
+        log: writes to the Trainer's loggers.
+        undo: puts back, at teardown, the attributes of other objects that a run has replaced.
     """
 
-    own_checkpoint_io = AtomicCheckpointIO  # for the strategy, see checkpoint_io.py
-    meets_at_start = True  # see agreement.py
+    own_checkpoint_io = AtomicCheckpointIO  # read by checkpoint_io.py
+    meets_at_start = True  # read by agreement.py
 
     def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
         self._row = get_level(level)
@@ -67,11 +71,11 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self.engine = Engine(parsed)
         self._resume = ResumeState()
         self.log = LevelLog()
-        self.undo = ExitStack()  # puts back, at teardown, the attributes of other objects that a run has replaced
+        self.undo = ExitStack()
         self._module: pl.LightningModule | None = None
         self._signals: StopTogether | None = None
         self._manual: ManualPasses | None = None
-        self._compared = False  # whether this training's epochs were, over the processes
+        self._compared = False  # whether the numbers of batches of this training were compared over the processes
 
     def __repr__(self) -> str:
         return f"{self.level.name}({self._given()})"
@@ -87,30 +91,30 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         return DTYPES[self.level.autocast]
 
     def megatron(self, own_layers: bool = False) -> MegatronSettings:
-        """What the level becomes on Megatron-core; see ``nemo_lowprec.megatron.resolve``."""
+        """The level's settings of Megatron-core; see ``nemo_lowprec.megatron.resolve``."""
         return resolve(self.parsed, own_layers)
 
     @property
     def dtype_config(self) -> DtypeConfig:
-        """What NeMo's MegatronStrategy reads; see ``nemo_lowprec.megatron.nemo``.
+        """The fields that NeMo's MegatronStrategy copies onto its configs; see ``nemo_lowprec.megatron.nemo``.
 
         Raises:
-            ValueError: a level, or an argument, that it cannot train with.
+            ValueError: NeMo's strategy cannot train the level, or cannot follow an argument.
         """
         return dtype_config(self.parsed)
 
     # Setting up
 
     def follow(self, module: pl.LightningModule) -> None:
-        """Save, restore and log what belongs to the run of ``module``; for a strategy that runs without hooks, too."""
+        """Save, restore and log the run of ``module``; MegatronStrategy, which calls no hooks, calls it too."""
         self._module = module
         self.log.begin(module, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
-        """Called by such a strategy before every step."""
+        """Compare batches and restore an unfinished step, before a training step; MegatronStrategy calls it too."""
         if not self._compared and self._module is not None and self._module._trainer is not None:
             self._compared = True
-            processes.check_batches(self._module.trainer)
+            agreement.check_batches(self._module.trainer)
         restored = self._resume.before_first_step(self.engine, self._module)
         if restored and self._manual is not None:
             self._manual.take_restored(restored)
@@ -122,10 +126,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._compared = False
 
     def before_evaluation_step(self) -> None:
-        """Called before each step of an evaluation."""
+        """Compare batches and act on signals, before each step of an evaluation."""
         if self._signals is not None:
             if self._signals.evaluates_in_step:
-                processes.check_evaluation(self._signals.trainer)
+                agreement.check_evaluation(self._signals.trainer)
             self._signals.before_evaluation_step()
 
     @override
@@ -146,8 +150,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             processes.prepare(module, trainer.strategy, self.engine)
             summarize_true_size(trainer, self.undo)
             if self.level.has_half_weights:
-                _check_callbacks(trainer, self.level.name, self.engine.sharding is not None)
-                average_exactly(trainer, module, self.undo)
+                average_exactly(trainer, module, self.engine, self.undo)
         if trainer is not None and self.parsed.low_bit.gradient_release:
             _check_release(trainer)
         self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
@@ -159,11 +162,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
         for optimizer in optimizers:
             self.engine.check_optimizer(optimizer)
-        module = self.engine.model  # ``model`` may be a wrapper around it
+        module = self.engine.model  # ``model`` may be a wrapper around the module
         trainer = module._trainer if isinstance(module, pl.LightningModule) else None
         strategy = trainer.strategy if trainer is not None and trainer.state.fn == "fit" else None
         if strategy is not None:
-            processes.check_optimizers(optimizers, lr_schedulers, strategy)
+            if isinstance(strategy, ParallelStrategy):
+                agreement.check_optimizers(optimizers, lr_schedulers)
             processes.release_ddp(model, strategy, self.engine)
         self.engine.settle()
         for optimizer in optimizers:
@@ -182,8 +186,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def teardown(self) -> None:
-        # Every stage converts anew, so that nobody meets a converted model outside a Trainer: another Trainer without
-        # this plugin would train the copies and save the masters.
+        # Each fit or evaluation converts anew: a Trainer without this plugin would train the half copies of a converted
+        # model, and save the masters.
         self.undo.close()
         self._signals = None
         if self._manual is not None:
@@ -203,26 +207,13 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         with self.engine.forward_context():
             yield
 
-    @override
     @contextmanager
-    def val_step_context(self) -> Generator[None, None, None]:
+    def _evaluation_context(self) -> Generator[None, None, None]:
         self.before_evaluation_step()
         with self.forward_context():
             yield
 
-    @override
-    @contextmanager
-    def test_step_context(self) -> Generator[None, None, None]:
-        self.before_evaluation_step()
-        with self.forward_context():
-            yield
-
-    @override
-    @contextmanager
-    def predict_step_context(self) -> Generator[None, None, None]:
-        self.before_evaluation_step()
-        with self.forward_context():
-            yield
+    val_step_context = test_step_context = predict_step_context = _evaluation_context
 
     @override
     @contextmanager
@@ -247,7 +238,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
-        # Manual optimization comes here from inside training_step, whose autocast would round the GEMMs to half.
+        # Manual optimization calls this inside training_step, whose autocast would round the GEMMs to half.
         wanted = model._trainer is None or processes.synchronizes(model.trainer.strategy)
         announced = nullcontext() if self._manual is None else self._manual.announced()
         with self.engine.backward_context(wanted), announced:
@@ -258,11 +249,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         assert isinstance(optimizer, Optimizer)
-        if self._manual is None:
+        with nullcontext() if self._manual is None else self._manual.step_of(optimizer):
             result = self._step(optimizer, model, closure, **kwargs)
-        else:
-            with self._manual.step_of(optimizer):
-                result = self._step(optimizer, model, closure, **kwargs)
         self._resume.pending = self._resume.running = False
         return result
 
@@ -283,7 +271,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             return self.engine.step.run_with_closure(optimizer, wrapped, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:
-            return None  # training_step asked to skip the batch
+            return None  # training_step has returned None to skip the batch
         self._resume.running = True
         step = self.engine.step
         step.unscale(optimizer)
@@ -316,7 +304,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self.engine.step.check_finite(_unwrapped(optimizer))  # before infinities become finite
+        self.engine.step.check_finite(_unwrapped(optimizer))  # clipping by value makes infinities finite
         super().clip_grad_by_value(optimizer, clip_val)
 
     # State
@@ -324,7 +312,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         new = None if self._manual is None else self._manual.new_gradients()
-        resume = self._resume.state_dict(self.engine, self._module, new)  # first: it shares this step's amaxes
+        resume = self._resume.state_dict(self.engine, self._module, new)  # before the engine's: a collective of amaxes
         counted = {"skipped_steps": self.log.skipped_steps}
         return {**self.engine.state_dict(), **counted, **resume}
 
@@ -335,17 +323,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._resume.load_state_dict(state_dict, self._module)
 
 
-def _check_callbacks(trainer: pl.Trainer, level: str, sharded: bool) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if sharded and isinstance(callback, AVERAGING):
-            raise ValueError(
-                f"{type(callback).__name__} averages whole parameters, and with lowprec_sharded each process has a "
-                f"part of those of {level}. Use strategy='lowprec_ddp', or leave the callback out."
-            )
-
-
 def _check_release(trainer: pl.Trainer) -> None:
-    """What needs the gradients of all parameters at once cannot be had together with gradient release."""
+    """Raise ValueError for Trainer options that need the gradients of all parameters at once, with gradient release."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
     obstacles = {
@@ -362,7 +341,7 @@ def _check_release(trainer: pl.Trainer) -> None:
 
 
 def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    # Manual optimization clips through Lightning's wrapper.
+    # Manual optimization passes Lightning's wrapper.
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 

@@ -1,4 +1,4 @@
-"""What the plugin does where a Trainer has several processes."""
+"""The plugin's part in a Trainer of several processes: checks, and who averages the gradients."""
 
 from __future__ import annotations
 
@@ -10,27 +10,21 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.plugins.agreement import (
-    facts_of_batches,
-    facts_of_data,
-    facts_of_evaluation,
-    facts_of_optimizers,
-    facts_of_resume,
-)
+from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_resume
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
 def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> None:
-    """Before the strategy wraps ``module`` for training.
+    """Check the strategy and the processes before the strategy wraps ``module`` for training.
 
     Raises:
-        ValueError: a strategy that the level does not train with, an option that has no effect at it, or processes
-            that are about to train something else.
+        ValueError: the level does not train with the strategy, an option has no effect at the level, or processes
+            have different models, data, checkpoints or versions.
     """
     if not isinstance(strategy, ParallelStrategy):
         return
@@ -70,7 +64,7 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
 
 
 def versions() -> dict[str, str]:
-    """Versions of what processes that train together must have the same of."""
+    """The versions of the packages that must be the same on all processes."""
     found = {}
     for name in ("nemo-lowprec", "torch", "lightning", "transformer-engine", "triton", "megatron-core"):
         try:
@@ -81,36 +75,17 @@ def versions() -> dict[str, str]:
 
 
 def _parameters(module: nn.Module) -> str:
-    """A short name for what parameters there are."""
-    shapes = [(n, str(p.dtype), p.requires_grad, *_shape(p)) for n, p in module.named_parameters()]
+    """The number of parameters, and a digest of their names, dtypes and shapes."""
+    named = [(n, p, isinstance(p, UninitializedParameter)) for n, p in module.named_parameters()]
+    shapes = [(n, str(p.dtype), p.requires_grad, *(() if shapeless else p.shape)) for n, p, shapeless in named]
     return f"{len(shapes)} tensors ({hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]})"
 
 
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    return () if isinstance(param, nn.parameter.UninitializedParameter) else tuple(param.shape)
-
-
-def check_optimizers(optimizers: list[Optimizer], schedulers: list[Any], strategy: Strategy) -> None:
-    """Raise ValueError where processes are about to step with something else."""
-    if isinstance(strategy, ParallelStrategy):
-        check_same(facts_of_optimizers(optimizers, schedulers))
-
-
-def check_batches(trainer: pl.Trainer) -> None:
-    """Before the first step: raise ValueError where a process has fewer batches in an epoch than another one."""
-    if trainer.world_size > 1:
-        check_same(facts_of_batches(trainer))
-
-
-def check_evaluation(trainer: pl.Trainer) -> None:
-    """Before each step of an evaluation with collectives: raise ValueError where a process has fewer batches."""
-    facts = facts_of_evaluation(trainer) if trainer.world_size > 1 else None
-    if facts is not None:
-        check_same(facts)
-
-
 def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
-    """Once ``model`` is wrapped, and its weights are stored: average its gradients, and let all start from the same."""
+    """Average the gradients of ``model`` over the processes, and broadcast the weights of the first process.
+
+    Called when ``model`` is wrapped, and its weights are stored in the level's formats.
+    """
     if not isinstance(strategy, DDPStrategy):
         return
     ddp = model if isinstance(model, DistributedDataParallel) else None
@@ -124,20 +99,20 @@ def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> N
 
 
 def release_ddp(model: nn.Module, strategy: Strategy, engine: Engine) -> None:
-    """Once ``model`` is wrapped: DDP lets go of the parameters of a level that averages by itself."""
+    """Take the parameters out of torch's DDP around ``model``, at a level that averages gradients itself."""
     if isinstance(model, DistributedDataParallel) and _replaces_ddp(strategy, engine):
         take_from_ddp(model)
 
 
 def averages(strategy: Strategy, engine: Engine) -> bool:
-    """Whether gradients are averaged in the backward passes that a plugin runs only; FSDP2 reduces them in all."""
+    """Whether only backward passes of the plugin average gradients; FSDP2 reduces gradients in every backward pass."""
     if not isinstance(strategy, ParallelStrategy) or strategy.world_size == 1:
         return False
     return engine.sharding is None or engine.level.is_low_bit
 
 
 def synchronizes(strategy: Strategy) -> bool:
-    """Whether the next backward pass is the one whose gradients are averaged, and not one that accumulates."""
+    """Whether the next backward pass averages gradients; else it only accumulates them."""
     wrapper: Any = strategy.model if isinstance(strategy.model, DistributedDataParallel) else strategy
     return getattr(wrapper, "require_backward_grad_sync", True)
 
@@ -148,7 +123,7 @@ def wraps(strategy: DDPStrategy) -> bool:
 
 
 def _replaces_ddp(strategy: Strategy, engine: Engine) -> bool:
-    """Whether gradients are averaged by our reducer: DDP's own holds a parameter's dtype only."""
+    """Whether our reducer averages the gradients; DDP's reducer sends gradients in the parameter's dtype only."""
     return isinstance(strategy, DDPStrategy) and (
         engine.level.has_half_weights or engine.level.comm != "fp32" or not wraps(strategy)
     )

@@ -1,4 +1,4 @@
-"""Attributes that a level sets on callbacks, modules and parts of the Trainer for the time of one run."""
+"""Sets attributes of callbacks, modules and parts of the Trainer for the duration of one run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def replace_attribute(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of ``owner`` until ``undo`` is closed, which puts back the owner's own attribute or none."""
+    """Set an attribute of ``owner``; closing ``undo`` restores the attribute that the instance had, or deletes it."""
     held = vars(owner)
     if name in held:
         undo.callback(held.__setitem__, name, held[name])

@@ -1,4 +1,4 @@
-"""Bit-for-bit resume: random states, and the gradients of a step whose micro-batches have not all run.
+"""Bit-for-bit resume: saves random states, and the gradients of a step whose micro-batches have not all run.
 
 Validation in the middle of a step (``val_check_interval`` that ``accumulate_grad_batches`` does not divide), a signal
 or ``trainer.save_checkpoint`` write a checkpoint between two micro-batches. Without the gradients so far, the resumed
@@ -39,7 +39,7 @@ class ResumeState:
 
     Attributes:
         pending: whether a backward pass has run since the last step.
-        running: whether a backward pass or a step has begun and not ended, as an error may leave it.
+        running: whether a backward pass or a step has begun and not ended; stays True after an error in it.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,13 @@ class ResumeState:
     def state_dict(
         self, engine: Engine, module: pl.LightningModule | None, new: set[int] | None = None
     ) -> dict[str, Any]:
-        """Plain values and shards. Called on all processes, as Lightning dumps a checkpoint on each process.
+        """The random states of all processes, and the gradients of an unfinished step; a collective.
 
         Args:
-            engine: the plugin's.
-            module: the Trainer's.
-            new: ids of parameters whose gradients no step has used; None for all with a gradient, if ``pending``.
+            engine: the plugin's engine.
+            module: the Trainer's LightningModule.
+            new: ids of parameters whose gradients no step has used; None: all parameters with a gradient if
+                ``pending``.
         """
         if module is None or module._trainer is None:
             return {}
@@ -68,7 +69,7 @@ class ResumeState:
             return state
         if engine.model is not None and not self.running:
             return state | saved_gradients(engine, module, new if new is not None or self.pending else set())
-        # With Megatron-core's strategy, which calls no hooks of the plugin, only the loop knows.
+        # MegatronStrategy calls no hooks of the plugin: Lightning's loop knows whether a step is unfinished.
         if not self.running and not module.trainer.fit_loop.epoch_loop._should_accumulate():
             return state
         self._say(_NO_GRADIENTS)
@@ -91,12 +92,16 @@ class ResumeState:
             set_random_states(mine)
 
     def before_first_step(self, engine: Engine, module: pl.LightningModule | None) -> list[Tensor]:
-        """Called before every training step. Returns the parameters that have got a gradient."""
+        """Restore gradients and random states before the first training step after a resume.
+
+        Returns:
+            the parameters that have got a gradient.
+        """
         if module is None:
             return []
         (rng, self._rng), (gradients, self._gradients) = (self._rng, None), (self._gradients, None)
         if rng is not None:
-            # Making the loader's iterator draws from torch's generator; the interrupted run had done so long before.
+            # Making the loader's iterator has drawn from torch's generator since ``load_state_dict``.
             set_random_states(rng)
             if not _loader_is_stateful(module.trainer):
                 rank_zero_warn(_NO_PLACE.format("resumed"))
@@ -108,7 +113,7 @@ class ResumeState:
         return []
 
     def forget(self) -> None:
-        """The run is over."""
+        """Drop the state of the run."""
         self.pending, self.running, self._gradients = False, False, None
 
 
@@ -150,8 +155,9 @@ def check_saves(trainer: pl.Trainer) -> None:
             f"{lost}. Use a number of batches, a multiple of {in_step}."
         )
     batches, between = trainer.num_training_batches, trainer.val_check_batch
-    through = trainer.check_val_every_n_epoch is None  # batches are counted through the epochs, whose last steps may
-    shorter = through and batches != float("inf") and batches % in_step  # have fewer of them
+    # Without check_val_every_n_epoch batches are counted over all epochs, and an epoch may end with a shorter step.
+    through = trainer.check_val_every_n_epoch is None
+    shorter = through and batches != float("inf") and batches % in_step
     if between is None or between == float("inf") or (between == batches and not through):
         return
     if between % in_step or shorter:

@@ -1,4 +1,4 @@
-"""Step-wise learning-rate schedulers wait where the optimizer's step was skipped for gradients that are not finite."""
+"""Holds back step-wise learning-rate schedulers when the optimizer's step was skipped for non-finite gradients."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def hold_back_skipped(
     A wrapped ``scheduler.step`` would be saved in the scheduler's state_dict.
 
     Args:
-        module: the Trainer's.
-        skipped: the optimizers whose last step was skipped, read at each step.
-        configs: Lightning's configurations of the schedulers.
+        module: the Trainer's LightningModule.
+        skipped: the optimizers whose last step was skipped; read at each step.
+        configs: Lightning's ``LRSchedulerConfig``s.
         undo: gives the module its own method back when it is closed.
     """
     stepwise = {id(config.scheduler) for config in configs if config.interval == "step"}

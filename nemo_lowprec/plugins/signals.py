@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.plugins.replaced import replace_attribute
 
-_NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # a stronger wish is a larger number
+_NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # the value of the flag; the processes take the maximum
 _EXCHANGE = "_broadcast_sigterm_tensor"  # a method of Lightning's training loop, from 2.6 on
 
 
@@ -28,8 +28,8 @@ class StopTogether:
     Args:
         trainer: a Trainer of several processes, whose process group exists.
         undo: gives Lightning its methods back when it is closed.
-        evaluates_in_step: whether every step of an evaluation has collectives, so that a process cannot leave alone.
-        between_steps: whether to wait for the last micro-batch of a step, as no checkpoint would hold its gradients.
+        evaluates_in_step: whether every step of an evaluation calls collectives, so that no process can leave alone.
+        between_steps: whether to wait for the end of a step, for a strategy whose checkpoints hold no gradients.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StopTogether:
         connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._requeue = connector._slurm_sigusr_handler_fn
         self._acts = hasattr(loop, _EXCHANGE)
-        if not self._acts:  # Lightning's own handlers call no collectives then
+        if not self._acts:  # the handlers of an older Lightning call no collectives
             return
         for owner, name, own in (
             (connector, "_sigterm_notifier_fn", self._on_end),
@@ -54,10 +54,10 @@ class StopTogether:
             replace_attribute(undo, owner, name, own)
 
     def before_evaluation_step(self) -> None:
-        """Called on every process before each of its steps of an evaluation.
+        """End the run if a signal asks for it; called before each step of an evaluation.
 
         Raises:
-            SIGTERMException: where the run is to end; on all processes, if they evaluate in step.
+            SIGTERMException: the run is to end; on all processes at once, if they evaluate in step.
         """
         if self._acts and self.evaluates_in_step:
             self._exchange(self._wanted if self._wanted == _END else _NOTHING, evaluates=True)
@@ -79,7 +79,7 @@ class StopTogether:
         self._exchange(self._wanted)
 
     def _exchange(self, wanted: float, evaluates: bool = False) -> None:
-        """Reduce the wishes of all processes, and act: on a GPU one step later, when the answer is on the host."""
+        """All-reduce the flag, and act on the maximum; on a GPU one step later, when the maximum is on the host."""
         device = self.trainer.strategy.root_device
         if device.type == "cuda" and self._act(evaluates):
             return
@@ -90,13 +90,13 @@ class StopTogether:
             self._act(evaluates)
 
     def _act(self, evaluates: bool) -> bool:
-        """Act on the last answer. Returns whether a process had asked for an end or a requeue."""
+        """Act on the last maximum. Returns whether a process has asked for an end or a requeue."""
         answer = self._answers.pop(evaluates, None)
         if answer is None or not answer:
             return False
         if float(answer.on_device) == _END:
             self._end()
-        if self._wanted == _REQUEUE:  # an end that was asked for meanwhile comes next
+        if self._wanted == _REQUEUE:  # a SIGTERM that has come meanwhile stays noted
             self._wanted = _NOTHING
         self._requeue(self._signum, None)  # type: ignore[arg-type]
         return True

@@ -1,4 +1,4 @@
-"""The tables that the Trainer shows at its start: the level, its layers, and the bytes of the weights."""
+"""The tables that the Trainer prints at its start: the level, its layers, and the bytes of the weights."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 
 def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
-    """The chart's row, a column a line, and how many parameters ``modules`` have.
+    """The chart's row, a column a line, and the number of parameters of ``modules``.
 
     Args:
-        fp8_params: whether the weights of converted layers are kept in FP8 beside their masters.
+        level: the row.
+        fp8_params: whether the weights of converted layers are stored in FP8 beside their masters.
+        modules: parts of the model.
     """
     rows = {column: cell for column, cell in level.columns(fp8_params).items() if column != "Level"}
-    params = {id(p): p for module in modules for p in module.parameters() if not _has_no_shape(p)}.values()
-    count, trained = sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+    params = {id(p): p for module in modules for p in module.parameters() if not isinstance(p, UninitializedParameter)}
+    count = sum(p.numel() for p in params.values())
+    trained = sum(p.numel() for p in params.values() if p.requires_grad)
     rows["Parameters"] = f"{count:,}" + (f", of which {trained:,} are trained" if trained != count else "")
     return "\n".join(pair_lines(rows.items()))
 
 
 @rank_zero_only
 def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
-    """Print the level and its arguments, then the tables; and warn of ``problem``, if any."""
+    """Print the level and its arguments, then ``tables``, and warn of ``problem``; on the first process only."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
     for table in tables:
@@ -49,7 +52,7 @@ def print_tables(title: object, tables: Iterable[str], problem: str | None) -> N
 
 
 def print_summary(engine: Engine, title: object) -> None:
-    """Print the tables of a model that is about to be trained, and warn where hardly anything is converted."""
+    """Print the tables of a model that is about to be trained, and warn if few of its layers are converted."""
     assert engine.model is not None
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
     tables, problem = [level_table(engine.level, fp8_params, [engine.model])], None
@@ -67,7 +70,7 @@ def weight_bytes(module: nn.Module) -> int:
     """
     total = 0.0
     for param in module.parameters():
-        if _has_no_shape(param) or not param.numel():
+        if isinstance(param, UninitializedParameter) or not param.numel():
             continue
         local: Any = local_shard(param)
         if isinstance(local, QuantizedTensor) and local.numel():
@@ -78,10 +81,10 @@ def weight_bytes(module: nn.Module) -> int:
 
 
 def summarize_true_size(trainer: pl.Trainer, undo: ExitStack) -> None:
-    """Have the Trainer's model summary say how many bytes the weights have at this level, until ``undo`` is closed.
+    """Make Lightning's ModelSummary print the bytes of the weights at this level, until ``undo`` is closed.
 
-    Lightning knows the sizes of its own precisions only: it counts 4 bytes a parameter at any other precision, and
-    warns that this is not accurate (seen in 2.6).
+    Lightning (2.6) counts 4 bytes a parameter at a precision that is not its own, and warns that the count is not
+    accurate.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
@@ -95,7 +98,3 @@ def _with_true_size(callback: ModelSummary, trainer: pl.Trainer, module: pl.Ligh
     count = summary.total_parameters
     summary._precision_megabytes = 1e-6 * weight_bytes(module) / count if count else 0.0
     return summary
-
-
-def _has_no_shape(param: nn.Parameter) -> bool:
-    return isinstance(param, UninitializedParameter)

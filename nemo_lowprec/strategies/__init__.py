@@ -9,4 +9,5 @@ from nemo_lowprec.strategies.sharded import LowPrecisionShardedStrategy
 __all__ = ["LowPrecisionDDPStrategy", "LowPrecisionShardedStrategy", "MegatronStrategy"]
 
 for _strategy in (LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy):
-    _strategy.register_strategies(StrategyRegistry)
+    _summary = (_strategy.__doc__ or "").partition("\n")[0]
+    StrategyRegistry.register(_strategy.strategy_name, _strategy, description=_summary)

@@ -1,42 +1,55 @@
-"""What the strategies of this package add to Lightning's: processes that disagree say so before they wait."""
+"""A base of the strategies that load checkpoints together: processes that resume differently raise, and do not hang."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
+from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.comm import check_same
-from nemo_lowprec.plugins.agreement import is_grouped, name_of
+from nemo_lowprec.plugins.agreement import name_of
 
-_END = "_CheckpointConnector.resume_end"  # Lightning's name of the barrier after it has resumed, or has not
+_END = "_CheckpointConnector.resume_end"  # Lightning's name of the barrier after a resume, or after no resume
 
 
 class AgreesOnResume(Strategy):
-    """A strategy that loads checkpoints with collectives, once it is set up.
+    """A strategy that loads checkpoints with collectives, after its setup.
 
-    A process that has no ``ckpt_path`` loads nothing, and comes to the barrier behind it.
+    A process without ``ckpt_path`` loads nothing, and comes to the barrier after the resume. The names of the
+    checkpoints are compared once for each call of the Trainer.
     """
 
     _agreed_on_resume = True
 
-    def expect_resume(self) -> None:
-        """Before Lightning resumes, or does not."""
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[safe-super]
         self._agreed_on_resume = False
 
-    def agree_on_resume(self, path: Any) -> None:
-        """Once for each call of the Trainer.
+    def agreed_path(self, path: Any) -> Path:
+        """The first process's path of a checkpoint that all processes load, recovered from a killed write.
 
         Raises:
-            ValueError: on every process, where some resume and others do not, or from another checkpoint.
+            ValueError: on every process, if some processes do not resume, or resume from a checkpoint of another name.
         """
-        if not self._agreed_on_resume and is_grouped():
+        self._agree_on_resume(path)
+        path = Path(self.broadcast(path))
+        if self.is_global_zero:
+            recover(path)
+        self.barrier()
+        return path
+
+    def _agree_on_resume(self, path: Any) -> None:
+        if not self._agreed_on_resume and dist.is_initialized():
             check_same({"ckpt_path": name_of(path)})
         self._agreed_on_resume = True
 
     @override
     def barrier(self, name: str | None = None) -> None:
         if name == _END:
-            self.agree_on_resume(None)
+            self._agree_on_resume(None)
         super().barrier(name)  # type: ignore[safe-super]

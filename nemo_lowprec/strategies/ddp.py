@@ -20,17 +20,16 @@ from nemo_lowprec.plugins.precision import LowPrecision
 class LowPrecisionDDPStrategy(DDPStrategy):
     """Every process has the whole model; gradients are averaged in the level's format while backward goes on.
 
-    What ``strategy="ddp"`` does at a level of this package, without a wrapper around the model: at ``fp16_amp`` and
+    The strategy trains as ``strategy="ddp"`` does, without torch's wrapper around the model. At ``fp16_amp`` and
     ``te_fp8`` this saves DDP's buckets, 4 bytes a parameter.
 
     Args:
-        bucket_cap_mb: size of a bucket on the wire, MiB.
-        broadcast_buffers: whether the first process's buffers (statistics of a BatchNorm) are everyone's at each
-            training step.
-        options: of Lightning's ``DDPStrategy`` but for those of torch's wrapper.
+        bucket_cap_mb: size of a gradient bucket that is sent, MiB.
+        broadcast_buffers: whether each training step broadcasts the first process's buffers (BatchNorm's statistics).
+        options: options of Lightning's ``DDPStrategy``, without those of torch's DistributedDataParallel.
 
     Raises:
-        TypeError: an option of torch's wrapper.
+        TypeError: an option of torch's DistributedDataParallel.
     """
 
     strategy_name = "lowprec_ddp"
@@ -48,7 +47,7 @@ class LowPrecisionDDPStrategy(DDPStrategy):
         self.require_backward_grad_sync = True
 
     def agreement(self) -> dict[str, Any]:
-        """Settings that all processes must have the same of."""
+        """Settings that must be the same on all processes."""
         return {**self._ddp_kwargs, "broadcast_buffers": self._broadcast_buffers}
 
     @override
@@ -80,8 +79,3 @@ class LowPrecisionDDPStrategy(DDPStrategy):
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
         return super().training_step(*args, **kwargs)
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.split("\n")[0])  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Models that were made on torch's meta device, by all processes or all but the first: memory, unit by unit."""
+"""Gives memory to a model on torch's meta device, unit by unit."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from torch import Tensor, nn
 
 
 def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> None:
-    """Replace what ``unit`` has on the meta device by memory on ``device``.
+    """Replace the parameters and buffers of ``unit`` on the meta device by memory on ``device``.
 
-    Called for one unit after the other, each sharded before the next: no process holds the whole model on its GPU.
+    Each unit is sharded before the next unit gets memory: no process holds the whole model on its GPU.
 
     Args:
-        initializes: whether modules are initialized here, by their ``reset_parameters``; processes that get their
-            values from one that does leave it out.
+        unit: an FSDP2 unit of the model.
+        device: of this process.
+        initializes: whether to call the modules' ``reset_parameters``; False on processes that get their values from
+            the first process.
     """
-    made: dict[int, Tensor] = {}  # by what was there: tied parameters stay tied
+    made: dict[int, Tensor] = {}  # by id of the meta tensor, so that tied parameters stay tied
 
     def memory_for(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
@@ -26,7 +28,7 @@ def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> Non
             made[id(tensor)] = memory
         return made[id(tensor)]
 
-    replaced: list[Tensor | None] = []  # alive until the end, so that no other tensor takes an id
+    replaced: list[Tensor | None] = []  # keeps the meta tensors alive, as an id may be used again
     for module in unit.modules():
         if not _on_meta(module):
             continue
@@ -39,7 +41,7 @@ def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> Non
 
 
 def obstacle(model: nn.Module, initializes: bool) -> str | None:
-    """Why this process cannot give ``model`` memory and values; None where it can."""
+    """Why ``materialize`` cannot give ``model`` memory and values on this process; None if it can."""
     for name, module in model.named_modules():
         for own, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
@@ -62,5 +64,5 @@ def _held(module: nn.Module) -> tuple[dict[str, Tensor | None], ...]:
 
 
 def _on_meta(module: nn.Module) -> set[str]:
-    """What ``module`` itself has there."""
+    """Names of the parameters and buffers of ``module`` itself that are on the meta device."""
     return {own for held in _held(module) for own, t in held.items() if t is not None and t.is_meta}

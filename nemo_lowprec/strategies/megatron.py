@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.writing import recover, remove
+from nemo_lowprec.checkpoint.writing import remove
 from nemo_lowprec.comm import check_same
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
-from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_optimizers
+from nemo_lowprec.plugins.agreement import check_optimizers, facts_of_data
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.resume import check_saves
 from nemo_lowprec.plugins.schedulers import hold_back_skipped
@@ -41,32 +41,32 @@ if TYPE_CHECKING:
 class MegatronStrategy(AgreesOnResume, DDPStrategy):
     """Megatron-core's parallelism, gradient buffers, distributed optimizer, schedules and loss scaling.
 
-    A module that is a ``PipelinedModule`` (such as ``MegatronGPT``) is built by Megatron-core in parts, at any of the
-    sizes. Any other ``LightningModule`` is trained data-parallel: each process has all of it.
+    Megatron-core builds a ``PipelinedModule`` (such as ``MegatronGPT``) in parts, at any parallel sizes. Any other
+    ``LightningModule`` is trained data-parallel: each process has the whole model.
 
-    The micro-batches of a step are the Trainer's ``accumulate_grad_batches`` batches. A pipeline needs them together:
-    they are kept until the last one is there, and then run; the ``training_step`` of those before returns zero.
-    Gradients are clipped by Megatron-core, to the Trainer's ``gradient_clip_val``.
+    The micro-batches of a step are the Trainer's ``accumulate_grad_batches`` batches. A pipeline runs them together:
+    the strategy keeps the batches until the last one, and returns zero as the loss of the earlier batches.
+    Megatron-core clips the gradients to the Trainer's ``gradient_clip_val``.
 
     Args:
         tensor_model_parallel_size: processes that share each layer's matrices.
         pipeline_model_parallel_size: stages of the pipeline.
-        virtual_pipeline_model_parallel_size: parts that each process has of the layers, interleaved.
+        virtual_pipeline_model_parallel_size: parts of the layers on each process, interleaved.
         context_parallel_size: processes that share each sequence.
         expert_model_parallel_size: processes that share the experts of a layer.
         sequence_parallel: whether tensor-parallel processes share the sequence outside of the matrices, too.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
-        overlap_param_gather: whether weights are gathered while the next forward goes on; None: with a model that
-            Megatron-core has built. Others may read parameters where no layer of theirs is called.
+        overlap_param_gather: whether weights are gathered while the next forward goes on; None: only for a
+            ``PipelinedModule``, as other modules may read a parameter without calling the layer that waits for it.
         bucket_size: parameters of a bucket; None for Megatron-core's choice.
         checkpoint_form: ``fully_reshardable`` (opens at any parallel sizes) or ``dp_reshardable`` (faster; opens at
             the same tensor and pipeline sizes).
-        options: of Lightning's ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``.
+        options: options of Lightning's ``DDPStrategy``: ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        ValueError: sizes that do not go together, or an unknown ``checkpoint_form``.
+        ValueError: the sizes do not go together, or ``checkpoint_form`` is unknown.
         TypeError: an option of torch's DDP.
-        RuntimeError: without Megatron-core, Transformer Engine or a GPU.
+        RuntimeError: Megatron-core, Transformer Engine or a GPU is missing.
     """
 
     strategy_name = "lowprec_megatron"
@@ -112,7 +112,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     @property
     def engine(self) -> MegatronEngine:
-        """The model, the optimizer and the steps, while the Trainer runs."""
+        """The engine of the running Trainer."""
         if self._engine is None:
             raise RuntimeError("MegatronStrategy has no model: a Trainer sets it up.")
         return self._engine
@@ -122,18 +122,17 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         super().connect(model)
-        self._resolve(model)  # before data are prepared, and the model is built
+        self._resolve(model)  # raises before data are prepared and the model is built
 
     @override
     def setup_environment(self) -> None:
         self.layout.check_world(self.num_nodes * self.num_processes)
         super().setup_environment()
         check_device(self.precision_plugin.level)  # type: ignore[attr-defined]
-        self.expect_resume()
         self.layout.initialize()
 
     def agreement(self) -> dict[str, Any]:
-        """Settings that all processes must have the same of."""
+        """Settings that must be the same on all processes."""
         return {**self.layout.sizes(), **self._overlaps, "sequence_parallel": self.layout.sequence_parallel,
                 "checkpoint_form": self.checkpoint_form}  # fmt: skip
 
@@ -178,12 +177,12 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             return
         engine.wrap()
         self.setup_optimizers(trainer)
-        check_same(facts_of_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True))
+        check_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True)
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         assert engine.optimizer is not None
         plugin.follow(module)
         hold_back_skipped(module, engine.guard.skipped, self.lr_scheduler_configs, plugin.undo)
-        if not settings.fp8_weights:  # Transformer Engine's FP8 weights say the size of another dtype
+        if not settings.fp8_weights:  # Transformer Engine's FP8 weights report the bytes of another dtype
             summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
             chunks = [unwrapped(chunk) for chunk in engine.chunks]
@@ -198,7 +197,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         """The level and its settings for ``module``.
 
         Raises:
-            ValueError: no level, or one that Megatron-core cannot train; see ``_check``.
+            ValueError: the Trainer has no level, or Megatron-core cannot train the level or the module.
         """
         from nemo_lowprec.megatron.engine import PipelinedModule
 
@@ -207,11 +206,11 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             raise ValueError("MegatronStrategy needs a level of nemo_lowprec among the Trainer's plugins.")
         settings = plugin.megatron(own_layers=not pipelined)
         if module.trainer.state.fn == TrainerFn.FITTING:
-            self._check(module.trainer, module, pipelined)  # again in ``setup``, with the callbacks of the module
+            self._check(module.trainer, module, pipelined)  # ``setup`` checks again, with the module's callbacks
         return plugin, settings
 
     def _check(self, trainer: pl.Trainer, module: pl.LightningModule, pipelined: bool) -> None:
-        """What cannot be trained so."""
+        """Raise ValueError for options of the Trainer and of the strategy that Megatron-core cannot follow."""
         if not module.automatic_optimization:
             raise ValueError("MegatronStrategy runs the steps itself: set automatic_optimization = True.")
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm not in (None, "norm"):
@@ -265,23 +264,15 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         engine.begin(batches)
         return self.lightning_module.training_step(batches, *rest, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", *args, **kwargs)
-
     def _evaluate(self, hook: str, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.precision_plugin, LowPrecision)
         self.precision_plugin.before_evaluation_step()
         with self.engine.evaluation():
             return getattr(self.lightning_module, hook)(*args, **kwargs)
+
+    validation_step = partialmethod(_evaluate, "validation_step")  # type: ignore[assignment]
+    test_step = partialmethod(_evaluate, "test_step")  # type: ignore[assignment]
+    predict_step = partialmethod(_evaluate, "predict_step")  # type: ignore[assignment]
 
     @override
     @contextmanager
@@ -295,7 +286,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.engine.is_pipelined:  # else the schedule has done it
+        if not self.engine.is_pipelined:  # a schedule has run the backward passes of a PipelinedModule
             self.engine.backward(closure_loss, *args, **kwargs)
         return closure_loss
 
@@ -309,7 +300,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         settings = engine.settings
-        # A scale that is static, or that the level does not have, cannot fall until gradients are finite.
+        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
         stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
         assert engine.optimizer is not None
         scale = engine.guard.loss_scale.used if engine.guard.loss_scale is not None else None
@@ -343,16 +334,11 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         from nemo_lowprec.megatron.checkpoint import load
 
-        self.agree_on_resume(checkpoint_path)
-        path = Path(self.broadcast(checkpoint_path))
-        if self.is_global_zero:
-            recover(path)
-        self.barrier()
-        return load(path, self.engine, self.checkpoint_form)
+        return load(self.agreed_path(checkpoint_path), self.engine, self.checkpoint_form)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        pass  # ``load_checkpoint`` has put all in its place
+        pass  # ``load_checkpoint`` has loaded the weights and the optimizer states
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
@@ -368,15 +354,10 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         module, engine = self.lightning_module, self._engine
         built = engine is not None and engine.is_pipelined
         if module is not None and engine is not None:
-            # A process that has failed does not come to a collective.
+            # After an error a process may not come to the collective.
             engine.release(gather=module.trainer.state.status != TrainerStatus.INTERRUPTED)
         self._engine, self._pending = None, []
         if built:
-            self._lightning_module = None  # Lightning would move it to the CPU, where there are no FP8 weights
+            self._lightning_module = None  # Lightning would move the module to the CPU, and FP8 weights cannot move
         super().teardown()
         self._lightning_module = module
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.split("\n")[0])  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
-"""The outermost unit of a sharded LightningModule: its weights are gathered around a whole step.
+"""Gathers the weights of the outermost FSDP2 unit of a LightningModule once around a whole step.
 
-FSDP2's own ``register_fsdp_forward_method`` would free the weights twice where a step calls ``forward``, which has
-hooks too, and gather the weights once more for backward.
+With FSDP2's own ``register_fsdp_forward_method``, a step that calls ``forward``, which has hooks too, would free the
+weights twice, and gather them once more for backward.
 """
 
 from __future__ import annotations

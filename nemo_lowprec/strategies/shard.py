@@ -1,4 +1,4 @@
-"""Cut a model into FSDP2 units: its blocks, and what is left; or take over the units of a user who cut it."""
+"""Cuts a model into FSDP2 units: its blocks, and the rest; or takes over the units that the user has made."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from nemo_lowprec.weights.widened import HALVES
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of ``model``: elements of its outermost lists of modules.
+    """The repeated blocks of ``model``: the elements of its outermost lists of modules.
 
-    A list, or an element, that is only a container has no forward that FSDP2 could hook into: it is descended into.
+    FSDP2 needs a ``forward`` to hook into: of an element that is a container itself, the elements are the blocks.
     """
     for child in model.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -37,17 +37,16 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def sharding_over(mesh: DeviceMesh, frees_weights: bool) -> Sharding:
-    """The processes of a mesh of one dimension, or (replicate, shard)."""
+    """The process groups of a mesh with one dimension (shard) or two (replicate, shard)."""
     replicas = mesh.get_group(0) if mesh.ndim > 1 else None
     return Sharding(None, mesh.get_group(mesh.ndim - 1), replicas, frees_weights)
 
 
 def mesh_of_units(model: nn.Module) -> DeviceMesh | None:
-    """The mesh over which a user's ``fully_shard`` has sharded parameters of ``model``; None where nobody did.
+    """The mesh over which the user's ``fully_shard`` has sharded ``model``; None for a model without units.
 
     Raises:
-        ValueError: parameters are sharded otherwise (tensor parallelism), over several meshes, or not at all beside
-            sharded ones.
+        ValueError: a parameter is not sharded, sharded in another way (tensor parallelism), or over another mesh.
     """
     if not any(isinstance(m, FSDPModule) for m in model.modules()):
         return None
@@ -75,10 +74,10 @@ def mesh_of_units(model: nn.Module) -> DeviceMesh | None:
 
 
 def take_over_units(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
-    """Have the units of a user gather and reduce in the level's formats.
+    """Give ``policy`` to the units that the user has made, so that they gather and reduce in the level's formats.
 
     Raises:
-        ValueError: a unit has a policy of its own.
+        ValueError: a unit has another policy.
     """
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -101,9 +100,9 @@ _REFUSES = "_lowprec_refuses_second_derivatives"
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Have every unit of ``model`` raise in a backward pass that is to be differentiated again; once is enough.
+    """Make every unit of ``model`` raise in a backward pass with ``create_graph=True``.
 
-    FSDP2 frees a unit's weights after its backward pass, and the second one would read freed memory.
+    FSDP2 frees a unit's weights after the backward pass, and the second derivative would read freed memory.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule) and _REFUSES not in module.__dict__:
@@ -130,11 +129,14 @@ def shard_model(
 ) -> None:
     """Shard ``model`` over ``mesh`` block by block, with the weights of the first process.
 
-    Whatever is on torch's meta device gets memory; on the first process its modules are initialized, which
-    ``materialize.obstacle`` finds out about before.
+    Tensors on torch's meta device get memory, and the first process initializes their modules; call
+    ``materialize.obstacle`` before.
 
     Args:
-        mesh: of one dimension, or (replicate, shard).
+        model: whole on each process, or on the meta device.
+        mesh: with one dimension (shard) or two (replicate, shard).
+        device: of this process.
+        policy: dtypes in which FSDP2 gathers and reduces.
         reshard: whether weights are freed between forward and backward (ZeRO-3) or kept (ZeRO-2).
     """
     for unit in [*blocks_of(model), model]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -25,10 +26,10 @@ from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.background import BackgroundWriter
 from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
-from nemo_lowprec.checkpoint.writing import recover, remove
+from nemo_lowprec.checkpoint.writing import remove
 from nemo_lowprec.comm import check_same, raise_together
 from nemo_lowprec.engine import mixed_precision_policy
-from nemo_lowprec.plugins.agreement import is_grouped, meet_at_start
+from nemo_lowprec.plugins.agreement import meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 from nemo_lowprec.strategies.materialize import obstacle
@@ -41,7 +42,7 @@ from nemo_lowprec.strategies.shard import (
     take_over_units,
 )
 
-_CUT_WITH = "_lowprec_cut_with"  # on a model: the options, for the stages after the first
+_CUT_WITH = "_lowprec_cut_with"  # attribute of a sharded model: (shard_size, reshard_after_forward)
 
 
 class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
@@ -86,7 +87,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         self._writer: BackgroundWriter | None = None
         self._reshard = reshard_after_forward
         self._shard_size = shard_size
-        self._undo = ExitStack()  # gives the model its own steps back
+        self._undo = ExitStack()  # gives the model its own step methods back
         self.require_backward_grad_sync = True
 
     @contextmanager
@@ -120,10 +121,9 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     @override
     def _setup_distributed(self) -> None:
-        made_group = not is_grouped()
+        made_group = not dist.is_initialized()
         super()._setup_distributed()
-        meet_at_start(self, made_group, self._timeout)  # before the groups of a mesh are made
-        self.expect_resume()
+        meet_at_start(self, made_group)  # before the groups of a mesh are made
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -142,7 +142,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             self.model = plugin.convert_module(self.model)
             found = obstacle(self.model, self.is_global_zero)
             problem = ValueError(found) if found else None
-        except ValueError as error:  # about a value, which only the first process may have
+        except ValueError as error:  # perhaps about a weight's value, which only the first process has
             problem = error
         raise_together(problem)
         if own is not None:
@@ -232,8 +232,9 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             if self._writer is None:
                 self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
-            if not self._trains():
-                self._writer.wait()  # no later call would
+            module = self.lightning_module
+            if module is None or module._trainer is None or not module.trainer.training:
+                self._writer.wait()  # outside of training no later call waits
         elif self._save_distributed_checkpoint:
             begin_sharded(checkpoint, path)()
         elif self.broadcast(path.is_dir()):
@@ -242,10 +243,6 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             gradients = partial_gradients(checkpoint)
             gradients.update(in_full(gradients))
             Strategy.save_checkpoint(self, checkpoint, path, storage_options)  # as ``plugins.checkpoint_io`` wraps it
-
-    def _trains(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.training
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -261,13 +258,9 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self.agree_on_resume(checkpoint_path)
-        path = Path(self.broadcast(checkpoint_path))
         if self._writer is not None:
             self._writer.wait()
-        if self.is_global_zero:
-            recover(path)
-        self.barrier()
+        path = self.agreed_path(checkpoint_path)
         assert self.model is not None and self.lightning_module is not None
         engine = self.precision_plugin.engine  # type: ignore[attr-defined]
         if is_folder(path):
@@ -279,8 +272,3 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         restore(checkpoint, self.model, self.optimizers, self.lightning_module.strict_loading)
         engine.columns.weights.were_written()  # Lightning loads the plugin's state of the weights next
         return checkpoint
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description=cls.__doc__.split("\n")[0])  # type: ignore[union-attr]
