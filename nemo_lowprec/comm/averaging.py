@@ -77,11 +77,10 @@ class Averaging(Column):
         """
         self.check_averaging()
         assert self._model is not None
-        if self.reducer is None or self.reducer.group is not group:
+        params = list(self._model.parameters())
+        if self.reducer is None or self.reducer.group is not group or not self.reducer.averages(params):
             self._let_go()
-            self.reducer = GradientReducer(
-                self._model.parameters(), group, self.wire, bucket_bytes, observers=self.observers
-            )
+            self.reducer = GradientReducer(params, group, self.wire, bucket_bytes, observers=self.observers)
             self.share_amaxes(group)
         return self.reducer
 

@@ -6,7 +6,7 @@ Sources: bucketing in reverse order and overlap with backward are torch's Distri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -76,6 +76,10 @@ class GradientReducer:
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A GradientReducer belongs to a process group, and cannot be copied.")
+
+    def averages(self, params: Sequence[Tensor]) -> bool:
+        """Whether the reducer was made for ``params``."""
+        return [*map(id, self._params)] == [*map(id, params)]
 
     def begin(self) -> None:
         """A backward pass begins whose gradients, and those that earlier ones have left, are to be averaged."""

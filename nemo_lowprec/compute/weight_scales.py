@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class WeightScale:
     """Scale of one weight, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).
 
     Attributes:
-        layer: the module that holds the weight.
+        layer: the module that holds the weight, held weakly; None once the module is gone.
         name: the weight's name in ``layer``.
         fmt: format of the quantized weight.
         margin: the scale is divided by 2**margin.
@@ -36,7 +37,7 @@ class WeightScale:
             at every gathering, and only ``WeightScales.forget`` says that it was written.
     """
 
-    __slots__ = ("_left", "_measured", "amax", "fmt", "gathered", "histories", "layer", "margin", "name", "scale")
+    __slots__ = ("_layer", "_left", "_measured", "amax", "fmt", "gathered", "histories", "margin", "name", "scale")
 
     cold = False
 
@@ -51,12 +52,21 @@ class WeightScale:
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copied model has other weights of the same values: measured anew, without a restart.
         state = {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
-        return None, {**state, "_measured": None, "_left": None}
+        del state["_layer"]
+        return None, {**state, "layer": self.layer, "_measured": None, "_left": None}
+
+    @property
+    def layer(self) -> nn.Module | None:
+        return self._layer() if self._layer is not None else None
+
+    @layer.setter
+    def layer(self, layer: nn.Module | None) -> None:
+        self._layer = ref(layer) if layer is not None else None
 
     @property
     def weight(self) -> Tensor | None:
         """The layer's weight; None where it is computed anew for each forward (pruned, parametrized)."""
-        return self.layer._parameters.get(self.name)
+        return None if self.layer is None else self.layer._parameters.get(self.name)
 
     def current_scale(self, _: Tensor) -> Tensor:
         """The scale, shape [1]."""

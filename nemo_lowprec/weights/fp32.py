@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.tensors.marks import Marks
+from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES, Widened
 
@@ -22,7 +24,8 @@ class Fp32Weights(WeightStore):
         super().__init__()
         self._scaled_by = scaled_by
         self._widened = Widened()
-        self._frozen: list[tuple[nn.Module, nn.Parameter]] = []
+        self._marks = Marks("frozen")
+        self._frozen = ChosenParams(self._marks.__contains__)
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         for name, param in model.named_parameters() if self._scaled_by is not None else ():
@@ -35,19 +38,19 @@ class Fp32Weights(WeightStore):
     def install(self, model: nn.Module, training: bool) -> None:
         super().install(model, training)
         if training:
-            held = ((m, p) for m in model.modules() for p in m._parameters.values() if p is not None)
-            self._frozen = [(m, p) for m, p in held if type(p.data) is Tensor and p.dtype in HALVES]
+            for param in model.parameters():
+                if type(param.data) is Tensor and param.dtype in HALVES:
+                    self._marks.add(param)
             self.before_forward()
 
     def before_forward(self) -> None:
-        """Make weights FP32 that are trained by now."""
-        thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
-        if thawed:
-            self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]
-        for module, param in thawed:
-            self._widened.add(param)
-            self._widened.add_statistics(module)
+        """Widen half weights that were unfrozen to FP32."""
+        for module, param in self._frozen.of(self.model):
+            if param.requires_grad:
+                self._marks.discard(param)
+                self._widened.add(param)
+                self._widened.add_statistics(module)
 
     def remove(self) -> None:
-        self._frozen.clear()
+        self._marks.clear()
         super().remove()

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
+from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.averaging import average_masters, averages_in
+from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
@@ -49,8 +51,8 @@ class LowBitWeights(WeightStore):
         self.reads_as = reads_as
         self._fp8, self._margin = fp8, margin
         self._keep = False  # what an evaluation must give back where nothing else was loaded
-        self._frozen: dict[int, nn.Parameter] = {}
-        self._came_as: dict[int, torch.dtype] = {}
+        self._came_as = Marks("frozen")  # dtypes of frozen parameters
+        self._frozen = ChosenParams(self._came_as.__contains__)
         self._widened = Widened()
         self._handles: list[Any] = []
 
@@ -83,7 +85,8 @@ class LowBitWeights(WeightStore):
             return
         storage = torch.float16
         if not param.requires_grad:
-            self._frozen[id(param)], self._came_as[id(param)] = param, param.dtype
+            self._came_as.add(param, param.dtype)
+            self._frozen.renew()
             storage = param.dtype if param.dtype == torch.bfloat16 else storage
         self._before_storing(param)
         if _is_transformer_engine(module) or self.reads_as == storage == torch.float16:
@@ -122,16 +125,16 @@ class LowBitWeights(WeightStore):
         A frozen one that somebody writes by hand, as averages of other weights are, becomes plain FP32: the next update
         would be too small for 16 bits.
         """
-        for param in list(self._frozen.values()):
+        for _, param in self._frozen.of(self.model):
             if param.requires_grad:
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 if any(param is p for p in self._fp8_params()):
                     self._to_fp8(param)
                 elif isinstance(param, Fp16Weight):
                     param.data_fp16 = param.data_fp16.to(torch.float16)
                 param.grad_dtype = None
             elif frozen_was_written(param):
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 if isinstance(param, QuantizedTensor):
                     swap(param, nn.Parameter(_values(param), requires_grad=False))
                 else:
@@ -140,7 +143,7 @@ class LowBitWeights(WeightStore):
 
     def note_frozen(self) -> None:
         """Frozen parameters are as they were stored."""
-        for param in self._frozen.values():
+        for _, param in self._frozen.of(self.model):
             note_frozen(param)
 
     def _before_storing(self, param: nn.Parameter) -> None:
@@ -180,8 +183,8 @@ class LowBitWeights(WeightStore):
                 original = param.__dict__.pop(_ORIGINAL, None)
                 if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
                     values = original.to(values.device)
-                if id(param) in self._frozen:
-                    values = values.to(self._came_as[id(param)])
+                if param in self._came_as:
+                    values = values.to(self._came_as.get(param))
                 param.grad = None
                 if isinstance(param, QuantizedTensor):
                     if master is not None:
@@ -192,7 +195,6 @@ class LowBitWeights(WeightStore):
                     param.data = values
                     param.grad_dtype = param.dtype
             self._widened.remove()
-        self._frozen.clear()
         self._came_as.clear()
         self.follow(replaced)
         super().remove()

@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
+from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.averaging import average_masters, averages_in
+from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.computed import computes_weight
 from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
@@ -72,8 +74,9 @@ class MasterWeights(WeightStore):
         self._training = True
         self._widened = Widened()
         self._handles: list[Any] = []
-        self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # None: to be collected anew
-        self._frozen: dict[int, nn.Parameter] = {}
+        self._copies = ChosenParams(lambda param: master_of(param) is not None)
+        self._marks = Marks("frozen")
+        self._frozen = ChosenParams(self._marks.__contains__)
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared: Samples | FullComparison | None = None
@@ -107,8 +110,9 @@ class MasterWeights(WeightStore):
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
             return
         if not param.requires_grad:
-            if id(param) not in self._frozen:
-                self._frozen[id(param)] = param
+            if param not in self._marks:
+                self._marks.add(param)
+                self._frozen.renew()
                 if param.dtype != self.half:
                     self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
@@ -121,7 +125,7 @@ class MasterWeights(WeightStore):
     def _give_master(self, param: nn.Parameter, values: Tensor) -> None:
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         setattr(param, MASTER, master)
-        self._pairs = None
+        self._copies.renew()
         param.grad = None
         param.data = param.data.to(self.half)
         note(param, master)
@@ -136,7 +140,6 @@ class MasterWeights(WeightStore):
     def settle(self) -> None:
         """Follow the model to its device: call once it is there, before the first step."""
         assert self.model is not None
-        self._pairs = None
         for name in self._fp8():
             param = self.model.get_parameter(name)
             if not isinstance(param, Fp8Weight) and master_of(param) is not None:
@@ -158,18 +161,17 @@ class MasterWeights(WeightStore):
         FP32 from then on: the next update would be too small for a half copy.
         """
         self._widened.follow()
-        if self._pairs is None:  # walking through the model takes the host as long as all the rest here
-            self._pairs = [(p, m) for p in self.copies() if (m := master_of(p)) is not None]
-        written = [
-            p for p, m in self._pairs
-            if master_was_written(m) and (isinstance(p, Fp8Weight) or not was_written(p, m))
+        written: list[Tensor] = [
+            p for _, p in self._copies.of(self.model)
+            if (m := master_of(p)) is not None and master_was_written(m)
+            and (isinstance(p, Fp8Weight) or not was_written(p, m))
         ]  # fmt: skip
         if written:
-            self.refresh([*written])
-        for param in list(self._frozen.values()):
+            self.refresh(written)
+        for _, param in self._frozen.of(self.model):
             master = master_of(param)
             if param.requires_grad:
-                del self._frozen[id(param)]
+                self._marks.discard(param)
                 values = (param if master is None else master).detach().to(param.device, torch.float32, copy=True)
                 if master is None:
                     self._give_master(param, values)
@@ -177,15 +179,14 @@ class MasterWeights(WeightStore):
                     master.data = values
                 self._set_grad_dtype(param)
             elif master is not None and not isinstance(param, Fp8Weight) and was_written(param, master):
-                del self._frozen[id(param)]
+                self._marks.discard(param)
                 master.data = master.data.float()
                 take_over(param, master)
                 _give_back(param, master)
-                self._pairs = None
 
     def note_frozen(self) -> None:
         """Frozen parameters were written together with the values that they came with."""
-        for param in self._frozen.values():
+        for _, param in self._frozen.of(self.model):
             master = master_of(param)
             if master is not None and not isinstance(param, Fp8Weight):
                 note(param, master)
@@ -258,8 +259,7 @@ class MasterWeights(WeightStore):
                     take_over_written(param, master)
                     _give_back(param, master)
             self._widened.remove()
-        self._frozen.clear()
-        self._pairs = None
+        self._marks.clear()
         self.follow(replaced)
         super().remove()
 
@@ -288,7 +288,7 @@ class MasterWeights(WeightStore):
         found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
         pairs = [
             (p, m) for p, m in found
-            if m is not None and id(p) not in self._frozen and not isinstance(p, Fp8Weight) and not was_written(p, m)
+            if m is not None and p not in self._marks and not isinstance(p, Fp8Weight) and not was_written(p, m)
         ]  # fmt: skip
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps & (steps - 1) == 0:
@@ -352,7 +352,7 @@ class MasterWeights(WeightStore):
                     self._set_grad_dtype(param)
                     param.grad = grad
                 master = master_of(param)
-                if master is None or id(param) in self._frozen:
+                if master is None or param in self._marks:
                     continue
                 if not isinstance(param, Fp8Weight) and was_written(param, master):
                     take_over(param, master)

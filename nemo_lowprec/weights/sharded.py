@@ -7,11 +7,14 @@ gathered, which is FSDP2's own work. At the MS-AMP levels, and with ``fp8_params
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
@@ -60,12 +63,12 @@ class ShardedWeights(WeightStore):
         self.detached_grads: dict[int, Any] = {}
         self._fp8 = fp8
         self._reduce_amax, self._when_written, self._check = reduce_amax, when_written, check
-        self._sharded: dict[tuple[int, str], Any] = {}
+        # By module, weakly: (name in the module) -> parameter. A module that the model has lost is not kept alive.
+        self._sharded: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()
+        self._whole: MutableMapping[nn.Module, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self._unit_of: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()
         self._handles: list[Any] = []
-        self._whole: dict[tuple[int, str], Tensor] = {}
         self._versions: list[int] = []
-        self._unit_of: dict[int, list[nn.Module]] = {}
-        self._complete: set[int] = set()
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         self._check(model, device, training)
@@ -78,20 +81,15 @@ class ShardedWeights(WeightStore):
         model = self.model
         assert model is not None
         # Noted now: while a module computes, the whole parameter is in the sharded one's place.
-        self._sharded = {
-            (id(module), name): param
-            for module in model.modules()
-            for name, param in module._parameters.items()
-            if param is not None and is_sharded(param)
-        }
-        paths = (name.rpartition(".") for name in self._fp8())
-        in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
+        for module in model.modules():
+            own = {n: p for n, p in module._parameters.items() if p is not None and is_sharded(p)}
+            if own:
+                self._sharded[module] = own
+        in_fp8 = {id(model.get_parameter(name)) for name in self._fp8()}
         in_fp32 = kept_in_fp32(model, self.low_bit)
-        for place, param in self._sharded.items():
+        for param in self.named().values():
             local = local_shard(param)
-            if isinstance(local, Shard):
-                continue  # tied to one that was met before
-            if place in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
+            if id(param) in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
                 kind = BlockShard.of if self.low_bit else PlainShard
                 param._local_tensor = kind(local, self.reads_as, self.margin)
             elif id(param) in in_fp32:
@@ -103,14 +101,14 @@ class ShardedWeights(WeightStore):
         self._unit_of = _units(model)
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
-            if has_own or module is self._unit_of[id(module)][0]:
+            if has_own or self._unit_of[module].modules[0]() is module:
                 self._handles.append(module.register_forward_pre_hook(self._before_module))
             if has_own:
                 self._handles.append(module.register_state_dict_post_hook(_emit_values))
 
     def before_forward(self) -> None:
         """Raise ValueError where a half parameter was unfrozen; follow shards that were written by hand."""
-        for (_, name), param in self._sharded.items():
+        for name, param in self._params():
             if param.requires_grad and param.dtype in HALVES:
                 raise ValueError(
                     f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
@@ -131,13 +129,14 @@ class ShardedWeights(WeightStore):
             self.renew_scales()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
-        unit = self._unit_of[id(module)]
-        if self._meet(module) or id(unit) not in self._complete:
-            # All that is gathered with it: a module may read the parameters of one that it does not call.
-            for other in unit:
+        unit = self._unit_of[module]
+        if self._meet(module) or not unit.complete:
+            # The whole unit is gathered at once: a module may read the parameters of another that it does not call.
+            others = [other for held in unit.modules if (other := held()) is not None]
+            for other in others:
                 self._meet(other)
-            if not any(is_sharded(p) for other in unit for p in other._parameters.values() if p is not None):
-                self._complete.add(id(unit))
+            if not any(is_sharded(p) for other in others for p in other._parameters.values() if p is not None):
+                unit.complete = True
 
     def meet_root(self) -> None:
         """Look at what is gathered around a whole step."""
@@ -148,9 +147,9 @@ class ShardedWeights(WeightStore):
         """Prepare parameters of ``module`` that are gathered for the first time; whether there were any."""
         new: list[Tensor] = []
         for name, param in module._parameters.items():
-            if param is None or is_sharded(param) or self._whole.get((id(module), name)) is param:
+            if param is None or is_sharded(param) or self._whole.get(module, {}).get(name) is param:
                 continue
-            self._whole[id(module), name] = param
+            self._whole.setdefault(module, {})[name] = param
             new.append(param)
             if self.low_bit and self.is_matrix(param):
                 param.grad_dtype = None
@@ -163,16 +162,14 @@ class ShardedWeights(WeightStore):
 
     def sharded(self, module: nn.Module, name: str) -> Tensor | None:
         """The sharded parameter ``name`` of ``module``, also while a whole one is in its place."""
-        return self._sharded.get((id(module), name))
+        return self._sharded.get(module, {}).get(name)
 
     def named(self) -> dict[str, Any]:
         """The sharded parameters by their names, each once, also while whole ones are in their places."""
         found: dict[int, tuple[str, Any]] = {}
         for path, module in self.model.named_modules() if self.model is not None else ():
-            for name in module._parameters:
-                param = self._sharded.get((id(module), name))
-                if param is not None:
-                    found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
+            for name, param in self._sharded.get(module, {}).items():
+                found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
         return dict(found.values())
 
     def unreduced(self) -> dict[int, Tensor]:
@@ -205,10 +202,10 @@ class ShardedWeights(WeightStore):
         """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for module in self.model.modules() if self.model is not None else ():
-            for name in module._parameters:
-                whole = self._whole.get((id(module), name))
-                if whole is not None:
-                    found.setdefault(id(whole), (whole, self._sharded[id(module), name]))
+            for name, whole in self._whole.get(module, {}).items():
+                sharded = self.sharded(module, name)
+                if sharded is not None:
+                    found.setdefault(id(whole), (whole, sharded))
         return list(found.values())
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
@@ -221,7 +218,7 @@ class ShardedWeights(WeightStore):
     @torch.no_grad()
     def renew_scales(self) -> None:
         """After the shards have changed: the scales of FP8 weights, from the largest magnitude on all processes."""
-        params = {id(p): p for p in self._sharded.values()}.values()
+        params = {id(p): p for _, p in self._params()}.values()
         shards = [shard for p in params if isinstance(shard := local_shard(p), Fp8Gathered)]
         if shards:
             amax = torch.stack([shard.local_amax() for shard in shards])
@@ -230,7 +227,11 @@ class ShardedWeights(WeightStore):
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
-        return [param._version for param in self._sharded.values()]
+        return [param._version for _, param in self._params()]
+
+    def _params(self) -> Iterator[tuple[str, Any]]:
+        """(name in its module, sharded parameter), as often as modules have it."""
+        return (named for own in self._sharded.values() for named in own.items())
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -242,7 +243,7 @@ class ShardedWeights(WeightStore):
             unit.unsharded_accumulated_grad = None
             if hasattr(unit, "_unsharded_param"):
                 unit._unsharded_param.grad = None
-        for param in self._sharded.values():
+        for _, param in self._params():
             local = local_shard(param)
             param.grad = None
             if isinstance(local, Shard):
@@ -250,7 +251,6 @@ class ShardedWeights(WeightStore):
         self._whole.clear()
         self._sharded.clear()
         self._unit_of.clear()
-        self._complete.clear()
         self.when_gathered.clear()
         super().remove()
 
@@ -261,22 +261,34 @@ def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
     return {id(p) for module in model.modules() if needs(module) for p in module._parameters.values() if p is not None}
 
 
-def _units(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """By id of each module: the modules that FSDP2 gathers the parameters of together with its own, the unit first."""
+@dataclass
+class _Unit:
+    """Modules whose parameters FSDP2 gathers together, the one that ``fully_shard`` was called on first.
+
+    Attributes:
+        complete: whether all of the modules' parameters were gathered.
+    """
+
+    modules: list[ReferenceType[nn.Module]] = field(default_factory=list)
+    complete: bool = False
+
+
+def _units(model: nn.Module) -> MutableMapping[nn.Module, _Unit]:
+    """The unit of each module of ``model``."""
     from torch.distributed.fsdp import FSDPModule
 
-    units: dict[int, list[nn.Module]] = {}
+    units: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()
 
-    def walk(module: nn.Module, unit: list[nn.Module]) -> None:
-        if id(module) in units:
+    def walk(module: nn.Module, unit: _Unit) -> None:
+        if module in units:
             return
-        unit = [] if isinstance(module, FSDPModule) else unit
-        unit.append(module)
-        units[id(module)] = unit
+        unit = _Unit() if isinstance(module, FSDPModule) else unit
+        unit.modules.append(ref(module))
+        units[module] = unit
         for child in module.children():
             walk(child, unit)
 
-    walk(model, [])
+    walk(model, _Unit())
     return units
 
 
