@@ -1,4 +1,4 @@
-"""FP32 weights, which take their updates themselves: fp16_amp and te_fp8."""
+"""FP32 weights, which optimizers update directly: fp16_amp and te_fp8."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nemo_lowprec.weights.widened import HALVES, Widened
 
 
 class Fp32Weights(WeightStore):
-    """The parameters of one model in FP32; those that came in half precision become FP32 once they are trained.
+    """The parameters of one model in FP32. Half parameters are widened to FP32 once they are trained.
 
-    Frozen weights keep their dtype. Weights of another library's tensor class are left alone.
+    Frozen parameters keep their dtype. Parameters of another library's tensor class are not changed.
 
     Args:
-        scaled_by: name of the level where the level scales the loss, so that FP16 parameters cannot be trained.
+        scaled_by: name of a level that scales the loss, and so cannot train FP16 parameters; None for other levels.
     """
 
     def __init__(self, scaled_by: str | None = None) -> None:
