@@ -75,16 +75,19 @@ class Computation(Column):
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
         check_unwrapped(model)
+        self.device, self.backend = device, self.choose_backend(device)
+        if self.options.recipe is not None and te_layers.has_te_layers(model):
+            te_layers.te_recipe(self.options.recipe)  # refuses what Transformer Engine's layers cannot do
+
+    def choose_backend(self, device: torch.device) -> Backend:
+        """The backend that runs the GEMMs on ``device``; ValueError where no backend can."""
         name = self.options.level.name
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
         if device.type == "cuda" and self.half == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
             raise ValueError(f"{name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
         check_attention(self.options.attention, device)
-        self.device = device
-        self.backend = choose_backend(self.options.backend, self.options.recipe, device)
-        if self.options.recipe is not None and te_layers.has_te_layers(model):
-            te_layers.te_recipe(self.options.recipe)  # refuses what Transformer Engine's layers cannot do
+        return choose_backend(self.options.backend, self.options.recipe, device)
 
     def install(self, model: nn.Module, training: bool) -> None:
         """Convert the layers of ``model``."""

@@ -43,7 +43,7 @@ class TrueGradients:
         """Scale the gradients down to ``max_norm``.
 
         Returns:
-            FP32 scalar, 1 where a gradient of this process is not finite, else 0; None where ``find`` was called before.
+            FP32 scalar, 1 where a gradient of this process is not finite, else 0; None where ``find`` was called.
         """
         norm = self._norms[optimizer] = clip_grad_norm_(params_of(optimizer), max_norm)
         found, _ = self._unscaled.pop(optimizer, (None, None))

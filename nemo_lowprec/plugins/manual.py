@@ -7,7 +7,7 @@ not. Lightning gives no warning: processes drift apart under Lightning's own DDP
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -32,7 +32,7 @@ class ManualPasses:
 
     def __init__(self, module: pl.LightningModule, engine: Engine, averages: bool) -> None:
         self._module, self._engine, self._averages = module, engine, averages
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._announced = self._in_step = self._has_direct = False
         self._covered = Marks("watched")
         self._direct = Marks("direct")  # parameters with a gradient from a pass that was not announced
@@ -46,14 +46,14 @@ class ManualPasses:
         """Refuse steps that go around the plugin, where gradients are scaled."""
         if self._engine.step.loss_scale is not None:
             for optimizer in optimizers:
-                self._handles.append(optimizer.register_step_pre_hook(weakly(self._before_step)))
+                self._hooks.enter_context(optimizer.register_step_pre_hook(weakly(self._before_step)))
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Watch parameters that are trained by now."""
         for param in params:
             if param.requires_grad and param not in self._covered:
                 self._covered.add(param)
-                self._handles.append(param.register_post_accumulate_grad_hook(weakly(self._arrived)))
+                self._hooks.enter_context(param.register_post_accumulate_grad_hook(weakly(self._arrived)))
 
     def before_training_step(self) -> None:
         """Watch parameters that were unfrozen; a backward pass writes gradients of gathered, not of sharded ones."""
@@ -128,9 +128,7 @@ class ManualPasses:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._covered.clear()
 
     def _arrived(self, param: Tensor) -> None:
