@@ -1,4 +1,4 @@
-"""What a column of the chart does for one model: the steps of a training that an engine announces to each column."""
+"""Base class of the chart's columns: the points of a training that an engine announces to each column."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ class Column:
     """
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
-        """Raise ValueError where the column cannot be had for ``model`` on ``device``."""
+        """Raise ValueError where ``model`` on ``device`` cannot be trained as the column declares."""
 
     def install(self, model: nn.Module, training: bool) -> None:
-        """Change ``model`` in place; one that is not for ``training`` gets its very values back at ``remove``."""
+        """Change ``model`` in place. Without ``training``, ``remove`` gives the model its original bits back."""
 
     def settle(self) -> None:
-        """Follow the model to its device, or to its shards; called before the first step."""
+        """Called before the first step, once the model is on its device or sharded."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ValueError where ``attach`` would; change nothing."""
+        """Raise the ValueError that ``attach`` would raise; change nothing."""
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Change how ``optimizer`` steps, in place; ``remove`` undoes it, for as long as the optimizer lives."""
+        """Change how ``optimizer`` steps, in place; ``remove`` undoes the change."""
 
     def before_forward(self) -> None:
-        """Follow what was done to the model since the last step: parameters unfrozen, or written by hand."""
+        """Called before a forward pass: follow parameters that were unfrozen or written since the last step."""
 
     def before_backward(self) -> None:
-        """A backward pass begins."""
+        """Called before a backward pass."""
 
     def after_step(self, skipped: bool) -> None:
-        """An optimizer has stepped, or its step was skipped because a gradient is not finite."""
+        """Called after an optimizer's step, or after a step that was ``skipped`` for a gradient that is not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the column beside weights and optimizer states: plain values and tensors."""
+        """The column's state beside weights and optimizer states, for a checkpoint: plain values and tensors."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of this or of another level: what ``state`` lacks starts afresh."""
+        """Load the state of this or of another level; values that ``state`` lacks start afresh."""
 
     def remove(self) -> None:
-        """Give the model, and the optimizers, back as they were."""
+        """Undo ``install`` and ``attach``: the model and the optimizers are as before."""

@@ -1,12 +1,12 @@
 """Subscribers to the events of a training step.
 
-An engine has one ``Observers``, which its layers, gradients and messages hold, too. They announce an event by calling
-the methods in the tuple of the event's name::
+An engine has one ``Observers``, and the engine's layers, gradients and messages hold a reference to it. The tuple of an
+event's name has the subscribers' methods, and the event is announced by calling these methods::
 
     for see in observers.gradient:
         see(param, stored)
 
-Without a subscriber that tuple is empty: nothing is computed, and nothing is launched.
+Without a subscriber the tuple is empty: nothing is computed, and nothing is launched.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ EVENTS = ("quantized", "gradient", "message", "weight", "step")
 
 
 class Observer:
-    """Base of a subscriber. A subclass overrides the events that it wants; the others are not announced to it.
+    """Base of a subscriber. A subclass overrides the events that it wants; other events are not announced to it.
 
-    Tensors are the training's own: a subscriber reads them at once, changes none, and keeps copies only.
+    The tensors belong to the training: a subscriber reads them at once, changes none, and keeps copies only.
     """
 
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
@@ -37,13 +37,13 @@ class Observer:
         gradients of ``torch.autograd.grad(is_grads_batched=True)``.
 
         Args:
-            layer: name of the layer, as ``Conversion`` has it: the linear layer in the model, or the weight of an
-                input projection of ``nn.MultiheadAttention``.
+            layer: name of the layer in ``Conversion``: the linear layer's name in the model, or the name of the weight
+                of an input projection of ``nn.MultiheadAttention``.
             kind: ``input``, ``weight`` or ``grad_output``.
-            values: [rows, features], what was quantized; any float dtype, or a weight in low-bit storage. Rows of zeros
-                that pad the GEMM are part of it. Inside a transform of ``torch.func`` it has the transform's batch
-                dimensions, too.
-            operand: what the GEMM reads: the backend's quantized operand, or a tensor for a GEMM in half precision.
+            values: [rows, features], the tensor that was quantized; any float dtype, or a weight in low-bit storage.
+                Has the rows of zeros that pad the GEMM and, inside a transform of ``torch.func``, the transform's batch
+                dimensions.
+            operand: the operand that the GEMM reads: quantized by the backend, or a half tensor for a half GEMM.
             backend: runs the GEMM, and ``backend.describe(operand)`` is the operand's format; None for torch's own
                 GEMM in half precision.
         """
@@ -52,29 +52,29 @@ class Observer:
         """A gradient was stored in FP8.
 
         Args:
-            param: whose gradient it is: the whole parameter, gathered where the model is sharded.
+            param: the parameter of the gradient: the whole parameter, gathered where the model is sharded.
             stored: ``GradientTensor`` of the parameter's shape, the sum over the micro-batches so far.
         """
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
-        """This package is about to send something to other processes.
+        """This package is about to send a tensor to other processes.
 
-        Not announced: what torch and Megatron-core send themselves, and what processes tell each other at start.
+        Not announced: messages of torch and Megatron-core, and the settings that processes compare at the start.
 
         Args:
             kind: ``all_reduce``, ``all_gather``, ``all_to_all`` or ``broadcast``.
-            tensor: what this process puts in.
-            bytes: that this process sends without a collective of a process group, as copies between GPUs; 0 where a
-                process group sends ``tensor``.
+            tensor: the tensor that this process puts in.
+            bytes: number of bytes that this process copies to other GPUs without a collective; 0 where a process group
+                sends ``tensor``.
             purpose: ``gradient``, ``weight``, ``amax`` or ``flag``.
         """
 
     def weight(self, param: Tensor, before: Tensor, after: Tensor) -> None:
-        """A step has updated a weight that is trained.
+        """A step has updated a trained weight.
 
         Args:
             param: the parameter in the model.
-            before, after: FP32 copies of the values that the layers compute with.
+            before, after: FP32 copies of the values with which the layers compute.
         """
 
     def step(self, optimizer: Optimizer, skipped: bool) -> None:
@@ -85,7 +85,7 @@ class Observers:
     """The subscribers of one engine.
 
     Attributes:
-        quantized, gradient, message, weight, step: the subscribers' methods for each event.
+        quantized, gradient, message, weight, step: the methods of the event's subscribers.
     """
 
     quantized: tuple[Callable[..., None], ...]
@@ -104,13 +104,13 @@ class Observers:
         self._sort()
 
     def remove(self, observer: Observer) -> None:
-        """Announce no more events to ``observer``; nothing where it does not subscribe."""
+        """Announce no more events to ``observer``; nothing happens where ``observer`` does not subscribe."""
         self._subscribers = [one for one in self._subscribers if one is not observer]
         self._sort()
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within, ``optimizer`` updates its parameters; announces ``weight`` afterwards."""
+        """Context in which ``optimizer`` updates its parameters; announces ``weight`` at the end."""
         params = [p for group in optimizer.param_groups for p in group["params"]] if self.weight else []
         before = [param.detach().to(torch.float32, copy=True) for param in params]
         yield
@@ -120,7 +120,7 @@ class Observers:
 
     @contextmanager
     def watched_by(self, observer: Observer) -> Iterator[None]:
-        """Announce events to ``observer`` within this context."""
+        """Context in which events are announced to ``observer``."""
         self.add(observer)
         try:
             yield
@@ -149,4 +149,4 @@ def _nobody() -> Observers:
     return NOBODY
 
 
-NOBODY = _Nobody()  # of what was made without an engine
+NOBODY = _Nobody()  # the observers of layers and gradients that were made without an engine

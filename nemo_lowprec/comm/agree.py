@@ -1,4 +1,4 @@
-"""What processes must agree on beside gradients: settings, the weights that they start from, and amaxes."""
+"""Settings, first weights, amaxes and flags that processes must have in common, beside gradients."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nemo_lowprec.tensors import QuantizedTensor
 def broadcast_weights(
     params: Iterable[Tensor], group: dist.ProcessGroup | None = None, observers: Observers = NOBODY
 ) -> bool:
-    """Give every process the weights (and masters) that the first one of ``group`` has.
+    """Give every process the weights and masters of the first process of ``group``.
 
     Returns:
-        Whether this process had others, which it waits for the device to tell.
+        Whether this process had other values. The host waits for the device.
     """
     source = dist.get_global_rank(group, 0) if group is not None else 0
     changed: list[Tensor] = []
@@ -34,7 +34,7 @@ def broadcast_weights(
             for part in tensor.parts() if isinstance(tensor, QuantizedTensor) else () if tensor is None else (tensor,):
                 plain = part.detach()
                 plain = plain.view(torch.uint8) if plain.element_size() == 1 else plain
-                there = plain.to(param.device)  # what a frozen weight came with waits on the CPU
+                there = plain.to(param.device)  # the original values of a frozen weight are on the CPU
                 before = there.clone()
                 for see in observers.message:
                     see("broadcast", there, 0, "weight")
@@ -47,9 +47,9 @@ def broadcast_weights(
 
 @torch.no_grad()
 def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None, observers: Observers = NOBODY) -> None:
-    """Make amaxes (FP32, any shape) the maxima over the processes, in place; infinite where one is not finite.
+    """Replace amaxes (FP32, any shape) by their maxima over the processes, in place; infinite where not finite.
 
-    A maximum of NaN and a number is the number in some collectives.
+    NaN becomes infinity first: in some collectives the maximum of NaN and a number is the number.
     """
     amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     for see in observers.message:
@@ -58,7 +58,7 @@ def reduce_amax(amax: Tensor, group: dist.ProcessGroup | None = None, observers:
 
 
 def any_rank_(flag: Tensor, group: dist.ProcessGroup | None = None, observers: Observers = NOBODY) -> None:
-    """Make ``flag`` (0 or 1) what it is on any process of ``group``, in place."""
+    """Replace ``flag`` (0 or 1, any shape) by its maximum over the processes of ``group``, in place."""
     if dist.get_world_size(group) == 1:
         return
     for see in observers.message:
@@ -75,21 +75,21 @@ def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def check_same(facts: Mapping[str, str], group: dist.ProcessGroup | None = None) -> None:
-    """Compare what every process of ``group`` is about to train, and with what.
+def check_same(facts: Mapping[str, str]) -> None:
+    """Compare ``facts`` (name to value, of the model, the data or the settings) over all processes.
 
     Raises:
-        ValueError: on every process, where two differ; naming what differs, and on which processes.
+        ValueError: on every process, where two processes differ; names the facts and the ranks.
     """
-    differences = _differences(by_rank(dict(facts), group))
+    differences = _differences(by_rank(dict(facts)))
     if differences:
         raise ValueError(differences)
 
 
 def _differences(gathered: Sequence[Mapping[str, str]]) -> str:
-    """A sentence for each of the first facts that differ; empty where none does."""
+    """A sentence for each of the first ``_NAMED`` facts that differ; empty where the processes agree."""
     names = list(dict.fromkeys(name for facts in gathered for name in facts))
-    # What some processes have no value for, such as an option of another strategy, follows from what differs.
+    # A fact that some processes lack, such as an option of another strategy, follows from another difference.
     for known in ([n for n in names if all(n in facts for facts in gathered)], names):
         found = []
         for name in known:
@@ -104,24 +104,24 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
-_NAMED = 5  # differences of which a message tells
-_PATIENCE = timedelta(seconds=10)  # for an answer of the first process, which may wait for others as long as it may
-_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # of each group that was the default
+_NAMED = 5  # differences in one message
+_PATIENCE = timedelta(seconds=10)  # added to the timeout of processes that wait for the first process's answer
+_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # number of meetings, by default group
 
 
 def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
     """``check_same`` through the store of the default process group, without a collective.
 
-    For where processes that disagree would run into different collectives next, and wait for each other.
+    Used where processes that disagree would next run different collectives, and wait for each other for ever.
 
     Args:
-        facts: what is compared.
-        place: where every process is to come to, for the message.
-        timeout: how long to wait for them.
+        facts: name to value, see ``check_same``.
+        place: the point of the program that every process must reach, for the message.
+        timeout: how long the processes wait for each other.
 
     Raises:
-        ValueError: on every process, where two differ; naming what differs, and on which processes.
-        RuntimeError: a process does not come.
+        ValueError: on every process, where two processes differ; names the facts and the ranks.
+        RuntimeError: a process has not come within ``timeout``.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
@@ -139,7 +139,7 @@ def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
         if not missing:
             differences = _differences([json.loads(store.get(f"{key}/{other}")) for other in range(world)])
         store.set(f"{key}/answer", json.dumps([differences, missing]))
-        if missing or differences:  # they read it from this process, perhaps, which is about to end
+        if missing or differences:  # this process, which may host the store, is about to end
             present = [other for other in range(1, world) if here[other]]
             _wait(store, [f"{key}/read/{other}" for other in present], _PATIENCE)
     elif _wait(store, [f"{key}/answer"], timeout + _PATIENCE) == [True]:
@@ -157,7 +157,7 @@ def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
 
 
 def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> list[bool]:
-    """Which of ``keys`` are set before ``timeout`` is over."""
+    """For each of ``keys``, whether the key was set within ``timeout``."""
     end = time.monotonic() + timeout.total_seconds()
     found = []
     for key in keys:
@@ -168,10 +168,10 @@ def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> list[bo
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
-    """Stop all processes of ``group`` for what is wrong with one: the others would wait for it.
+    """Raise an error of one process on all processes of ``group``, which would wait for that process for ever.
 
     Raises:
-        Exception: on every process, the error of the first one that has one; on that one its own.
+        Exception: the process's own error; on processes without an error, the error of the lowest rank.
     """
     errors = by_rank(error, group)
     if error is not None:

@@ -1,4 +1,4 @@
-"""Column Comm: gradients averaged over the processes that train one model, and what these must agree on in a step."""
+"""Column Comm: averages gradients, and reduces amaxes and flags, over the processes that train one model."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Share = Callable[[Callable[[Tensor], None] | None], None]
 
 
 class Averaging(Column):
-    """The gradients of a model of which each process holds the whole, or of which FSDP2 reduces the gradients.
+    """Averages the gradients of a whole model; the gradients of a model on shards are averaged by FSDP2.
 
     Args:
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for a gradient that is stored in FP8.
-        share: takes what makes amaxes the maxima over the processes, in place; None where there is one process.
+        share: ``AmaxState.share``: called with a function that reduces amaxes in place, or None for one process.
         releases: whether parameters step in backward, so that gradients cannot be averaged.
+        observers: are told of each message.
 
     Attributes:
         reducer: averages the gradients; None before ``average_over``.
@@ -54,9 +55,9 @@ class Averaging(Column):
             raise ValueError("gradient_release=True steps before gradients are averaged over processes. Leave it out.")
 
     def share_amaxes(self, group: dist.ProcessGroup | None) -> None:
-        """Scale by the amaxes of all processes of ``group``, and skip a step on all where one is to be skipped on any.
+        """Reduce amaxes over ``group``, and skip a step on all processes where any process must skip the step.
 
-        Transformer Engine's own layers share only whether their amaxes are finite.
+        Of Transformer Engine's own layers the processes only share whether amaxes are finite.
         """
         self._any_rank = partial(any_rank_, group=group, observers=self.observers)
         self._share(partial(reduce_amax, group=group, observers=self.observers))
@@ -67,33 +68,32 @@ class Averaging(Column):
             self._any_rank(flags)
 
     def average_over(self, group: dist.ProcessGroup | None, bucket_bytes: int | None = None) -> GradientReducer:
-        """Average gradients over the processes of ``group`` (see ``averaging``), and scale by all their amaxes.
+        """Average gradients over the processes of ``group`` (see ``averaging``), and reduce amaxes over ``group``.
 
         Args:
             bucket_bytes: size of a bucket on the wire; None for the default.
 
         Raises:
-            ValueError: with ``gradient_release``, whose steps come too early.
+            ValueError: with ``gradient_release``, which steps in backward.
         """
         self.check_averaging()
         assert self._model is not None
-        if self.reducer is None or self.reducer.group is not group:
+        params = list(self._model.parameters())
+        if self.reducer is None or self.reducer.group is not group or not self.reducer.averages(params):
             self._let_go()
-            self.reducer = GradientReducer(
-                self._model.parameters(), group, self.wire, bucket_bytes, observers=self.observers
-            )
+            self.reducer = GradientReducer(params, group, self.wire, bucket_bytes, observers=self.observers)
             self.share_amaxes(group)
         return self.reducer
 
     def broadcast(self, buffers: bool = False) -> bool:
-        """Give every process the weights, and on request the buffers, of its group's first; whether any were others."""
+        """Give every process the weights (and ``buffers``) of the group's first; whether this process had others."""
         assert self.reducer is not None and self._model is not None
         tensors = [*self._model.parameters(), *(self._model.buffers() if buffers else ())]
         return broadcast_weights(tensors, self.reducer.group, self.observers)
 
     @contextmanager
     def averaging(self, wanted: bool = True) -> Iterator[None]:
-        """A backward pass whose gradients are averaged, where ``average_over`` was called and it is ``wanted``."""
+        """Context of a backward pass, whose gradients are averaged if ``wanted`` and ``average_over`` was called."""
         if self.reducer is None or not wanted:
             yield
             return
@@ -117,15 +117,14 @@ class Averaging(Column):
 
 
 class ShardAveraging(Averaging):
-    """Gradients in FP8 of whole matrices, reduced onto the shards that FSDP2 has gathered the matrices from.
+    """Reduces the FP8 gradients of gathered matrices onto the matrices' shards, in place of FSDP2.
 
     Args:
         world: all processes that train together.
         shards: the processes that hold one copy of the model among them.
         replicas: the processes that hold the same shards; None where there is one copy of the model.
-        matrices: (whole, sharded) of the matrices that were gathered so far.
-        gradients: of the whole matrices, by their ids.
-        releases: whether parameters step in backward.
+        matrices: returns (whole, sharded) of the matrices that were gathered so far.
+        gradients: FP8 gradients of the whole matrices, by the ids of the matrices.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class ShardAveraging(Averaging):
         super().__init__(wire, share, releases, observers)
         self._world, self._shards, self._replicas = world, shards, replicas
         self._matrices, self._gradients = matrices, gradients
-        self._reduced: list[Tensor] = []
 
     @contextmanager
     def averaging(self, wanted: bool = True) -> Iterator[None]:
@@ -153,13 +151,12 @@ class ShardAveraging(Averaging):
             yield
 
     def _fit(self) -> None:
-        """Reduce the gradients of the matrices that were gathered by now."""
+        """Make a reducer for the matrices that were gathered so far."""
         pairs = list(self._matrices())
         wholes = [whole for whole, _ in pairs]
-        if self.reducer is not None and [*map(id, self._reduced)] == [*map(id, wholes)]:
+        if self.reducer is not None and self.reducer.averages(wholes):
             return
         self._let_go()
-        self._reduced = wholes
         shard_of = {id(whole): sharded for whole, sharded in pairs}
         self.reducer = GradientReducer(
             wholes,
@@ -175,7 +172,3 @@ class ShardAveraging(Averaging):
             ),
             observers=self.observers,
         )
-
-    def remove(self) -> None:
-        self._reduced = []
-        super().remove()

@@ -1,13 +1,13 @@
-"""Average gradients over processes while backward goes on.
+"""Averages gradients over processes during backward.
 
-Sources: bucketing in reverse order and overlap with backward are torch's DistributedDataParallel (arXiv:2006.15704).
+Source: bucketing in reverse order and the overlap with backward are from DistributedDataParallel (arXiv:2006.15704).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,26 +24,26 @@ Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
 
 
 class GradientReducer:
-    """Makes the gradient of every parameter the mean over the processes of a group, and equal on all of them.
+    """Replaces the gradient of every parameter by the mean over the processes of a group, equal on all processes.
 
-    Between ``begin`` and ``finish`` lies a backward pass. As soon as it has made the gradients of a bucket (and of all
-    before it, so that every process sends in the same order), the bucket is sent. A parameter that has a gradient on
-    some processes only counts as zero on the others; one that has none anywhere keeps none.
+    A backward pass runs between ``begin`` and ``finish``. A bucket is sent when all gradients of the bucket, and of all
+    buckets before it, are computed: so every process sends in the same order. A missing gradient counts as zero where
+    another process has a gradient of the parameter; a parameter without a gradient on any process keeps none.
 
-    The first pass sends at its end, and learns how often each parameter's gradient is added to: several times where
-    reentrant activation checkpointing recomputes a layer that is used more than once. Onto shards it sends as soon as
-    it can: the whole model's gradients would not have a place.
+    The first backward pass sends all buckets at its end, and counts how often each gradient is added to: several times
+    where reentrant activation checkpointing recomputes a layer that is used more than once. With ``shards`` buckets are
+    sent as soon as possible in every pass, since the gradients of the whole model would not fit into memory.
 
     Args:
-        params: the same ones, in the same order, on every process; those that are trained at ``begin`` are averaged.
-        group: the processes, those of all buckets; None for all.
-        wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for one stored in FP8.
+        params: the parameters, in the same order on every process; ``begin`` picks those that require a gradient.
+        group: the processes; None for all.
+        wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for a gradient that is stored in FP8.
         bucket_bytes: size of a bucket on the wire.
-        shards: the bucket for gradients in FP8 that are reduced onto shards; None where they are averaged in place.
-        observers: the messages of all buckets are announced to them.
+        shards: makes the bucket of FP8 gradients that are reduced onto shards; None to average in place.
+        observers: are told of the messages of all buckets.
 
     Raises:
-        RuntimeError: in backward, a gradient that grows after it was sent.
+        RuntimeError: in backward, a gradient was added to after it had been sent.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GradientReducer:
         self._buckets: list[Bucket] = []
         self._built_for: list[tuple[int, torch.device]] = []
         self._bucket_of: dict[int, int] = {}
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
         self._expected: dict[int, int] = {}
         self._arrivals: Counter[int] = Counter()
         self._missing: list[int] = []
@@ -77,8 +77,12 @@ class GradientReducer:
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("A GradientReducer belongs to a process group, and cannot be copied.")
 
+    def averages(self, params: Sequence[Tensor]) -> bool:
+        """Whether the reducer was made for ``params``."""
+        return [*map(id, self._params)] == [*map(id, params)]
+
     def begin(self) -> None:
-        """A backward pass begins whose gradients, and those that earlier ones have left, are to be averaged."""
+        """Announce a backward pass, whose gradients, added to those of earlier passes, are to be averaged."""
         if self._is_alone():
             return
         self._fit()
@@ -89,13 +93,13 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """The backward pass is over: average what was not yet, and wait (on a GPU, let its stream wait)."""
+        """Send the remaining buckets, and wait for all means (on a GPU, the current stream waits)."""
         if self._is_alone():
             return
         self._active = False
         while self._launched < len(self._buckets):
             self._launch()
-        # On shards after all else: all have read what they received then (``PeerMemory``).
+        # With shards this comes last: it tells that all processes have read their ``PeerMemory``.
         there = self._ask_who_has() if self._shards is None else None
         with self._on_side_stream():
             for bucket in self._buckets[-1:]:
@@ -109,28 +113,26 @@ class GradientReducer:
             self._expected[key] = max(self._expected.get(key, 1), self._arrivals[key])
 
     def abandon(self) -> None:
-        """The backward pass has failed: send nothing more of it."""
+        """Send no more gradients of a backward pass that has failed."""
         self._active = False
         self._made = []
 
     def _is_alone(self) -> bool:
-        """Whether there is nothing to do: one process's gradients are the means, where they are not put on shards."""
+        """Whether there is nothing to do: one process, and no shards onto which gradients must be put."""
         return self._shards is None and dist.get_world_size(self.group) == 1
 
     def reduce(self) -> None:
-        """Average the gradients that are there."""
+        """Average the present gradients."""
         self.begin()
         self.finish()
 
     def remove(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Remove the hooks."""
+        self._hooks.close()
         self._built_for = []
 
     def _fit(self) -> None:
-        """Cut the parameters that are trained by now into buckets, in about the order that backward reaches them."""
+        """Cut the parameters that require a gradient into buckets, in about the order of the backward pass."""
         trained = [p for p in self._params if p.requires_grad]
         wanted = [(id(p), p.device) for p in trained]
         if wanted == self._built_for:
@@ -141,19 +143,17 @@ class GradientReducer:
         self._buckets = []
         self._all_there = None
         for wire, params in cut_into_buckets(reversed(trained), self._wire, self._bucket_bytes):
-            self._close(wire, params)
+            if wire != torch.float8_e4m3fn:
+                self._buckets.append(PlainBucket(params, self.group, wire, self.observers))
+            else:
+                self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
         self._give_buffers()
         self._bucket_of = {id(p): i for i, b in enumerate(self._buckets) for p in b.params}
-        self._handles = [p.register_post_accumulate_grad_hook(weakly(self._arrived)) for p in trained]
+        for param in trained:
+            self._hooks.enter_context(param.register_post_accumulate_grad_hook(weakly(self._arrived)))
         if trained and trained[0].is_cuda:
-            # Ahead of backward, whose kernels it would otherwise wait behind while the links have nothing to do.
+            # With high priority: the messages' kernels would otherwise wait behind those of backward.
             self._stream = torch.cuda.Stream(trained[0].device, priority=-1)
-
-    def _close(self, wire: Wire, params: list[Tensor]) -> None:
-        if wire != torch.float8_e4m3fn:
-            self._buckets.append(PlainBucket(params, self.group, wire, self.observers))
-        else:
-            self._buckets.append(Fp8Bucket(params, self.group) if self._shards is None else self._shards(params))
 
     def _give_buffers(self) -> None:
         buckets = [b for b in self._buckets if isinstance(b, Fp8Bucket | Fp8ShardBucket)]
@@ -172,7 +172,7 @@ class GradientReducer:
             return None
         if self._peers is not None and self._peers.capacity >= capacity:
             return self._peers
-        torch.cuda.synchronize(device)  # nobody reads what is given back
+        torch.cuda.synchronize(device)  # before the old memory, which kernels may still read, is freed
         return PeerMemory.try_for(capacity, group, device)
 
     def _arrived(self, param: Tensor) -> None:
@@ -196,7 +196,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Send the next bucket, while the one before is summed and the one before that is stored."""
+        """Send the next bucket, sum the bucket before it, and store the bucket before that."""
         index, self._launched = self._launched, self._launched + 1
         bucket = self._buckets[index]
         for param in bucket.params:
@@ -220,7 +220,7 @@ class GradientReducer:
         """Start an int8 all-reduce that tells, per parameter, whether any rank has a gradient.
 
         Returns:
-            the flags, in the order of the buckets, and the async handle.
+            The flags, int8 in the order of the buckets, and the handle of the all-reduce.
         """
         params = [p for b in self._buckets for p in b.params]
         if not params:
@@ -229,7 +229,7 @@ class GradientReducer:
         device = params[0].device
         if self._all_there is None:
             self._all_there = torch.ones(len(params), dtype=torch.int8, device=device)
-        # The maximum of ones is ones: what is sent where nothing is missing need not be made anew.
+        # Where no gradient is missing, the tensor of ones is sent again: a maximum of ones is one.
         there = self._all_there
         if made:
             there = torch.tensor([id(p) not in made for p in params], dtype=torch.int8, device=device)
@@ -238,7 +238,7 @@ class GradientReducer:
         return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
 
     def _forget_unused(self, there: Tensor | None, work: Any) -> None:
-        """Take the zeros away that stand for gradients which no process has."""
+        """Drop the zeros that were sent for gradients that no process has."""
         if there is None:
             return
         work.wait()

@@ -14,53 +14,59 @@ from nemo_lowprec.options import Recipe
 
 
 class AmaxState:
-    """The amaxes of one model's layers; none where the layers keep nothing from step to step."""
+    """Base: the amaxes of the layers of one model. Here the layers keep no amaxes from step to step.
+
+    Attributes:
+        histories: ``DelayedScaling``, the amax histories of inputs and output gradients; None without delayed scaling.
+        weight_scales: ``WeightScales``, the scales of weights; None without delayed scaling.
+    """
 
     histories: Any = None
     weight_scales: Any = None
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
-        """Follow the model to ``device``.
+        """Move the tables to ``device``, the model's.
 
         Args:
-            gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
+            gathered_as: dtype in which FSDP2 gathers weights from shards; None for whole weights.
         """
 
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
-        """Scale by the maxima that ``reduce_amax`` makes, in place, of amaxes of several processes; None: of this one.
+        """Scale by the amaxes of several processes.
 
         Args:
-            of_weights: whether processes hold shards of a weight, and none its amax.
+            reduce_amax: replaces amaxes by their maxima over the processes, in place; None for this process alone.
+            of_weights: whether processes hold shards of weights, so that amaxes of weights are reduced, too.
         """
 
     def expect(self, growth: float) -> None:
-        """Output gradients come ``growth`` times as large as before: scales from before would saturate larger ones."""
+        """Adapt histories and scales to output gradients that are ``growth`` times as large as before."""
 
     def nonfinite(self) -> Tensor | None:
         """Whether an amax of this process in this step is not finite: a bool scalar on the device; None without any.
 
-        FP8 casts saturate: an infinity that meets an FP8 GEMM shows in the operand's amax only.
+        FP8 casts saturate, so an infinity in an operand of an FP8 GEMM shows in the operand's amax only.
         """
         return None
 
     def reduce(self, flags: Tensor) -> bool:
-        """Let the amaxes' all-reduce make ``flags`` (FP32 [n] of 0 and 1) their maxima, too; whether there was one."""
+        """Reduce the amaxes and, in the same all-reduce, ``flags`` (FP32 [n]) to maxima; whether there was one."""
         return False
 
     def equalize(self) -> None:
-        """Make the amaxes of an unfinished step those of all processes, before a checkpoint keeps them."""
+        """Replace the amaxes of an unfinished step by their maxima over all processes, for a checkpoint."""
 
     def after_step(self, skipped: bool) -> None:
-        """Enter a step's amaxes into the histories, or forget them."""
+        """Enter a step's amaxes into the histories, or forget the amaxes of a step that was skipped."""
 
     def forget_weights(self) -> None:
-        """Measure each weight when its layer runs next. The histories stay: the other operands are of these weights."""
+        """Measure each weight when its layer runs next. The histories of the other operands stay."""
 
     def restart(self) -> None:
         """Measure each weight when its layer runs next, and start the histories anew."""
 
     def leave(self) -> None:
-        """The layers are converted no more; histories stay for the next conversion of the same model."""
+        """Called when the layers are reverted. The histories stay for the next conversion of the same model."""
 
     def state_dict(self) -> dict[str, Any]:
         """Histories and scales as plain values."""
@@ -71,11 +77,11 @@ class AmaxState:
 
 
 class DelayedAmaxes(AmaxState):
-    """Amax histories and weight scales of the layers that this package has converted.
+    """Amax histories and weight scales of the layers that this package has converted, with delayed scaling.
 
     Args:
-        recipe: with delayed scaling.
-        renews: whether weights are measured right after a step; where not, when their layers run next.
+        recipe: the recipe of the level.
+        renews: whether weights are measured right after a step, or when their layers run next.
     """
 
     def __init__(self, recipe: Recipe, renews: bool = True) -> None:
@@ -133,10 +139,10 @@ class DelayedAmaxes(AmaxState):
 
 
 class TEAmaxes(AmaxState):
-    """Amax histories that Transformer Engine's own layers keep.
+    """Amax histories in Transformer Engine's own layers.
 
     Args:
-        models: that have such layers.
+        models: the models with such layers, the chunks of one pipeline stage in Megatron-core.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:

@@ -33,19 +33,20 @@ class Computation(Column):
     """The layers of one model.
 
     Args:
-        options: arguments of the level.
+        options: the arguments of the level.
         half: dtype of activations, and of GEMMs that are not in FP8.
-        amaxes: of the layers that this package converts; they outlive a conversion.
-        half_weights: whether parameters are half: then layers that nothing converts take FP32 input, too.
+        amaxes: the state of the layers that this package converts, which outlives a conversion.
+        half_weights: whether parameters are half, so that layers which are not converted must take FP32 input, too.
         fp32_wgrad: whether the weight gradients of half weights are FP32.
         opens_autocast: whether modules run under autocast where a loop has none.
-        gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
+        gathered_as: dtype in which FSDP2 gathers weights from shards; None for whole weights.
         frees_weights: whether gathered weights are freed between forward and backward.
+        observers: are told of quantized operands.
 
     Attributes:
-        amaxes: of all layers with FP8 operands, Transformer Engine's own included.
-        conversion: what became of each layer.
-        backend: runs the GEMMs; None before ``install``.
+        amaxes: the states of all layers with FP8 operands, Transformer Engine's own included.
+        conversion: how each layer is computed.
+        backend: runs the GEMMs; None before ``check``.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Computation(Column):
         self._model: nn.Module | None = None
         self.device = torch.device("cpu")
         self._has_te_layers = False
-        self._handles: list[Any] = []
+        self._hooks = ExitStack()
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
@@ -79,7 +80,7 @@ class Computation(Column):
             te_layers.te_recipe(self.options.recipe)  # refuses what Transformer Engine's layers cannot do
 
     def choose_backend(self, device: torch.device) -> Backend:
-        """What runs the GEMMs on ``device``; ValueError where nothing can."""
+        """The backend that runs the GEMMs on ``device``; ValueError where no backend can."""
         name = self.options.level.name
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
@@ -98,7 +99,7 @@ class Computation(Column):
             self.half,
             self.options.recipe,
             self.backend,
-            # torch's half GEMMs on CPUs are up to 100 times slower than these, and round oftener.
+            # torch's half GEMMs on CPUs are up to 100 times slower than the reference backend, and round oftener.
             ReferenceBackend() if on_cpu else None,
             self.options.layers,
             self.own_amaxes.histories,
@@ -109,7 +110,8 @@ class Computation(Column):
         if self._half_weights:
             take_fp32_input(model, on_cpu)
             if self._opens_autocast:
-                self._handles += take_fp32_input_outside_autocast(model)
+                for handle in take_fp32_input_outside_autocast(model):
+                    self._hooks.enter_context(handle)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
@@ -123,7 +125,7 @@ class Computation(Column):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass: autocast to the half dtype, and FP8 for Transformer Engine layers of the user's own."""
+        """Context of a forward pass: autocast to the half dtype, and FP8 in the user's Transformer Engine layers."""
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.device.type, dtype=self.half))
             stack.enter_context(prefer_attention(self.options.attention))
@@ -133,12 +135,12 @@ class Computation(Column):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass, in which activation checkpointing runs forward passes again, with the same kernels."""
+        """Context of a backward pass, in which activation checkpointing repeats forward passes by the same kernels."""
         with torch.autocast(self.device.type, enabled=False), prefer_attention(self.options.attention):
             yield
 
     def describe(self) -> tuple[str, str | None] | None:
-        """The table of layers and matrices, and what to warn of; None for a level that converts no layer to FP8."""
+        """(table of layers and matrices, warning or None); None for a level that converts no layer to FP8."""
         recipe = self.options.recipe
         if recipe is None or self._model is None or self.backend is None:
             return None
@@ -157,9 +159,7 @@ class Computation(Column):
             amaxes.load_state_dict(state)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         if self._model is not None:
             revert_layers(self._model)
         self._model = None

@@ -26,18 +26,14 @@ from nemo_lowprec.options import Recipe
 _DIRECTIONS = {"fwd": ("scaling_fwd", "forward"), "bwd": ("scaling_bwd", "backward")}
 
 
-def _is_te(kind: type) -> bool:
-    return any(base.__module__.split(".")[0] == "transformer_engine" for base in kind.__mro__)
-
-
 def is_te_module(module: nn.Module) -> bool:
-    """Whether the class of ``module`` comes from Transformer Engine."""
-    return _is_te(type(module))
+    """Whether the class of ``module``, or a base of the class, comes from Transformer Engine."""
+    return any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
 
 
 def _te_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if "transformer_engine" in sys.modules:
-        yield from ((name, module) for name, module in model.named_modules() if _is_te(type(module)))
+        yield from ((name, module) for name, module in model.named_modules() if is_te_module(module))
 
 
 def has_te_layers(model: nn.Module) -> bool:
@@ -69,12 +65,8 @@ def te_recipe(recipe: Recipe) -> Any:
         )
     if recipe.scaling == "nvfp4":
         return kinds.NVFP4BlockScaling()
-    kind = {
-        "current": kinds.Float8CurrentScaling,
-        "blockwise": kinds.Float8BlockScaling,
-        "mxfp8": kinds.MXFP8BlockScaling,
-    }[recipe.scaling]
-    return kind(fp8_format=fmt)
+    names = {"current": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    return getattr(kinds, names[recipe.scaling])(fp8_format=fmt)
 
 
 @contextmanager
@@ -105,7 +97,7 @@ def _with_empty_extra_state(kind: Any) -> Any:
         pass
 
     def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Whatever the checkpoint has, also where the key is missing: TE's own override may read the key.
+        # Replaced whether the checkpoint has the key or not: TE's own override may read the key.
         state_dict[f"{prefix}_extra_state"] = get_extra_state(self)
         kind._load_from_state_dict(self, state_dict, prefix, *args)
 
@@ -188,7 +180,7 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
 
 @contextmanager
 def histories_kept(model: nn.Module) -> Iterator[None]:
-    """Context of an evaluation whose amaxes do not stay in the histories, by which training scales."""
+    """Context of an evaluation that leaves the amax histories, from which training computes scales, unchanged."""
     before = {id(h): (h, h.clone()) for h in _histories(model)}  # each history is held, so that no other takes its id
     try:
         yield
@@ -196,7 +188,7 @@ def histories_kept(model: nn.Module) -> Iterator[None]:
         for history in _histories(model):
             if id(history) in before:
                 history.copy_(before[id(history)][1])
-            else:  # of a module that had not run before
+            else:  # the history of a module that had not run before
                 history.zero_()
 
 
@@ -262,7 +254,7 @@ def _delayed_state(mode: str, operands: int, history_len: int) -> Any:
 
 
 def _fit(history: Tensor, length: int) -> Tensor:
-    """The history in ``length`` rows: row 0 is the present step, the newest rows come last, zeros between."""
+    """The history in ``length`` rows: row 0 is the present step, the newest rows come last, with zeros between."""
     if length == len(history):
         return history
     fitted = history.new_zeros(length, history.shape[1])

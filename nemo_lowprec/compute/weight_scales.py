@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ class WeightScale:
     """Scale of one weight, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).
 
     Attributes:
-        layer: the module that holds the weight.
+        layer: the module that holds the weight, held weakly; None once the module is gone.
         name: the weight's name in ``layer``.
         fmt: format of the quantized weight.
         margin: the scale is divided by 2**margin.
@@ -36,7 +37,7 @@ class WeightScale:
             at every gathering, and only ``WeightScales.forget`` says that it was written.
     """
 
-    __slots__ = ("_left", "_measured", "amax", "fmt", "gathered", "histories", "layer", "margin", "name", "scale")
+    __slots__ = ("_layer", "_left", "_measured", "amax", "fmt", "gathered", "histories", "margin", "name", "scale")
 
     cold = False
 
@@ -49,17 +50,26 @@ class WeightScale:
         self.amax: Tensor
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # A copied model has other weights of the same values: measured anew, without a restart.
+        # The weights of a copied model have the same values: measured anew, without new histories.
         state = {name: getattr(self, name) for name in self.__slots__ if hasattr(self, name)}
-        return None, {**state, "_measured": None, "_left": None}
+        del state["_layer"]
+        return None, {**state, "layer": self.layer, "_measured": None, "_left": None}
+
+    @property
+    def layer(self) -> nn.Module | None:
+        return self._layer() if self._layer is not None else None
+
+    @layer.setter
+    def layer(self, layer: nn.Module | None) -> None:
+        self._layer = ref(layer) if layer is not None else None
 
     @property
     def weight(self) -> Tensor | None:
         """The layer's weight; None where it is computed anew for each forward (pruned, parametrized)."""
-        return self.layer._parameters.get(self.name)
+        return None if self.layer is None else self.layer._parameters.get(self.name)
 
     def current_scale(self, _: Tensor) -> Tensor:
-        """The scale, shape [1]."""
+        """The scale, FP32 [1]."""
         return self.scale
 
     def follow(self, weight: Tensor, training: bool) -> None:
@@ -95,17 +105,17 @@ class WeightScale:
             slot.restart()
 
     def forget(self) -> None:
-        """Measure the weight when its layer runs next, without new histories: they belong to that weight."""
+        """Measure the weight when its layer runs next. The histories of the layer's other operands stay."""
         self._measured = None
         if self.weight is not None:
             _take_amax_of_step(local_shard(self.weight))
 
     def leave(self) -> None:
-        """The layer is no longer converted: remember the weight's state."""
+        """Note the state of the weight when its layer is reverted."""
         self._measured, self._left = None, self._state()
 
     def come_back(self, layer: nn.Module, histories: list[AmaxSlot]) -> None:
-        """The layer is converted again: its histories are kept if nobody has written the weight in between."""
+        """Follow a layer that is converted again. Its histories stay where the weight was not written in between."""
         self.layer, self.histories = layer, histories
         if self._left is None or self._left != self._state():
             self.restart()
@@ -117,7 +127,7 @@ class WeightScale:
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
-    """A value that changes when ``weight``, or the tensor with its elements, is written or gets other data."""
+    """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
     data = stored_data(local_shard(weight))
     version = -1 if weight.is_inference() else weight._version
     if data is weight:
@@ -162,7 +172,7 @@ class WeightScales:
         """Move the table to ``device``, the model's; every weight is measured anew.
 
         Args:
-            gathered_as: dtype that weights are gathered in from their shards; None for whole weights.
+            gathered_as: dtype in which FSDP2 gathers weights from shards; None for whole weights.
         """
         self._allocate(device)
         self._gathered_as = gathered_as
@@ -188,7 +198,7 @@ class WeightScales:
             scale.restart()
 
     def leave(self) -> None:
-        """The model is no longer converted."""
+        """Note the states of all weights when the model is reverted."""
         for scale in self.scales.values():
             scale.leave()
 

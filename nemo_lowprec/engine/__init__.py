@@ -1,4 +1,4 @@
-"""The engine: the columns of one row at work on one model, for any training loop."""
+"""The engine: trains one model by the columns of one row, in any training loop."""
 
 from nemo_lowprec.engine.build import (
     DTYPES,

@@ -1,6 +1,6 @@
-"""From a row of the chart to the columns that train as it declares: the only place that reads a row's columns.
+"""Chooses the implementations of a row's columns; no other file reads a row's columns.
 
-Each function chooses one column. A combination that has no implementation is a ValueError that names its columns.
+Each function chooses one column. A combination without an implementation is a ValueError that names the columns.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _HALVES = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class Sharding:
-    """The processes among which a model is sharded.
+    """The process groups of a sharded model.
 
     Attributes:
-        world: all that train together.
-        shards: those that hold one copy of the model among them.
-        replicas: those that hold the same shards; None where there is one copy of the model.
+        world: all processes that train together.
+        shards: the processes that hold one copy of the model among them.
+        replicas: the processes that hold the same shards; None where there is one copy of the model.
         frees_weights: whether gathered weights are freed between forward and backward.
     """
 
@@ -48,7 +48,7 @@ class Sharding:
 
 
 def new_amaxes(recipe: Recipe | None, renews: bool = True) -> AmaxState:
-    """The state of this package's FP8 operands between steps: histories and weight scales, with delayed scaling."""
+    """The amaxes of a model's FP8 operands: histories and weight scales with delayed scaling, else no state."""
     return DelayedAmaxes(recipe, renews) if recipe is not None and recipe.scaling == "delayed" else AmaxState()
 
 
@@ -68,10 +68,10 @@ def build(
 
     Args:
         options: the row, and its arguments.
-        sharding: how the model is sharded; None where each process holds the whole model.
-        amaxes: of the layers' operands, from ``new_amaxes``: those of an earlier conversion of the same model.
+        sharding: the process groups of a sharded model; None where each process holds the whole model.
+        amaxes: the state from ``new_amaxes``, new or of an earlier conversion of the same model.
         reads_as: dtype that matrices stored in FP16 read as.
-        observers: of the engine.
+        observers: the engine's.
 
     Raises:
         ValueError: see ``check_row``.
@@ -128,7 +128,7 @@ def state_formats(options: Options) -> StateFormats:
 
 
 def mixed_precision_policy(row: PrecisionLevel) -> Any:
-    """FSDP2's policy: what FSDP2 gathers and reduces; the shards of low-bit matrices see to themselves."""
+    """FSDP2's policy: dtypes in which FSDP2 gathers and reduces. Shards of low-bit matrices convert themselves."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     kind = _kind_of_weights(row)
@@ -234,7 +234,7 @@ def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerState
 
 
 def _wire(row: PrecisionLevel, weights: WeightStore, param: Tensor) -> torch.dtype:
-    """Dtype of a parameter's gradient on the wire."""
+    """Dtype of the gradient of ``param`` on the wire; ``float8_e4m3fn`` for gradients that are stored in FP8."""
     if weights.is_matrix(param):
         return torch.float8_e4m3fn
     if row.comm in _HALVES and (param.dtype in (torch.float16, torch.bfloat16) or row.rest == "fp32"):

@@ -1,4 +1,4 @@
-"""One implementation of each column at work on one model."""
+"""The chosen implementation of each column, for one model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nemo_lowprec.weights import WeightStore
 
 @dataclass
 class Columns:
-    """One implementation of each column; ``build`` chooses them, and nothing else reads the row.
+    """The implementations that ``build`` has chosen for one model.
 
     Attributes:
-        computation: GEMMs.
-        weights: Weight and Master weight.
-        gradients: Weight gradient.
-        states: Optimizer states.
-        comm: Comm.
+        computation: column Computation (GEMM).
+        weights: columns Weight and Master weight.
+        gradients: column Weight gradient.
+        states: column Optimizer states.
+        comm: column Comm.
     """
 
     computation: Computation
@@ -34,26 +34,21 @@ class Columns:
     comm: Averaging
 
     def __iter__(self) -> Iterator[Column]:
-        # In the order in which they are installed; ``remove`` goes the other way.
+        # In the order of ``install``; ``remove`` is called in the reverse order.
         return iter((self.computation, self.weights, self.states, self.gradients, self.comm))
 
     @property
     def amaxes(self) -> Sequence[AmaxState]:
-        """Of the operands of FP8 GEMMs."""
+        """The amaxes of the operands of FP8 GEMMs: of converted layers, and of Transformer Engine's own layers."""
         return self.computation.amaxes
 
-    @property
-    def releases(self) -> bool:
-        """Whether parameters step in backward, before anything is known about the gradients of all."""
-        return self.states.releases
-
     def evaluating(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure`` for the middle of a step, where it sees the weights of that moment each time."""
+        """``closure``, made to evaluate the loss with the weights of the moment at which the optimizer calls it."""
 
         def evaluate() -> Any:
             with self.weights.evaluating(optimizer):
-                for one in self.amaxes:
-                    one.forget_weights()
+                for amaxes in self.amaxes:
+                    amaxes.forget_weights()
                 return closure()
 
         return evaluate

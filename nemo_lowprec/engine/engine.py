@@ -1,4 +1,4 @@
-"""The engine: one level's columns put together, for any training loop."""
+"""The engine: trains one model at one level, for any training loop."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Engine:
         reads_as: dtype that weights stored in FP16 read as; None for the level's half dtype.
 
     Attributes:
-        columns: of the row; those of the model once it is converted.
-        step: what surrounds the steps of the model's optimizers.
-        observers: are told what the columns do.
-        sharding: how the model is sharded, set before ``convert``; None where each process holds the whole model.
-        model: that was converted last.
-        optimizers: that were attached.
-        when_adopted: called with an optimizer that was made without this engine's knowledge.
+        columns: the columns of the row; after ``convert``, of the model.
+        step: runs the steps of the model's optimizers.
+        observers: the subscribers to the events of a step.
+        sharding: the process groups of a sharded model, set before ``convert``; None for a whole model.
+        model: the model that was converted last.
+        optimizers: the attached optimizers.
+        when_adopted: called with an optimizer that was attached at its first step (``late_optimizers.py``).
     """
 
     def __init__(self, options: Options, reads_as: torch.dtype | None = None) -> None:
@@ -62,7 +62,7 @@ class Engine:
         self.step = Step(columns, LossScale(scaling) if scaling is not None else None, self.observers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        return self  # a copy of the model is another model, and not this engine's
+        return self  # a copy of the model is a model of no engine
 
     def __reduce__(self) -> Any:
         return Engine, (self.options, self.reads_as)  # to other processes, without the model
@@ -71,14 +71,14 @@ class Engine:
 
     @staticmethod
     def of(model: nn.Module) -> Engine | None:
-        """The engine that converted ``model`` (or what it is a copy of); None for a plain one."""
+        """The engine that converted ``model``, or the model of which ``model`` is a copy; None for a plain model."""
         return model.__dict__.get(_ENGINE)
 
     def convert(self, model: nn.Module, device: torch.device, training: bool = True) -> None:
-        """Convert ``model`` in place for ``device``; nothing where this engine did already.
+        """Convert ``model`` in place for ``device``; nothing happens where this engine has converted ``model``.
 
-        A model that another engine converted is given back its own layers and FP32 parameters first. One that is not
-        for ``training`` gets its very values back at ``revert``.
+        A model that another engine has converted first gets its own layers and FP32 parameters back. Without
+        ``training``, ``revert`` gives the model its original bits back.
 
         Raises:
             ValueError: the level, or the forced backend, cannot run on ``device``, or cannot store a parameter.
@@ -89,7 +89,7 @@ class Engine:
             other = None
         if other is self and device == self.step.device:
             return
-        # Histories and loss scale are one model's.
+        # Histories and loss scale belong to one model.
         amaxes = self.amaxes if model is self.model else new_amaxes(self.recipe)
         columns = self._build(amaxes)
         columns.computation.check(model, device, training)
@@ -108,7 +108,7 @@ class Engine:
         watch_for_optimizers(self)
 
     def settle(self) -> None:
-        """Follow the model to its device, or to its shards, once it is there."""
+        """Call once the model is on its device or sharded, before the first step."""
         for column in self.columns:
             column.settle()
         if self.sharding is not None:
@@ -131,8 +131,8 @@ class Engine:
         """Give ``optimizer`` its masters, or its low-bit states.
 
         Raises:
-            ValueError: it evaluates the loss itself, and the level scales the loss; or it has no low-bit form, and
-                the level needs one.
+            ValueError: ``optimizer`` evaluates the loss itself, and the level scales the loss; or ``optimizer`` has
+                no low-bit form, and the level has low-bit states.
         """
         if self.step.loss_scale is not None and needs_closure(optimizer):
             raise ValueError(
@@ -147,7 +147,7 @@ class Engine:
         self.optimizers.add(optimizer)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise what ``attach`` would, and change nothing."""
+        """Raise the ValueError that the columns' ``attach`` would raise; change nothing."""
         if optimizer not in self.optimizers:
             for column in self.columns:
                 column.check_optimizer(optimizer)
@@ -156,7 +156,7 @@ class Engine:
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """A forward pass at the level."""
+        """Context of a forward pass at the level."""
         for column in self.columns:
             column.before_forward()
         with self.columns.computation.forward():
@@ -164,15 +164,15 @@ class Engine:
 
     @contextmanager
     def backward_context(self, averages: bool = True) -> Iterator[None]:
-        """A backward pass whose gradients are averaged over the processes, where there are several, if ``averages``."""
+        """Context of a backward pass, whose gradients are averaged over the processes if ``averages``."""
         with self.columns.computation.backward(), self.columns.comm.averaging(averages):
             yield
 
     def broadcast(self, buffers: bool = False) -> bool:
-        """Give every process the weights (and ``buffers``) of its group's first one; whether this one's were others."""
+        """Give every process the weights (and ``buffers``) of the group's first; whether this process had others."""
         self.amaxes.forget_weights()
         changed = self.columns.comm.broadcast(buffers)
-        self.columns.weights.note_frozen()  # nobody has written them by hand
+        self.columns.weights.note_frozen()  # a broadcast is no write by the user
         return changed
 
     # State
@@ -187,7 +187,7 @@ class Engine:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, of this or of another level: what it does not hold starts afresh."""
+        """Load a saved state of this or of another level; values that ``state`` lacks start afresh."""
         for column in self.columns:
             column.load_state_dict(state)
         scale, saved = self.step.loss_scale, state.get("loss_scale", {})

@@ -1,7 +1,7 @@
-"""Optimizers that are made after their model was converted, as transformers' Trainer makes its own.
+"""Attaches optimizers that are made after their model was converted, as transformers' Trainer does.
 
-Such an optimizer would step on half copies, and hold states of no level. It gets its masters, or its low-bit states,
-at its first step: a hook that torch calls before the step of every optimizer finds it.
+Such an optimizer would step on half copies, with FP32 states at every level. A hook that torch calls before the step of
+every optimizer attaches the optimizer to the engine before its first step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
     from nemo_lowprec.engine import Engine
 
 _engines: WeakSet[Engine] = WeakSet()
-_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and the number of parameters that they had
+_seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # number of parameters when the hook saw the optimizer
 _hooks: list[Any] = []
 
 
 def watch_for_optimizers(engine: Engine) -> None:
-    """Attach to ``engine`` whatever optimizer steps on a parameter of its model, from now on."""
+    """Attach every optimizer that steps on a parameter of the engine's model, from now on."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
     _engines.add(engine)
@@ -45,8 +44,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         engine.when_adopted(optimizer)
     if type(optimizer) is before:
         return None
-    # The step that torch is about to run is the old class's: it gets an optimizer of nothing.
-    with torch.no_grad():  # a wrapper of the step, too, which ``unwrap`` takes off
+    # torch is about to run the step of the old class: that step gets an optimizer without parameters.
+    with torch.no_grad():  # ``unwrap`` has taken off the step's own wrapper for no_grad
         result = inspect.unwrap(type(optimizer).step)(optimizer, *args[1:], **kwargs)
     return (torch.optim.AdamW([{"params": []}]), lambda: result), {}
 
@@ -55,10 +54,8 @@ def _engine_of(optimizer: Optimizer) -> Engine | None:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for engine in list(_engines):
         model = engine.model
-        if model is not None and engine.of(model) is engine and any(id(param) in held for param in _trained(model)):
+        if model is None or engine.of(model) is not engine:
+            continue
+        if any(param.requires_grad and id(param) in held for param in model.parameters()):
             return engine
     return None
-
-
-def _trained(model: nn.Module) -> Any:
-    return (param for param in model.parameters() if param.requires_grad)

@@ -1,4 +1,4 @@
-"""What surrounds an optimizer's step, the same for every loop: loss scale, unscale, clip, skip, refresh, histories."""
+"""Runs optimizer steps for every loop: loss scale, unscale, clip, skip, refresh of weights, amax histories."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Step:
     """The steps of one model's optimizers.
 
     Attributes:
-        columns: of the row, for this model.
-        loss_scale: of the level; None for a level without.
-        device: of the model.
-        unit: what the gradients are multiplied by whose amaxes are in the histories; None: unknown.
-        skipped: the optimizers whose last step was skipped because a gradient is not finite.
+        columns: the columns of the row, for this model.
+        loss_scale: the level's; None for a level without loss scaling.
+        device: the model's.
+        unit: the factor in the gradients whose amaxes are in the histories; None where the factor is unknown.
+        skipped: the optimizers whose last step was skipped because a gradient was not finite.
     """
 
     def __init__(self, columns: Columns, loss_scale: LossScale | None, observers: Observers) -> None:
@@ -39,11 +39,11 @@ class Step:
         self._saturated: Tensor | None = None
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to run backward from."""
+        """The scaled loss; announces the backward pass, see ``begin``."""
         return loss * scale if (scale := self.begin()) != 1 else loss
 
     def begin(self, micro_batches: int = 1) -> float:
-        """A backward pass begins, of losses that are divided by ``micro_batches``. Returns the loss scale."""
+        """Announce a backward pass, of losses that are divided by ``micro_batches``. Returns the loss scale."""
         for column in self.columns:
             column.before_backward()
         self._found.clear()
@@ -53,7 +53,7 @@ class Step:
         return scale
 
     def expect(self, unit: float) -> None:
-        """Gradients come multiplied by ``unit``: the scales of FP8 operands must leave room for them."""
+        """Adapt the scales of FP8 operands to gradients that are multiplied by ``unit``."""
         before, self.unit = self.unit, unit
         if before is not None and before != unit:
             for amaxes in self.columns.amaxes:
@@ -65,7 +65,7 @@ class Step:
             self._gradients.unscale(optimizer, self.device)
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Scale the optimizer's true gradients down to ``max_norm``; the norm shows, too, whether all are finite."""
+        """Scale the optimizer's true gradients down to ``max_norm``; a norm that is not finite skips the step."""
         self.unscale(optimizer)
         found = self._gradients.clip(optimizer, max_norm, self.device)
         if found is not None:
@@ -77,23 +77,26 @@ class Step:
         Where ``clip`` was not called, the norm is computed if ``needed``; a collective with sharded gradients.
         """
         self.unscale(optimizer)
-        return self._gradients.norm(optimizer, needed and not self.columns.releases)
+        return self._gradients.norm(optimizer, needed and not self.columns.states.releases)
 
     def check_finite(self, optimizer: Optimizer) -> None:
-        """Find out whether the optimizer's gradients are finite, where ``clip`` has not."""
+        """Look for non-finite gradients of the optimizer, unless ``clip`` has computed their norm."""
         self.unscale(optimizer)
-        if optimizer not in self._found and not self.columns.releases:
+        if optimizer not in self._found and not self.columns.states.releases:
             self._note(optimizer, self._gradients.find(optimizer, self.device))
 
     def _note(self, optimizer: Optimizer, found: Tensor) -> None:
-        # The loss scale announces backward passes. Amaxes are looked at once a pass: a step makes room for the next.
+        # Amaxes are reduced once a backward pass. Backward passes are announced where the loss is scaled.
         looked = self.loss_scale is not None and len(self._found) > 0
         self._found[optimizer] = FoundInf(self.found_on_any_rank(found, looked))
 
     def found_on_any_rank(self, found: Tensor, looked: bool = False) -> Tensor:
-        """Whether a gradient (``found`` on this process) or an FP8 operand is not finite on any process: 1 or 0, FP32.
+        """Whether a gradient or an operand of an FP8 GEMM is not finite on any process: FP32 scalar, 1 or 0.
 
-        One all-reduce carries the amaxes, too, unless another optimizer of this backward pass has ``looked`` at them.
+        Args:
+            found: the same for the gradients of this process.
+            looked: whether another optimizer of this backward pass has reduced the amaxes. Else one all-reduce
+                carries the amaxes and the flags.
         """
         saturated = None if looked else self.saturated()
         flags = torch.stack([flag.float().reshape(()) for flag in (found, saturated) if flag is not None])
@@ -109,23 +112,23 @@ class Step:
         return torch.stack(flags).any() if flags else None
 
     def run(self, optimizer: Optimizer, **kwargs: Any) -> Any:
-        """``optimizer.step(**kwargs)``, but for a gradient that is not finite on some process: see ``skipped``."""
+        """``optimizer.step(**kwargs)``, which is skipped where a gradient is not finite on any process."""
         self.check_finite(optimizer)
         found = self._found.get(optimizer)
         handles = found is not None and handles_found_inf(optimizer, self.columns.weights.is_sharded)
         with found.handed_to(optimizer) if found is not None and handles else nullcontext():
             result = self.take(optimizer, found, partial(optimizer.step, **kwargs), waits=not handles)
         if self.loss_scale is None:
-            self._found.pop(optimizer, None)  # the next backward pass is perhaps not announced
+            self._found.pop(optimizer, None)  # without loss scaling a backward pass may not be announced
         return result
 
     def run_with_closure(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The same for an optimizer that evaluates the loss itself."""
+        """``run`` for an optimizer that evaluates the loss itself, by ``closure``."""
         closure = self.columns.evaluating(optimizer, closure)
         return self.take(optimizer, None, partial(optimizer.step, closure=closure, **kwargs))
 
     def take(self, optimizer: Optimizer, found: FoundInf | None, step: Callable[[], Any], waits: bool = True) -> Any:
-        """Call ``step`` unless ``found``, and tell the columns; kernels that read ``found`` need no host that waits."""
+        """Call ``step`` unless ``found``, and tell the columns. Only with ``waits`` the host reads ``found`` before."""
         differ = self.columns.weights.find_written(optimizer)
         written, result = None if differ is None else FoundInf(differ.float()), None
         # Manual optimization steps inside training_step, under autocast.

@@ -1,10 +1,9 @@
 """Delayed scaling: scales computed from the amaxes of the last steps, for all tensors of a model at once.
 
-One table holds the scales and histories of every GEMM operand of a model, one column an operand, so that the
-update at the end of a step is a handful of launches whatever the number of layers. An operand sees its own column
-through a ``AmaxSlot``.
+One table holds the scales and histories of every GEMM operand of a model, one column an operand. So the update at the
+end of a step takes the same few launches for any number of layers. An ``AmaxSlot`` is a view of one operand's column.
 
-Differences to Transformer Engine's recipe, each on purpose:
+Intended differences from Transformer Engine's recipe:
 
 * The update happens once an optimizer step, not once a forward: micro-batches and the recomputation of activation
   checkpointing contribute to one amax, and evaluation contributes nothing.
@@ -35,7 +34,7 @@ class AmaxSlot:
         scale: shape [1], FP32, view into the table.
         amax: shape [1], FP32, view into the table: the running maximum since the last update.
         cold: True while no usable amax has entered the history; the operand is then scaled by its own amax.
-        recorded: whether a cold operand was seen since its amaxes were last looked at.
+        recorded: whether ``record`` was called since the host last read which cold operands have an amax.
         restarted: whether the next update empties the history.
     """
 
@@ -51,7 +50,7 @@ class AmaxSlot:
         self.amax: Tensor
 
     def restart(self) -> None:
-        """Scale by the tensor at hand until a new history has begun: the old one is another model's."""
+        """Scale by the tensor at hand until a new history has begun: the old history is of other weights."""
         self.cold = self.restarted = True
 
     def record(self, amax: Tensor) -> None:
@@ -60,12 +59,12 @@ class AmaxSlot:
         self.recorded = True
 
     def current_scale(self, amax: Tensor) -> Tensor:
-        """Scale [1] for the tensor at hand: the delayed one, or from ``amax`` itself while there is no history."""
+        """The scale, FP32 [1], for a tensor with ``amax``: the delayed scale, or ``amax``'s own without a history."""
         return compute_scale(amax.reshape(1), self.fmt.max, self.margin) if self.cold else self.scale
 
 
 def _send(slot: AmaxSlot) -> Any:
-    # As numbers: two slots are views of one table, whose memory Python cannot hand to a process it spawns twice.
+    # As numbers: slots are views of one table, and Python cannot send one memory twice to a process that it spawns.
     state = (slot.scale.tolist(), slot.amax.tolist(), slot.scale.device, slot.cold, slot.recorded)
     return _receive, (slot.fmt, slot.margin, *state)
 
@@ -86,10 +85,10 @@ class DelayedScaling:
     """Amax histories and scales of named operands.
 
     Args:
-        history_len: steps that an amax is remembered, at least 1.
+        history_len: number of steps in the history, at least 1.
         algo: ``max`` over the history, or the ``most_recent`` amax.
         margin: scales are divided by 2**margin.
-        interval: scales are recomputed every ``interval`` updates; amaxes are recorded at every one.
+        interval: scales are recomputed every ``interval`` updates; amaxes enter the history at every update.
 
     Attributes:
         reduce_amax: makes amaxes the maxima over the processes that train together, in place; None for one process.
@@ -110,17 +109,8 @@ class DelayedScaling:
         self._shared_index: tuple[Tensor, Tensor] | None = None
         self._allocate(torch.device("cpu"))
 
-    def add(self, name: str, fmt: FloatFormat) -> AmaxSlot:
-        """Give the operand ``name`` a column (its own earlier one if it has it already)."""
-        if name not in self.slots:
-            state = self.state_dict()
-            self.slots[name] = AmaxSlot(fmt, self.margin)
-            self._allocate(self.scale.device)
-            self.load_state_dict(state)
-        return self.slots[name]
-
     def add_all(self, operands: dict[str, FloatFormat]) -> None:
-        """Give many operands their columns at once."""
+        """Give each operand a column; an operand that has a column keeps it."""
         state = self.state_dict()
         for name, fmt in operands.items():
             self.slots.setdefault(name, AmaxSlot(fmt, self.margin))
@@ -128,7 +118,7 @@ class DelayedScaling:
         self.load_state_dict(state)
 
     def share(self, follower: AmaxSlot, leader: AmaxSlot) -> None:
-        """From now on whatever ``leader`` records counts for ``follower`` too: they are given the same tensor."""
+        """Count the amaxes that ``leader`` records for ``follower``, too: both operands are the same tensor."""
         if id(follower) not in self._shared and follower is not leader:
             self._shared[id(follower)] = (follower, leader)
             self._shared_index = None
@@ -146,7 +136,7 @@ class DelayedScaling:
         self.amax[followers] = torch.maximum(self.amax[followers], self.amax[leaders])
 
     def to(self, device: torch.device) -> None:
-        """Move the table; slots follow."""
+        """Move the table, and the slots' views of the table, to ``device``."""
         if device != self.scale.device:
             state = self.state_dict()
             self._allocate(device)
@@ -182,8 +172,8 @@ class DelayedScaling:
         window = self.history.amax(0) if self.algo == "max" else amax
         self.scale.copy_(compute_scale(window, self._fp_max, self.margin, previous=self.scale))
         if any(slot.cold and slot.recorded for slot in self.slots.values()):
-            # The only read-back to the host, gone once every operand has been seen that there is: frozen layers have
-            # no gradients, and a weight that is stored in FP8 has a scale of its own.
+            # The only read-back to the host, until every operand that records amaxes has a history: frozen layers
+            # have no gradients, and weights that are stored in FP8 have scales of their own.
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
                 slot.cold, slot.recorded = slot.cold and not seen, False
 
@@ -196,7 +186,7 @@ class DelayedScaling:
 
     @torch.no_grad()
     def rescale(self, kind: str, factor: float) -> None:
-        """Expect the operands whose names end in ``kind`` to be ``factor`` times as large: the loss scale changed."""
+        """Adapt histories and scales of the operands named ``*.kind`` to values ``factor`` times as large."""
         chosen = [name.endswith(f".{kind}") for name in self.slots]
         factors = torch.where(torch.tensor(chosen, device=self.scale.device), factor, 1.0)
         self.history *= factors
@@ -208,7 +198,7 @@ class DelayedScaling:
 
     @torch.no_grad()
     def reduce(self, flags: Tensor) -> bool:
-        """Make this step's amaxes those of all processes, for the next update; one all-reduce carries ``flags``, too.
+        """Replace this step's amaxes by their maxima over all processes, in one all-reduce together with ``flags``.
 
         Amaxes that are recorded afterwards belong to the next step, on every process alike.
 
@@ -231,7 +221,7 @@ class DelayedScaling:
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """Make the amaxes recorded so far in an unfinished step those of all processes, before they are saved."""
+        """Replace the amaxes of an unfinished step by their maxima over all processes, for a checkpoint."""
         self._fold_shared()
         if self.reduce_amax is not None:
             self.reduce_amax(self.amax)
@@ -242,7 +232,11 @@ class DelayedScaling:
         self.amax.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """By operand: history oldest first, scale, the value it scales the amax to, and whether it is in use yet."""
+        """By operand, on the CPU.
+
+        ``amax_history``: FP32 [history_len], oldest first; ``scale`` and ``amax``: FP32 scalars; ``cold``: bool;
+        ``target``: the value to which the scale brings the amax.
+        """
         self._empty_restarted()
         oldest = self.updates % self.history_len
         history = torch.roll(self.history, -oldest, 0).cpu()
@@ -263,10 +257,10 @@ class DelayedScaling:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the columns that ``state`` knows; operands that it does not know start afresh.
+        """Load the columns of the operands in ``state``; operands that ``state`` lacks start afresh.
 
-        A history of another length is cut to its newest entries or padded with zeros before them. The scale of
-        another format or margin is brought to this one's.
+        A history of another length is cut to its newest entries, or padded with zeros before the oldest. A scale of
+        another format or margin is converted.
         """
         self.updates = int(state["updates"])
         oldest = self.updates % self.history_len
@@ -284,7 +278,7 @@ class DelayedScaling:
             columns[:, i] = torch.roll(column, oldest, 0)
             scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
             amax[i], slot.cold = saved["amax"], bool(saved["cold"])
-            slot.recorded = slot.cold  # perhaps: the next update looks
+            slot.recorded = slot.cold  # whether an amax was recorded is not saved: the next update reads the history
         self._reduced = None
         self.history.copy_(columns)
         self.scale.copy_(scale)

@@ -1,4 +1,4 @@
-"""Column Weight gradient: FP8 storage, clipping, loss scaling and unscaling, the search for what is not finite."""
+"""Column Weight gradient: FP8 storage, clipping, loss scaling and unscaling, the search for non-finite gradients."""
 
 from nemo_lowprec.grads.clip import clip_grad_norm_
 from nemo_lowprec.grads.found_inf import FoundInf

@@ -16,7 +16,7 @@ from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 
 def _over_shards(norm: Tensor, norm_type: float, grad: Any) -> Tensor:
-    """The norm of all shards, from that of this process's."""
+    """The norm of the whole gradients, FP32 scalar, from the norm of this process's shards."""
     group = grad.device_mesh.get_group(grad.device_mesh.ndim - 1)
     if norm_type == math.inf:
         dist.all_reduce(norm, dist.ReduceOp.MAX, group)
@@ -33,10 +33,10 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` that also takes ``max_norm <= 0``: the norm only, nothing is clipped.
+    """``torch.nn.utils.clip_grad_norm_``, which with ``max_norm <= 0`` only computes the norm and clips nothing.
 
-    FP8 gradients are neither decoded nor rounded again: their norms are taken by one kernel over the stored bytes, and
-    the coefficient becomes part of their scale. (torch's own function works too, and decodes one after the other.)
+    FP8 gradients are neither decoded nor rounded again: one kernel computes their norms from the stored bytes, and the
+    coefficient becomes part of their scales. (torch's own function works too, and decodes one gradient at a time.)
 
     Raises:
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
         local = local_shard(grad)
-        if local.is_sparse and max_norm <= 0:  # clipping them is not in torch, either
+        if local.is_sparse and max_norm <= 0:  # torch does not clip sparse gradients, either
             local = local.coalesce().values()
         by_device[grad.device].append(local)
     device = grads[0].device

@@ -1,4 +1,4 @@
-"""What the search for gradients that are not finite has found, known to the device before the host knows it."""
+"""The flag of one optimizer's non-finite gradients, on the device and, after a copy in the background, on the host."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 class FoundInf:
     """Whether one optimizer's gradients are not finite.
 
-    It is copied to the host in the background, so that the kernels of the step, which read it on the device, follow
-    those of the backward pass without a gap: the host waits for it only when ``bool`` asks.
+    The flag is copied to the host in the background. The kernels of the step read the flag on the device and follow
+    the kernels of the backward pass without a gap. Only ``bool`` waits for the copy.
 
     Args:
-        on_device: FP32 scalar on the gradients' device, not 0 where one is not finite.
+        on_device: FP32 scalar on the gradients' device, 0 where all gradients are finite.
     """
 
     def __init__(self, on_device: Tensor) -> None:
@@ -36,7 +36,7 @@ class FoundInf:
 
     @contextmanager
     def handed_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within, ``optimizer.step()`` skips by itself, as under torch's GradScaler after its ``unscale_``."""
+        """Context in which ``optimizer.step()`` itself skips, as under torch's GradScaler after ``unscale_``."""
         optimizer.grad_scale, optimizer.found_inf = None, self.on_device  # type: ignore[attr-defined]
         try:
             yield

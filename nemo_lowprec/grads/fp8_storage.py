@@ -1,6 +1,7 @@
-"""Gradients stored in FP8 as soon as they are complete; the high-precision one is freed at once.
+"""Stores gradients in FP8 as soon as autograd has computed them, and frees the high-precision gradients at once.
 
-``p.grad`` becomes a ``GradientTensor``, which reads as FP32; later micro-batches accumulate into it.
+``p.grad`` becomes a ``GradientTensor``, which reads as FP32. The gradients of later micro-batches are added to the
+``GradientTensor``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _RELEASED = "gradient_release"
 
 
 def is_released(param: Tensor) -> bool:
-    """Whether ``param`` steps as soon as its gradient is there."""
+    """Whether ``param`` steps in backward, as soon as its gradient is computed (gradient release)."""
     return hasattr(param, _RELEASED)
 
 
@@ -28,13 +29,14 @@ class Fp8Gradients(Column):
     """Hooks that store the gradients of some parameters.
 
     Args:
-        release: steps a parameter and drops its gradient, called as soon as the gradient is stored.
-        detached: whether gradients are taken from their parameters (FSDP2 would reduce what it finds there).
-        params: the parameters that are covered by now; called before each backward pass. Hooks of parameters hold it.
-        observers: each gradient is announced to them when it is stored.
+        release: called with a parameter once its gradient is stored; steps the parameter and drops the gradient.
+        detached: whether gradients are taken off their parameters, so that FSDP2 does not reduce them.
+        params: returns the parameters whose gradients are stored; called before each backward pass. The parameters'
+            hooks hold a reference to ``params``.
+        observers: are told of each stored gradient.
 
     Attributes:
-        detached_grads: gradients that are not left on their parameters, by the parameters' ids; None where they are.
+        detached_grads: the gradients that were taken off, by the ids of their parameters; None without ``detached``.
     """
 
     def __init__(
@@ -49,14 +51,13 @@ class Fp8Gradients(Column):
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
 
-    def settle(self) -> None:
-        self.cover(self._params() or ())
-
     def before_backward(self) -> None:
         self.cover(self._params() or ())
 
+    settle = before_backward
+
     def cover(self, params: Iterable[Tensor]) -> None:
-        """Store the gradients of ``params`` from now on; parameters that take none yet are left for a later call."""
+        """Store the gradients of ``params`` from now on, but for parameters that require no gradient yet."""
         for param in params:
             if param.requires_grad and param not in self._handles:
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
@@ -76,7 +77,7 @@ class Fp8Gradients(Column):
                 see(param, self.detached_grads[id(param)])
             return
         if grad is not None and grad.requires_grad and torch.is_grad_enabled():
-            # Of backward(create_graph=True): what is computed from it reaches the weights through its own graph.
+            # A gradient of backward(create_graph=True) keeps its graph, through which later losses reach the weights.
             if self.release is not None:
                 raise RuntimeError(
                     "gradient_release=True drops each gradient at once, and this one is to be differentiated again "
@@ -92,7 +93,7 @@ class Fp8Gradients(Column):
             self.release(param)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for param, handle in self._handles.items():
             handle.remove()
             param.__dict__.pop(_RELEASED, None)

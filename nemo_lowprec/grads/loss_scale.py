@@ -8,15 +8,15 @@ from typing import Any
 from nemo_lowprec.options import LossScaleConfig
 from nemo_lowprec.options.loss_scale import HIGHEST
 
-_STUCK = 10  # steps skipped in a row, where no smaller scale will come
+_STUCK = 10  # skipped steps in a row, at the smallest scale, before a warning
 
 
 class LossScale:
-    """The current scale and the counters behind it.
+    """The loss scale and its counters.
 
     Attributes:
-        scale: of the next backward pass.
-        used: of the gradients that are there.
+        scale: the loss scale of the next backward pass.
+        used: the loss scale by which the present gradients were multiplied.
 
     Source: Megatron-core's ``DynamicGradScaler``: the hysteresis is spent by overflows, however far apart, and
     restored when the scale grows.
@@ -33,19 +33,19 @@ class LossScale:
         self._skipped = 0  # steps in a row
 
     def begin(self) -> float:
-        """The scale of a backward pass: that of the pass before, unless a step has used its gradients since."""
+        """The scale of a backward pass. Passes whose gradients are added up, before one step, have the same scale."""
         if self._learned is not None:
             self.used, self._learned = self.scale, None
         return self.used
 
     def learn(self, overflow: bool) -> None:
-        """The outcome of one optimizer's step. Several that step on the gradients of one pass count as one."""
+        """Take in the outcome of one optimizer's step. Optimizers that step after one backward pass count once."""
         if self._learned is None or (overflow and not self._learned):
             self.update(overflow)
         self._learned = bool(self._learned) or overflow
 
     def update(self, overflow: bool) -> None:
-        """Learn the outcome of one step. Warns where step after step is skipped and the scale cannot fall."""
+        """Adapt the scale to the outcome of one step. Warns after ten skipped steps in which the scale cannot fall."""
         lowest = not self.dynamic or self.scale <= self.config.min_loss_scale
         self._skipped = self._skipped + 1 if overflow and lowest else 0
         if self._skipped == _STUCK:
@@ -76,9 +76,9 @@ class LossScale:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from saved counters, within this configuration's bounds; a static scale stays what it is.
+        """Load saved counters, within the bounds of ``config``; a static scale is not changed.
 
-        Checkpoints of earlier versions on Megatron-core hold the counters under the names of its ``DynamicGradScaler``.
+        Checkpoints of earlier versions on Megatron-core have the names of Megatron-core's ``DynamicGradScaler``.
         """
         if self.dynamic:
             self.scale = max(float(state["scale"]), float(self.config.min_loss_scale))

@@ -1,4 +1,4 @@
-"""The true gradients of an optimizer: divided by the loss scale, clipped, and known to be finite or not."""
+"""Makes an optimizer's gradients true gradients: divides by the loss scale, clips, and looks for non-finite values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 
 class TrueGradients:
-    """What was done since the last backward pass with the gradients of each optimizer of one model.
+    """The gradients of each optimizer of one model: whether they were unscaled, and their norms.
 
     Args:
-        loss_scale: of the level; None where the loss is not scaled.
+        loss_scale: the loss scale of the level; None where the loss is not scaled.
     """
 
     def __init__(self, loss_scale: LossScale | None) -> None:
@@ -29,21 +29,21 @@ class TrueGradients:
         self._norms: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
 
     def begin(self) -> None:
-        """A backward pass begins: its gradients are scaled."""
+        """Note that a backward pass begins, whose gradients are scaled."""
         self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer, device: torch.device) -> None:
-        """Divide the gradients by the loss scale, once a backward pass."""
+        """Divide the gradients of ``optimizer`` by the loss scale, once a backward pass."""
         if self._loss_scale is not None and optimizer not in self._unscaled:
             params = params_of(optimizer)
             found = unscale_(params, self._loss_scale.used, device)
-            self._unscaled[optimizer] = found, _writes(params)  # callbacks may write gradients until the step
+            self._unscaled[optimizer] = found, _writes(params)  # callbacks may write gradients before the step
 
     def clip(self, optimizer: Optimizer, max_norm: float, device: torch.device) -> Tensor | None:
         """Scale the gradients down to ``max_norm``.
 
         Returns:
-            1 where a gradient is not finite on this process, else 0: FP32 scalar; None where ``find`` knew before.
+            FP32 scalar, 1 where a gradient of this process is not finite, else 0; None where ``find`` was called.
         """
         norm = self._norms[optimizer] = clip_grad_norm_(params_of(optimizer), max_norm)
         found, _ = self._unscaled.pop(optimizer, (None, None))
@@ -53,12 +53,12 @@ class TrueGradients:
         return infinite if found is None else torch.maximum(infinite, found)
 
     def norm(self, optimizer: Optimizer, needed: bool) -> Tensor | None:
-        """The L2 norm of the gradients, FP32 scalar: that of ``clip`` before this step; computed anew if ``needed``."""
+        """The L2 norm of the gradients, FP32 scalar, from ``clip`` or, if ``needed``, computed anew; else None."""
         norm = self._norms.pop(optimizer, None)
         return clip_grad_norm_(params_of(optimizer), 0.0) if norm is None and needed else norm
 
     def find(self, optimizer: Optimizer, device: torch.device) -> Tensor:
-        """1 where a gradient is not finite on this process, else 0: an FP32 scalar on ``device``."""
+        """FP32 scalar on ``device``: 1 where a gradient of this process is not finite, else 0."""
         params = params_of(optimizer)
         found, writes = self._unscaled.pop(optimizer, (None, None))
         if found is None:
@@ -69,12 +69,12 @@ class TrueGradients:
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups."""
+    """The parameters of all groups of ``optimizer``."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _writes(params: list[Tensor]) -> list[tuple[int, int, int]] | None:
-    """Changes when a gradient is written or replaced; None with FP8 gradients, which note what is not finite."""
+    """A value that changes when a gradient is written or replaced; None with FP8 gradients, which keep such a flag."""
     grads = [(p.grad, local_shard(p.grad)) for p in params if p.grad is not None]
     if any(isinstance(local, QuantizedTensor) for _, local in grads):
         return None

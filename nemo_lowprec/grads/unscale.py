@@ -1,4 +1,4 @@
-"""Look for gradients that are not finite, and divide them by the loss scale, in FP32: all on the device."""
+"""Divides gradients by the loss scale, in FP32, and looks for non-finite gradients, on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 @torch.no_grad()
 def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Tensor:
-    """Unscale the gradients of ``params``; return whether any of them is not finite.
+    """Divide the gradients of ``params`` by ``scale``, in place. FP16 gradients become FP32 (``widen_fp16``).
 
-    FP16 gradients become FP32 first (``widen_fp16``).
-
-    Of sharded gradients each process sees its part. Sparse ones come out coalesced.
+    Each process reads its own shards of sharded gradients. Sparse gradients are coalesced.
 
     Returns:
-        1 where one is not finite, else 0: an FP32 scalar on ``device``.
+        FP32 scalar on ``device``: 1 where a gradient of this process is not finite, else 0.
     """
     grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     halves: list[Tensor] = []
@@ -30,11 +28,11 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         if param.grad is None:
             continue
         if param.grad.is_sparse:
-            grad = param.grad.float().coalesce()  # rows that occur twice are summed in FP32, too
+            grad = param.grad.float().coalesce()  # sums rows that occur twice in FP32
             _replace(param, grad)
             grads[grad.device, grad.dtype].append(grad._values())
             continue
-        if param.grad.dtype == torch.bfloat16:  # of a parameter without a master, which steps in BF16
+        if param.grad.dtype == torch.bfloat16:  # the parameter has no master and steps in BF16
             halves.append(param.grad.div_(scale))
             continue
         widen_fp16([param])
@@ -48,7 +46,7 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
 
 
 def widen_fp16(params: Iterable[Tensor]) -> None:
-    """Make FP16 gradients FP32, one at a time: dividing them in FP16 would round small ones to zero."""
+    """Make FP16 gradients FP32, one at a time: a division in FP16 would round small values to zero."""
     for param in params:
         if param.grad is not None and param.grad.dtype == torch.float16:
             _replace(param, param.grad.float())
@@ -62,12 +60,12 @@ def _replace(param: Tensor, grad: Tensor) -> None:
 
 @torch.no_grad()
 def find_nonfinite(params: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Whether any gradient of ``params`` is not finite; nothing is changed.
+    """Look for non-finite gradients of ``params``; changes nothing.
 
-    Of sharded gradients each process sees its part. FP8 gradients know it of themselves.
+    Each process reads its own shards of sharded gradients. FP8 gradients keep a flag beside the stored values.
 
     Returns:
-        1 where one is not finite, else 0: an FP32 scalar on ``device``.
+        FP32 scalar on ``device``: 1 where a gradient of this process is not finite, else 0.
     """
     return _nonfinite([p.grad for p in params if p.grad is not None], device)
 
@@ -85,7 +83,7 @@ def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
     if stored:
         found.append(GradientTensor.any_nonfinite(stored).to(device))
     for tensors in plain.values():
-        # NaN goes through a maximum, and unlike a sum of squares it is finite where all elements are.
+        # A maximum is NaN where an element is NaN and, unlike a sum of squares, finite where all elements are finite.
         largest = torch.stack([n.float() for n in torch._foreach_norm(tensors, math.inf)])
         found.append((~largest.isfinite()).any().float().to(device))
     return torch.stack(found).amax()

@@ -1,4 +1,4 @@
-"""Training loops without a Trainer."""
+"""``prepare``: a level for training loops without a Trainer."""
 
 from nemo_lowprec.loops.prepare import prepare
 

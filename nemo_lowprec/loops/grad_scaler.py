@@ -1,8 +1,8 @@
-"""torch's ``GradScaler`` at every level: FP16 gradients, and infinities that saturate in an FP8 GEMM.
+"""Lets torch's ``GradScaler`` unscale FP16 gradients, and see infinities that saturate in an FP8 GEMM.
 
-``GradScaler.unscale_`` refuses FP16 gradients, and sees an infinity only where a gradient shows the infinity. For the
-optimizers of a prepared model, gradients become FP32 before they are divided by the scale, and the engine tells whether
-a gradient or an operand is not finite on any process. Other optimizers are unscaled as before.
+``GradScaler.unscale_`` refuses FP16 gradients, and finds infinities in gradients only. For the optimizers of a prepared
+model gradients become FP32 before they are divided by the scale, and the engine tells whether a gradient or an operand
+of an FP8 GEMM is not finite on any process. Other optimizers are unscaled as by torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.grads.unscale import widen_fp16
 
-_FOUND = (
-    "_lowprec_found"  # on an optimizer: from whether this process's gradients are not finite to that of any process
-)
+_FOUND = "_lowprec_found"  # attribute of an optimizer: the function of ``tell_grad_scaler``
 _unscale = GradScaler._unscale_grads_
 
 
@@ -28,8 +26,8 @@ def tell_grad_scaler(optimizer: Optimizer, found: Callable[[Tensor], Tensor]) ->
     """Have torch's ``GradScaler`` ask ``found`` whether to skip the step of ``optimizer``.
 
     Args:
-        found: from 1 where a gradient is not finite on this process, else 0, to the same for all processes and the
-            operands of FP8 GEMMs: FP32 scalars on the device.
+        found: takes an FP32 scalar on the device, 1 where a gradient of this process is not finite, else 0; returns
+            the same for the gradients and the FP8 operands of all processes.
     """
     optimizer.__dict__[_FOUND] = found
 

@@ -1,4 +1,4 @@
-"""What a training loop without Lightning needs from an engine, done by hooks of its model and its optimizer."""
+"""Drives an engine by hooks of the model and the optimizer, in a training loop without Lightning."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _HISTORIES = "fp8_histories"
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ValueError where ``fully_shard`` has made shards of parameters of ``model``.
+    """Raise ValueError where ``fully_shard`` has sharded parameters of ``model``.
 
-    Such shards stay FP32, and so do their gradients and the optimizer's states.
+    Such shards, their gradients and the optimizer's states would stay FP32.
     """
     if not dist.is_available() or not dist.is_initialized():
         return
@@ -41,9 +41,9 @@ def refuse_sharded(model: nn.Module) -> None:
 
 
 class PlainLoop:
-    """Rolls the amax histories at each step, saves them with the optimizer, and tells GradScaler of overflows.
+    """Updates amax histories at each step, saves them with the optimizer's state, and tells GradScaler of overflows.
 
-    Where the gradients were looked at and the step did not come, the next training forward forgets its amaxes.
+    Where GradScaler has skipped a step, the next training forward discards the step's amaxes.
     """
 
     def __init__(self, engine: Engine, model: nn.Module, optimizer: Optimizer) -> None:
@@ -56,11 +56,11 @@ class PlainLoop:
         self.follow(optimizer)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Do this for the steps and the state of ``optimizer``, also of one that is made later."""
+        """Hook into the steps and the state of ``optimizer``, made before or after the conversion."""
         optimizer.all_reduce_grads = self._averages  # type: ignore[attr-defined]
         tell_grad_scaler(optimizer, self._found)
         before = optimizer.register_step_pre_hook(self._before_step)
-        # First, while the model's own parameters are in the groups, and not their masters.
+        # First, while the model's own parameters, and not the masters, are in the groups.
         hooks: Any = optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(before.id, last=False)
         optimizer.register_step_post_hook(self._after_step)
@@ -73,7 +73,7 @@ class PlainLoop:
         if not torch.is_grad_enabled():
             return
         if not self._looked_into:
-            refuse_sharded(model)  # after initialize
+            refuse_sharded(model)  # fully_shard may have been called after the conversion
         self._check_own_parameters(model)
         for column in self._engine.columns:
             column.before_forward()
@@ -83,9 +83,9 @@ class PlainLoop:
             self._engine.amaxes.after_step(skipped=True)
 
     def _check_own_parameters(self, model: nn.Module) -> None:
-        """Raise ValueError where the model was wrapped since: the optimizer would step what nobody computes with.
+        """Raise ValueError where a wrapper has replaced the parameters, so that the optimizer steps unused ones.
 
-        Parts of the model are looked at once.
+        The parts of the model are checked at the first forward only.
         """
         if getattr(model, "_is_replica", False):
             raise ValueError(
@@ -124,25 +124,25 @@ class PlainLoop:
 
 
 class AveragesGradients:
-    """``optimizer.all_reduce_grads(module)``: averages gradients without DDP."""
+    """Averages gradients without DDP: the method ``optimizer.all_reduce_grads(module)``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._of_parts: dict[tuple[int, ...], GradientReducer] = {}
-        self._met: list[Any] = []  # groups whose processes have the same weights
+        self._met: list[Any] = []  # groups whose processes were given the same weights
 
     def __call__(self, module: nn.Module, group: Any = None) -> None:
-        """Average the gradients of ALL parameters of ``module`` over the processes, once, those in FP8 in FP8.
+        """Average the gradients of ALL parameters of ``module`` over the processes; FP8 gradients are sent in FP8.
 
-        The first call gives every process of ``group`` the weights and buffers of the group's first one.
+        The first call gives every process of ``group`` the weights and buffers of the group's first process.
 
         Args:
-            module: what ``initialize`` has converted, a part of it, or a wrapper around it.
-            group: of ``torch.distributed``; None for all processes.
+            module: the converted model, a part of the model, or a wrapper around the model.
+            group: the processes; None for all processes.
 
         Raises:
-            ValueError: parameters that ``initialize`` has not converted; with ``gradient_release``, whose steps were
-                taken already.
+            ValueError: ``module`` has parameters that the model has not; or ``gradient_release``, which has stepped
+                the parameters already.
         """
         engine, model = self._engine, self._engine.model
         assert model is not None
@@ -178,9 +178,9 @@ class AveragesGradients:
 
 
 class UnderDDP:
-    """Averages gradients while backward goes on, under torch's DistributedDataParallel and in the level's formats.
+    """Averages gradients during backward, under torch's DistributedDataParallel and in the level's formats.
 
-    ``no_sync()`` is respected.
+    Within ``no_sync()`` gradients are not averaged.
     """
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
@@ -210,7 +210,7 @@ class UnderDDP:
             self._entered, self._waiting = True, False
 
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Wait for the backward pass to come by: every process's does, whichever parameters it used."""
+        """Hook the outputs, so that ``_begin`` runs on every process, whichever parameters its batch has used."""
         entered, self._entered = self._entered, False
         if entered and self._wanted:
             for leaf in tree_leaves(output):
@@ -218,7 +218,7 @@ class UnderDDP:
                     leaf.register_hook(self._begin)
 
     def _begin(self, _: Tensor) -> None:
-        # Here and not at a parameter's gradient: with reentrant checkpointing that belongs to a backward of its own.
+        # Not at a parameter's gradient: reentrant checkpointing computes parameters' gradients in a nested backward.
         if self._wanted and not self._waiting:
             self._waiting = True
             assert self._engine.columns.comm.reducer is not None

@@ -1,4 +1,4 @@
-"""A level for a training loop without Lightning: the same engine, driven by the loop's own lines."""
+"""``prepare``: converts a model and its optimizer to a level, for a training loop without Lightning."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def prepare(
 ) -> tuple[nn.Module, Optimizer]:
     """Prepare a model and its optimizer for training at a level, both in place.
 
-    The model's forward runs under autocast to the level's half format unless the loop has autocast on, and gives FP32
-    then; at MS-AMP's levels, whose weights read as FP32, the loop decides on autocast. Weights, gradients and optimizer
-    states are stored in the level's formats, and the optimizer steps on masters where the level has any.
-    ``torch.amp.GradScaler``, schedulers, ``clip_grad_norm_`` and gradient accumulation work as they do on any model.
+    Where the loop has autocast off, the model's forward runs under autocast to the level's half format and returns
+    FP32. At the MS-AMP levels, whose weights read as FP32, only the loop turns autocast on. Weights, gradients and
+    optimizer states are stored in the level's formats, and the optimizer steps on masters where the level has masters.
+    ``torch.amp.GradScaler``, schedulers, ``clip_grad_norm_`` and gradient accumulation work as on any model.
 
-    Layers and matrices are logged, by the logger ``nemo_lowprec`` and at INFO; a model of whose matrices less than half
-    is in converted layers is warned of.
+    The logger ``nemo_lowprec`` logs a table of layers and matrices at INFO. A warning tells where converted layers hold
+    less than half of the model's matrices.
 
-    Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in the
-    level's format. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first
-    call gives every process the weights and buffers of the group's first one.
+    Call ``prepare`` once the model is on its device, before ``DistributedDataParallel``, which then averages gradients
+    in the level's format. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the
+    first call gives every process the weights and buffers of the group's first process.
 
     Args:
         model: any module.
@@ -54,12 +54,12 @@ def prepare(
             loss scale, which are ``torch.autocast``'s and ``GradScaler``'s here.
 
     Returns:
-        The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
+        The same model and the same optimizer, which now has the method ``all_reduce_grads(model)``.
 
     Raises:
         ValueError: an unknown level, an optimizer without a low-bit form or of another model's parameters, a model
-            that is converted already or sharded, or a value that an option does not take; model and optimizer are as
-            they were.
+            that is converted already or sharded, or a value that an option does not take; model and optimizer are not
+            changed.
         TypeError: an unknown option.
     """
     if not isinstance(model, nn.Module):
@@ -91,7 +91,7 @@ def prepare(
     engine.convert(model, _device_of(model))
     engine.settle()
     engine.attach(optimizer)
-    model.zero_grad()  # gradients that were there belong to the weights before they were rounded
+    model.zero_grad()  # present gradients belong to the weights before the rounding
     prefer_attention_in(model, parsed.attention)
     PlainLoop(engine, model, optimizer)
     UnderDDP(engine, model)
@@ -102,7 +102,7 @@ def prepare(
 
 
 def _say_what_is_converted(engine: Engine) -> None:
-    """Log the table of layers and matrices, and warn where hardly anything is converted; on the first process."""
+    """On the first process, log the table of layers and matrices, and warn where few matrices are converted."""
     found = engine.columns.computation.describe()
     if found is None or (dist.is_initialized() and dist.get_rank()):
         return

@@ -1,4 +1,4 @@
-"""Turn the user's Adam or AdamW into the low-bit one in place, and back: it stays the object that it was."""
+"""Turns the user's Adam or AdamW into a low-bit optimizer and back, in place: the object and its groups stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
 
 
 def check_adoptable(optimizer: Optimizer) -> None:
-    """Whether ``adopt`` will take ``optimizer``; changes nothing.
+    """Raise ValueError where ``adopt`` refuses ``optimizer``; changes nothing.
 
     Raises:
         ValueError: another optimizer than torch's Adam and AdamW, a subclass or an instance with a step of its own,
@@ -55,7 +55,7 @@ def check_adoptable(optimizer: Optimizer) -> None:
 
 @lru_cache(maxsize=32)
 def _class_for(cls: type[Optimizer]) -> type[Optimizer]:
-    if cls is torch.optim.AdamW:  # before Adam, which AdamW is a subclass of
+    if cls is torch.optim.AdamW:  # before Adam, the base class of AdamW
         return AdamW
     if cls is torch.optim.Adam:
         return Adam
@@ -70,10 +70,10 @@ def _unpickle(cls: type[Optimizer]) -> Optimizer:
 
 
 def adopt(optimizer: Optimizer, formats: StateFormats, gradient_release: bool = False) -> None:
-    """Make ``optimizer`` hold its states in ``formats``; groups, schedulers and hooks go on pointing at it.
+    """Make ``optimizer`` hold its states in ``formats``. Groups, schedulers and hooks keep the same optimizer object.
 
     Args:
-        gradient_release: whether gradients are stepped on as they come, so that GradScaler comes too late.
+        gradient_release: whether parameters step in backward, so that GradScaler could not skip a step.
 
     Raises:
         ValueError: see ``check_adoptable``.
@@ -111,7 +111,7 @@ def release(optimizer: Optimizer) -> None:
 
 
 def _rewrap_step(optimizer: Optimizer) -> None:
-    """Let a scheduler's wrapper around ``step``, which holds the class's function, call the new class's."""
+    """Make a scheduler's wrapper around ``step``, which holds the old class's function, call the new class's."""
     wrapper = optimizer.__dict__.get("step")
     if wrapper is None:
         return

@@ -1,7 +1,8 @@
-"""Column Optimizer states: FP32 states, which any optimizer has, or the low-bit states of Adam and AdamW."""
+"""Column Optimizer states: FP32 states of any optimizer, or low-bit states of Adam and AdamW."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakSet
@@ -18,24 +19,24 @@ from nemo_lowprec.optim.storage import StateFormats
 
 
 class OptimizerStates(Column):
-    """FP32 states: the optimizers stay as they are."""
+    """FP32 states: optimizers are not changed."""
 
     releases = False
 
 
 class LowBitOptimizerStates(OptimizerStates):
-    """States of the formats asked for: attached optimizers become this package's Adam or AdamW, in place.
+    """States in low-bit formats: attached optimizers become this package's Adam or AdamW, in place.
 
     Args:
-        formats: of the states.
+        formats: the formats of the two moments and of the master weights.
         releases: whether a parameter steps as soon as its gradient is there (``step_at_once``).
     """
 
     def __init__(self, formats: StateFormats, releases: bool = False) -> None:
         self.formats, self.releases = formats, releases
         self._optimizers: WeakSet[Optimizer] = WeakSet()
-        self._stepped: Any = WeakIdKeyDictionary()  # parameters, until their optimizer's step
-        self._handles: list[Any] = []
+        self._stepped: Any = WeakIdKeyDictionary()  # parameters that have stepped in this backward pass
+        self._hooks = ExitStack()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer not in self._optimizers:
@@ -45,7 +46,7 @@ class LowBitOptimizerStates(OptimizerStates):
         adopt(optimizer, self.formats, self.releases)
         self._optimizers.add(optimizer)
         if self.releases:
-            self._handles.append(optimizer.register_step_post_hook(self._after_step_of))
+            self._hooks.enter_context(optimizer.register_step_post_hook(self._after_step_of))
 
     def step_at_once(self, param: Tensor) -> None:
         """Gradient release: step one parameter and drop its gradient.
@@ -71,9 +72,7 @@ class LowBitOptimizerStates(OptimizerStates):
 
     def remove(self) -> None:
         """Give attached optimizers their class back, and FP32 states."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         self._stepped.clear()
         for optimizer in self._optimizers:
             release(optimizer)
@@ -82,8 +81,8 @@ class LowBitOptimizerStates(OptimizerStates):
 
 def handles_found_inf(optimizer: Optimizer, sharded: bool) -> bool:
     """Whether the kernels of ``optimizer`` read ``found_inf``, so that the host need not wait before the step."""
-    # Of torch's own, fused SGD skips and leaves its momentum uninitialized; all expect a found_inf that is sharded as
-    # the parameters are.
+    # torch's fused SGD skips a step and leaves its momentum uninitialized. torch's fused optimizers expect a found_inf
+    # that is sharded as the parameters are.
     own = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and not sharded
     return (own or isinstance(optimizer, LowBitStates)) and getattr(optimizer, "_step_supports_amp_scaling", False)
 

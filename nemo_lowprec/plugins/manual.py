@@ -7,7 +7,7 @@ not. Lightning gives no warning: processes drift apart under Lightning's own DDP
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import ShardedWeights
 
@@ -31,10 +32,11 @@ class ManualPasses:
 
     def __init__(self, module: pl.LightningModule, engine: Engine, averages: bool) -> None:
         self._module, self._engine, self._averages = module, engine, averages
-        self._handles: dict[int, Any] = {}
-        self._announced = self._in_step = False
-        self._direct: set[int] = set()  # ids of parameters with a gradient from a pass that was not announced
-        self._new: set[int] = set()  # ids of parameters with a gradient since their optimizer's last step
+        self._hooks = ExitStack()
+        self._announced = self._in_step = self._has_direct = False
+        self._covered = Marks("watched")
+        self._direct = Marks("direct")  # parameters with a gradient from a pass that was not announced
+        self._new = Marks("new_gradient")  # parameters with a gradient since their optimizer's last step
         self._passes = 0
         self._stepped: WeakKeyDictionary[Optimizer, tuple[int, list[ReferenceType[Tensor]]]] = WeakKeyDictionary()
         if isinstance(engine.columns.weights, ShardedWeights):
@@ -44,13 +46,14 @@ class ManualPasses:
         """Refuse steps that go around the plugin, where gradients are scaled."""
         if self._engine.step.loss_scale is not None:
             for optimizer in optimizers:
-                self._handles[id(optimizer)] = optimizer.register_step_pre_hook(weakly(self._before_step))
+                self._hooks.enter_context(optimizer.register_step_pre_hook(weakly(self._before_step)))
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Watch parameters that are trained by now."""
         for param in params:
-            if param.requires_grad and id(param) not in self._handles:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(weakly(self._arrived))
+            if param.requires_grad and param not in self._covered:
+                self._covered.add(param)
+                self._hooks.enter_context(param.register_post_accumulate_grad_hook(weakly(self._arrived)))
 
     def before_training_step(self) -> None:
         """Watch parameters that were unfrozen; a backward pass writes gradients of gathered, not of sharded ones."""
@@ -60,8 +63,11 @@ class ManualPasses:
     @contextmanager
     def announced(self) -> Iterator[None]:
         """A backward pass that the plugin runs."""
-        if self._direct:
-            self._direct &= {id(param) for param, _, _ in self._gradients()}
+        if self._has_direct:
+            having = {id(param) for param, _, _ in self._gradients()}
+            for param, _ in self._engine.columns.weights.gathered():
+                if id(param) not in having:
+                    self._direct.discard(param)
         self._announced = True
         try:
             yield
@@ -71,7 +77,8 @@ class ManualPasses:
 
     def take_restored(self, params: Iterable[Tensor]) -> None:
         """Parameters were given the gradients that an interrupted run had made."""
-        self._new |= {id(param) for param in params}
+        for param in params:
+            self._new.add(param)
         self._passes += 1
 
     def check(self, optimizer: Optimizer) -> None:
@@ -86,7 +93,7 @@ class ManualPasses:
         lacks = [f"is not scaled as {self._engine.level.name} asks"] * scales
         lacks += ["is not averaged over the processes"] * self._averages
         there = list(self._gradients(optimizer))
-        direct = [names for *names, _ in there if id(names[0]) in self._direct]
+        direct = [names for *names, _ in there if names[0] in self._direct]
         if direct:
             raise RuntimeError(
                 f"The gradient of {self._name(*direct[0])} comes from loss.backward(): it {' and '.join(lacks)}. In "
@@ -110,23 +117,25 @@ class ManualPasses:
         finally:
             self._in_step = False
         there = list(self._gradients(optimizer))
-        self._new -= {id(one) for *both, _ in there for one in both}
+        for param, owner, _ in there:
+            self._new.discard(param)
+            self._new.discard(owner)
         self._stepped[optimizer] = self._passes, [ref(grad) for _, _, grad in there]
 
     def new_gradients(self) -> set[int]:
         """Ids of the module's parameters that have a gradient which no step has used."""
-        return {id(owner) for param, owner, _ in self._gradients() if {id(param), id(owner)} & self._new}
+        return {id(owner) for param, owner, _ in self._gradients() if param in self._new or owner in self._new}
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
+        self._covered.clear()
 
     def _arrived(self, param: Tensor) -> None:
-        self._new.add(id(param))
+        self._new.add(param)
         if not self._announced:
-            self._direct.add(id(param))
+            self._has_direct = True
+            self._direct.add(param)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._in_step:

@@ -1,7 +1,7 @@
-"""Averages of weights (EMA, SWA) are made of masters, not of half or FP8 copies.
+"""Makes averages of weights (EMA, SWA) from masters, not from half or FP8 copies.
 
-``torch.optim.swa_utils.AveragedModel`` reads ``model.parameters()``, and nothing tells a parameter why it is read. So
-its ``update_parameters`` is given, for a model whose parameters have masters, a stand-in whose parameters are these.
+``torch.optim.swa_utils.AveragedModel.update_parameters`` reads ``model.parameters()``. It is given an ``ExactWeights``
+in place of the model, whose ``parameters()`` are the masters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DONE = "_lowprec_exact"
 
 
 class ExactWeights:
-    """Stands for a model: its parameters are the masters where there are any; FP16 matrices read as FP32."""
+    """A model whose ``parameters()`` are the masters where there are any, and FP32 views of FP16 matrices."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -41,7 +41,7 @@ class ExactWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After writing to the exact weights: round the copies from them."""
+        """Round the copies from the exact weights, after the exact weights were written."""
         for param in self._model.parameters():
             master = master_of(param)
             if isinstance(param, QuantizedTensor):
@@ -52,7 +52,7 @@ class ExactWeights:
 
 
 def average_masters() -> None:
-    """Let torch's ``AveragedModel`` read masters, from now on and in this process."""
+    """Make torch's ``AveragedModel`` read masters, in this process and from now on."""
     original = AveragedModel.update_parameters
     if hasattr(original, _DONE):
         return
@@ -66,6 +66,6 @@ def average_masters() -> None:
 
 
 def averages_in(model: nn.Module) -> set[int]:
-    """Ids of the parameters of ``model`` that are averages of others, and stay FP32."""
+    """Ids of the parameters of ``model`` that are averages of other parameters, and stay FP32."""
     averages = [module for module in model.modules() if isinstance(module, AveragedModel)]
     return {id(param) for module in averages for param in module.parameters()}

@@ -1,28 +1,31 @@
-"""FP32 weights, which take their updates themselves: fp16_amp and te_fp8."""
+"""FP32 weights, which optimizers update directly: fp16_amp and te_fp8."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.tensors.marks import Marks
+from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES, Widened
 
 
 class Fp32Weights(WeightStore):
-    """The parameters of one model in FP32; those that came in half precision become FP32 once they are trained.
+    """The parameters of one model in FP32. Half parameters are widened to FP32 once they are trained.
 
-    Frozen weights keep their dtype. Weights of another library's tensor class are left alone.
+    Frozen parameters keep their dtype. Parameters of another library's tensor class are not changed.
 
     Args:
-        scaled_by: name of the level where the level scales the loss, so that FP16 parameters cannot be trained.
+        scaled_by: name of a level that scales the loss, and so cannot train FP16 parameters; None for other levels.
     """
 
     def __init__(self, scaled_by: str | None = None) -> None:
         super().__init__()
         self._scaled_by = scaled_by
         self._widened = Widened()
-        self._frozen: list[tuple[nn.Module, nn.Parameter]] = []
+        self._marks = Marks("frozen")
+        self._frozen = ChosenParams(self._marks.__contains__)
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         for name, param in model.named_parameters() if self._scaled_by is not None else ():
@@ -35,19 +38,19 @@ class Fp32Weights(WeightStore):
     def install(self, model: nn.Module, training: bool) -> None:
         super().install(model, training)
         if training:
-            held = ((m, p) for m in model.modules() for p in m._parameters.values() if p is not None)
-            self._frozen = [(m, p) for m, p in held if type(p.data) is Tensor and p.dtype in HALVES]
+            for param in model.parameters():
+                if type(param.data) is Tensor and param.dtype in HALVES:
+                    self._marks.add(param)
             self.before_forward()
 
     def before_forward(self) -> None:
-        """Make weights FP32 that are trained by now."""
-        thawed = [(module, param) for module, param in self._frozen if param.requires_grad]
-        if thawed:
-            self._frozen = [(module, param) for module, param in self._frozen if not param.requires_grad]
-        for module, param in thawed:
-            self._widened.add(param)
-            self._widened.add_statistics(module)
+        """Widen half weights that were unfrozen to FP32."""
+        for module, param in self._frozen.of(self.model):
+            if param.requires_grad:
+                self._marks.discard(param)
+                self._widened.add(param)
+                self._widened.add_statistics(module)
 
     def remove(self) -> None:
-        self._frozen.clear()
+        self._marks.clear()
         super().remove()

@@ -1,12 +1,12 @@
 """Weights without FP32 masters: the MS-AMP levels.
 
-Matrices (parameters of two dimensions and more) are stored in FP16, the only copy, and read as the level's half
-dtype. At O3 the weights of converted layers are E4M3 with one scale, a power of two, written from FP16 masters in
-blocks of 128 elements. Vectors (norms, biases) stay FP32: they are a thousandth of a model, and FP16 would swallow
+Matrices (parameters of two dimensions and more) are stored in FP16, without a second copy, and read as the level's
+half dtype. At O3 the weights of converted layers are E4M3 with one scale, a power of two, written from FP16 masters in
+blocks of 128 elements. Vectors (norms, biases) stay FP32: vectors are a thousandth of a model, and FP16 would swallow
 updates below 0.0005 of a norm's weight of 1.
 
-A frozen matrix is stored in 16 bits at every level, and without a master: in BF16 or FP16 if it came so, else in FP16.
-It is stored as the others when it is unfrozen. A frozen vector is saved and given back in the dtype in which it came.
+A frozen matrix has no master at any level: a BF16 matrix stays BF16, every other one is FP16. A frozen matrix that is
+unfrozen is stored as the trained matrices are. A frozen vector is saved and given back in the dtype in which it came.
 
 Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
@@ -14,7 +14,6 @@ Parameters keep their identity: optimizer groups, tying and hooks stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 from weakref import getweakrefs
 
 import torch
@@ -22,20 +21,19 @@ from torch import Tensor, nn
 
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
-from nemo_lowprec.weights.averaging import average_masters, averages_in
-from nemo_lowprec.weights.computed import computes_weight
+from nemo_lowprec.weights.averaging import averages_in
+from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
+from nemo_lowprec.weights.half import HalfStore
 from nemo_lowprec.weights.memory import check_memory
-from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
-from nemo_lowprec.weights.store import WeightStore
+from nemo_lowprec.weights.saved_form import MASTER, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
-from nemo_lowprec.weights.widened import Widened
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
-_ORIGINAL = "_lowprec_original"  # on a parameter that is not trained: its values before they were rounded
+_ORIGINAL = "_lowprec_original"  # attribute of a parameter in an evaluation: its values before the rounding
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class LowBitWeights(WeightStore):
+class LowBitWeights(HalfStore):
     """The parameters of one model at an MS-AMP level.
 
     Args:
@@ -45,30 +43,13 @@ class LowBitWeights(WeightStore):
     """
 
     def __init__(self, reads_as: torch.dtype, fp8: Callable[[], list[str]] = list, margin: int = 0) -> None:
-        super().__init__()
+        super().__init__(fp8, margin)
         self.reads_as = reads_as
-        self._fp8, self._margin = fp8, margin
-        self._keep = False  # what an evaluation must give back where nothing else was loaded
-        self._frozen: dict[int, nn.Parameter] = {}
-        self._came_as: dict[int, torch.dtype] = {}
-        self._widened = Widened()
-        self._handles: list[Any] = []
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
-        """Raise ValueError where ``model`` cannot be stored; see ``check_low_bit``."""
         check_low_bit(model)
         if training:
             check_memory(model)
-
-    def install(self, model: nn.Module, training: bool) -> None:
-        """Take charge of ``model``. Its parameters are stored by ``settle``, when all that may be refused was."""
-        super().install(model, training)
-        self._keep, self._widened = not training, Widened(training)
-        average_masters()
-        for module in model.modules():
-            if any(p is not None for p in module._parameters.values()):
-                install_hooks(module)
-        self._handles += cover_new_modules(model)
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self.model is not None
@@ -83,7 +64,7 @@ class LowBitWeights(WeightStore):
             return
         storage = torch.float16
         if not param.requires_grad:
-            self._frozen[id(param)], self._came_as[id(param)] = param, param.dtype
+            self._add_frozen(param)
             storage = param.dtype if param.dtype == torch.bfloat16 else storage
         self._before_storing(param)
         if _is_transformer_engine(module) or self.reads_as == storage == torch.float16:
@@ -96,7 +77,10 @@ class LowBitWeights(WeightStore):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Once the model is on its device, before the first step: store parameters, free their gradients' dtype."""
+        """Store the parameters in low precision, and let their gradients have any dtype.
+
+        ``install`` changes no parameter yet, since other columns may still refuse the model.
+        """
         assert self.model is not None
         averages = averages_in(self.model)
         fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
@@ -117,21 +101,21 @@ class LowBitWeights(WeightStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Store parameters that were unfrozen as the others are.
+        """Store parameters that were unfrozen as trained parameters are.
 
-        A frozen one that somebody writes by hand, as averages of other weights are, becomes plain FP32: the next update
-        would be too small for 16 bits.
+        A frozen parameter that the user writes, as an average of other weights, becomes plain FP32: the next update of
+        the average would be too small for 16 bits.
         """
-        for param in list(self._frozen.values()):
+        for _, param in self._frozen.of(self.model):
             if param.requires_grad:
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 if any(param is p for p in self._fp8_params()):
                     self._to_fp8(param)
                 elif isinstance(param, Fp16Weight):
                     param.data_fp16 = param.data_fp16.to(torch.float16)
                 param.grad_dtype = None
             elif frozen_was_written(param):
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 if isinstance(param, QuantizedTensor):
                     swap(param, nn.Parameter(_values(param), requires_grad=False))
                 else:
@@ -139,13 +123,13 @@ class LowBitWeights(WeightStore):
         self._widened.follow()
 
     def note_frozen(self) -> None:
-        """Frozen parameters are as they were stored."""
-        for param in self._frozen.values():
+        """Note that frozen parameters hold the values that they should."""
+        for _, param in self._frozen.of(self.model):
             note_frozen(param)
 
     def _before_storing(self, param: nn.Parameter) -> None:
         param.grad = None
-        if self._keep:
+        if not self._training:
             param.__dict__.setdefault(_ORIGINAL, param.data)
 
     def _to_fp8(self, param: nn.Parameter) -> None:
@@ -159,52 +143,37 @@ class LowBitWeights(WeightStore):
     def matrices(self) -> Iterator[nn.Parameter]:
         """The model's parameters in low-bit storage, each once."""
         assert self.model is not None
-        return (p for p in self.model.parameters() if self.is_matrix(p))
+        return filter(is_stored, self.model.parameters())
+
+    stored = matrices
 
     def is_matrix(self, param: Tensor) -> bool:
-        """Whether a parameter is in low-bit storage."""
         return is_stored(param)
 
-    def remove(self) -> None:
-        """Give the parameters their values back, in FP32 or in their original dtype where they were not trained."""
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        assert self.model is not None
-        remove_hooks(self.model)
-        with torch.no_grad():
-            for param in list(self.matrices()):
-                master = master_of(param)
-                values = _values(param if master is None else master).to(param.device)
-                original = param.__dict__.pop(_ORIGINAL, None)
-                if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
-                    values = original.to(values.device)
-                if id(param) in self._frozen:
-                    values = values.to(self._came_as[id(param)])
-                param.grad = None
-                if isinstance(param, QuantizedTensor):
-                    if master is not None:
-                        delattr(param, MASTER)
-                    plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    swap_or_replace(self.model, param, plain, replaced)
-                else:
-                    param.data = values
-                    param.grad_dtype = param.dtype
-            self._widened.remove()
-        self._frozen.clear()
-        self._came_as.clear()
-        self.follow(replaced)
-        super().remove()
+    def _give_back(self, param: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        master = master_of(param)
+        values = _values(param if master is None else master).to(param.device)
+        original = param.__dict__.pop(_ORIGINAL, None)
+        if original is not None and torch.equal(_stored(original, master is not None).to(values), values):
+            values = original.to(values.device)
+        if param in self._came_as:
+            values = values.to(self._came_as.get(param))
+        if isinstance(param, QuantizedTensor):
+            if master is not None:
+                delattr(param, MASTER)
+            swap_or_replace(self.model, param, nn.Parameter(values, requires_grad=param.requires_grad), replaced)
+        else:
+            param.data = values
+            param.grad_dtype = param.dtype
 
 
 @torch.no_grad()
 def check_low_bit(model: nn.Module) -> None:
-    """Whether ``model`` can be stored in low precision; changes nothing.
+    """Raise ValueError where ``model`` cannot be stored in low precision; changes nothing.
 
     Raises:
-        ValueError: a complex or trained FP64 parameter, one with values beyond FP16's range, one in a graph that
-            is alive or with a weak reference to it, or an embedding with sparse gradients.
+        ValueError: a complex parameter, a trained FP64 parameter, a parameter with values beyond FP16's range, in a
+            graph that is alive or with a weak reference to it, or an embedding with sparse gradients.
     """
     plain: set[int] = set()
     for name, module in model.named_modules():
@@ -237,8 +206,10 @@ def check_low_bit(model: nn.Module) -> None:
 
 
 def is_stored(param: Tensor) -> bool:
-    """Whether a parameter is in low-bit storage."""
-    return isinstance(param, QuantizedTensor) or _is_fp16_matrix(param)
+    """Whether a parameter is in low-bit storage: a tensor subclass, or a plain FP16 matrix."""
+    if isinstance(param, QuantizedTensor):
+        return True
+    return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -246,7 +217,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _stored(values: Tensor, as_master: bool) -> Tensor:
-    """What ``values`` are rounded to: as a weight, or as an O3 master."""
+    """``values`` rounded as a weight is, or as an O3 master, in FP32."""
     return BlockScaledTensor.from_float(values, FP16).dequantize() if as_master else values.half().float()
 
 
@@ -259,15 +230,6 @@ def _is_matrix(param: Tensor) -> bool:
     return param.dim() > 1 and param.dtype in _FLOATS
 
 
-def _is_fp16_matrix(param: Tensor) -> bool:
-    return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
-
-
-def needs_plain_fp32(module: nn.Module) -> bool:
-    """RNNs hand the addresses of their weights to cuDNN; computed weights come of FP32 parameters."""
-    return isinstance(module, nn.RNNBase) or computes_weight(module)
-
-
 def _is_transformer_engine(module: nn.Module) -> bool:
-    """Transformer Engine's own layers read the storage of their weights, which must be a plain tensor's."""
+    """Whether ``module`` is Transformer Engine's own: such a module reads the storage of its weights directly."""
     return type(module).__module__.startswith("transformer_engine.")

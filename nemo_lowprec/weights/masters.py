@@ -1,13 +1,13 @@
 """Half (or FP8) copies of the parameters with FP32 masters on the optimizer's side.
 
-The model's parameters keep their identity; their data become half copies, and each carries its master in the
-attribute ``master_weight``. Everyone sees the model's own parameters and their gradients: the optimizer's groups,
-clipping, callbacks, ``zero_grad``. Only inside ``optimizer.step()`` do the masters take their places in the groups,
-so any torch optimizer computes in FP32; afterwards the copies are refreshed. A copy that somebody else has written is
-taken over into its master first.
+The model's parameters keep their identity. Their data become half copies, and each parameter carries its master in the
+attribute ``master_weight``. The optimizer's groups, clipping, callbacks and ``zero_grad`` see the model's parameters
+and their gradients. Only inside ``optimizer.step()`` do the masters take the parameters' places in the groups, so any
+torch optimizer computes in FP32; afterwards the copies are refreshed. A copy that the user has written is first taken
+over into its master.
 
-A frozen parameter has no master: one that came in the half dtype stays as it is, and the values of another wait on the
-CPU, to be saved and given back. It gets its master when it is unfrozen.
+A frozen parameter that came in the half dtype has no master and stays as it is. The values of a frozen parameter of
+another dtype wait on the CPU, to be saved and given back. A frozen parameter gets its FP32 master when it is unfrozen.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch.optim import Optimizer
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
-from nemo_lowprec.weights.averaging import average_masters, averages_in
-from nemo_lowprec.weights.computed import computes_weight
+from nemo_lowprec.weights.averaging import averages_in
+from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.fp32_modules import needs_fp32
+from nemo_lowprec.weights.half import HalfStore
 from nemo_lowprec.weights.memory import check_memory
-from nemo_lowprec.weights.saved_form import MASTER, cover_new_modules, install_hooks, master_of, remove_hooks
-from nemo_lowprec.weights.store import WeightStore
+from nemo_lowprec.weights.saved_form import MASTER, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
-from nemo_lowprec.weights.widened import Widened, note_original_dtype, to_original_dtype
+from nemo_lowprec.weights.widened import note_original_dtype, to_original_dtype
 from nemo_lowprec.weights.written import (
     FullComparison,
     Samples,
@@ -47,15 +48,15 @@ from nemo_lowprec.weights.written import (
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class MasterWeights(WeightStore):
+class MasterWeights(HalfStore):
     """The half copies of one model and their masters.
 
     Args:
         half: dtype of the copies.
-        grad_fp32: whether gradients are stored in FP32 (else in the copies' dtype).
+        grad_fp32: whether gradients are stored in FP32, instead of the copies' dtype.
         fp8: names of the parameters that are stored in E4M3, scaled by their masters' amax at every refresh.
         margin: FP8 scales are divided by 2**margin.
-        measures: whether a refresh leaves the amaxes of matrices on them, as ``amax_of_step``.
+        measures: whether a refresh stores the amax of each matrix in the matrix' attribute ``amax_of_step``.
     """
 
     def __init__(
@@ -66,14 +67,9 @@ class MasterWeights(WeightStore):
         margin: int = 0,
         measures: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(fp8, margin)
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
-        self._fp8, self._margin = fp8, margin
-        self._training = True
-        self._widened = Widened()
-        self._handles: list[Any] = []
-        self._pairs: list[tuple[nn.Parameter, Tensor]] | None = None  # None: to be collected anew
-        self._frozen: dict[int, nn.Parameter] = {}
+        self._copies = ChosenParams(_has_master)
         self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared: Samples | FullComparison | None = None
@@ -87,28 +83,23 @@ class MasterWeights(WeightStore):
     def install(self, model: nn.Module, training: bool) -> None:
         """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
         super().install(model, training)
-        self._training, self._widened = training, Widened(training)
-        average_masters()
         averages = averages_in(model)
         for module in model.modules():
             own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
-            if not own:
-                continue
             for param in own:
                 if needs_fp32(module):
                     self._widened.add(param)
                 else:
                     self._split(param)
-            self._widened.add_statistics(module)
-            install_hooks(module)
-        self._handles += cover_new_modules(model)
+            if own:
+                self._widened.add_statistics(module)
 
     def _split(self, param: nn.Parameter) -> None:
         if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
             return
         if not param.requires_grad:
-            if id(param) not in self._frozen:
-                self._frozen[id(param)] = param
+            if param not in self._came_as:
+                self._add_frozen(param)
                 if param.dtype != self.half:
                     self._give_master(param, param.detach().to("meta" if param.is_meta else "cpu", copy=True))
             return
@@ -121,7 +112,7 @@ class MasterWeights(WeightStore):
     def _give_master(self, param: nn.Parameter, values: Tensor) -> None:
         master = nn.Parameter(values, requires_grad=param.requires_grad)
         setattr(param, MASTER, master)
-        self._pairs = None
+        self._copies.renew()
         param.grad = None
         param.data = param.data.to(self.half)
         note(param, master)
@@ -134,14 +125,13 @@ class MasterWeights(WeightStore):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Follow the model to its device: call once it is there, before the first step."""
+        """Store the FP8 parameters in FP8, and move the masters of trained parameters to the parameters' device."""
         assert self.model is not None
-        self._pairs = None
         for name in self._fp8():
             param = self.model.get_parameter(name)
             if not isinstance(param, Fp8Weight) and master_of(param) is not None:
-                _to_fp8(param, self.half, self._margin)
-        for param in self.copies():
+                self._to_fp8(param)
+        for param in self.stored():
             master = master_of(param)
             assert master is not None
             if param.requires_grad and master.device != param.device:
@@ -152,24 +142,23 @@ class MasterWeights(WeightStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Give parameters that were unfrozen their masters, and copies the values of masters that somebody has written.
+        """Refresh copies whose masters were written, and give unfrozen parameters their masters.
 
-        A frozen one that came in another dtype and that somebody writes by hand, as averages of other weights are, is
-        FP32 from then on: the next update would be too small for a half copy.
+        A frozen parameter that came in another dtype and that the user writes, as an average of other weights, is FP32
+        from then on: the next update of the average would be too small for a half copy.
         """
         self._widened.follow()
-        if self._pairs is None:  # walking through the model takes the host as long as all the rest here
-            self._pairs = [(p, m) for p in self.copies() if (m := master_of(p)) is not None]
-        written = [
-            p for p, m in self._pairs
-            if master_was_written(m) and (isinstance(p, Fp8Weight) or not was_written(p, m))
+        written: list[Tensor] = [
+            p for _, p in self._copies.of(self.model)
+            if (m := master_of(p)) is not None and master_was_written(m)
+            and (isinstance(p, Fp8Weight) or not was_written(p, m))
         ]  # fmt: skip
         if written:
-            self.refresh([*written])
-        for param in list(self._frozen.values()):
+            self.refresh(written)
+        for _, param in self._frozen.of(self.model):
             master = master_of(param)
             if param.requires_grad:
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 values = (param if master is None else master).detach().to(param.device, torch.float32, copy=True)
                 if master is None:
                     self._give_master(param, values)
@@ -177,33 +166,32 @@ class MasterWeights(WeightStore):
                     master.data = values
                 self._set_grad_dtype(param)
             elif master is not None and not isinstance(param, Fp8Weight) and was_written(param, master):
-                del self._frozen[id(param)]
+                self._came_as.discard(param)
                 master.data = master.data.float()
                 take_over(param, master)
-                _give_back(param, master)
-                self._pairs = None
+                _to_plain(param, master)
 
     def note_frozen(self) -> None:
-        """Frozen parameters were written together with the values that they came with."""
-        for param in self._frozen.values():
+        """Note that frozen parameters agree with their original values: both were written together."""
+        for _, param in self._frozen.of(self.model):
             master = master_of(param)
             if master is not None and not isinstance(param, Fp8Weight):
                 note(param, master)
 
     def before_backward(self) -> None:
-        """Let new gradients be stored in their dtype again: unscaling the last ones allowed for FP32."""
+        """Store new gradients in the half dtype again: unscaling has made the last gradients FP32."""
         if not self.grad_fp32:
-            for param in self.copies():
+            for param in self.stored():
                 self._set_grad_dtype(param)
 
-    def copies(self) -> Iterator[nn.Parameter]:
+    def stored(self) -> Iterator[nn.Parameter]:
         """The model's parameters that have a master, each once."""
         assert self.model is not None
-        return (p for p in self.model.parameters() if master_of(p) is not None)
+        return filter(_has_master, self.model.parameters())
 
     @torch.no_grad()
     def refresh(self, params: list[Tensor]) -> None:
-        """Write the masters' values into their copies among ``params``."""
+        """Write the values of masters into the copies among ``params``."""
         pairs = [(p, master_of(p)) for p in params]
         plain = [(p, m) for p, m in pairs if m is not None and not isinstance(p, Fp8Weight)]
         for param, master in pairs:
@@ -219,12 +207,15 @@ class MasterWeights(WeightStore):
             note(param, master)
 
     def _copy_measuring(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Refresh copies with the kernel that also measures them; returns the pairs that the kernel does not take."""
+        """Refresh copies with the kernel that also measures the copies; returns the pairs that the kernel refuses."""
         kernels = copy_kernels() if self.measures and pairs and pairs[0][0].is_cuda else None
         if kernels is None:
             return pairs
         device = pairs[0][0].device
-        takes = [p.device == device and p.ndim > 1 and p.numel() and _in_one_order(p, m) for p, m in pairs]
+        takes = [
+            p.device == device and p.ndim > 1 and p.numel() and p.is_contiguous() and m.is_contiguous()
+            for p, m in pairs
+        ]  # fmt: skip
         taken = [pair for pair, taking in zip(pairs, takes, strict=True) if taking]
         if taken:
             if self._copier is None:
@@ -234,34 +225,27 @@ class MasterWeights(WeightStore):
                 param.amax_of_step = amax  # type: ignore[attr-defined]
         return [pair for pair, taking in zip(pairs, takes, strict=True) if not taking]
 
-    def remove(self) -> None:
-        """Give the parameters their exact values back and forget the masters."""
-        replaced: dict[nn.Parameter, nn.Parameter] = {}
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        assert self.model is not None
-        remove_hooks(self.model)
-        with torch.no_grad():
-            for param in list(self.copies()):
-                master = master_of(param)
-                assert master is not None
-                param.grad = None
-                param.grad_dtype = param.dtype
-                if isinstance(param, Fp8Weight):
-                    delattr(param, MASTER)
-                    values = to_original_dtype(param, master.data.to(param.device))
-                    note_original_dtype(param, None)
-                    plain = nn.Parameter(values, requires_grad=param.requires_grad)
-                    swap_or_replace(self.model, param, plain, replaced)
-                else:
-                    take_over_written(param, master)
-                    _give_back(param, master)
-            self._widened.remove()
-        self._frozen.clear()
-        self._pairs = None
-        self.follow(replaced)
-        super().remove()
+    def _give_back(self, param: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        master = master_of(param)
+        assert master is not None
+        param.grad_dtype = param.dtype
+        if isinstance(param, Fp8Weight):
+            delattr(param, MASTER)
+            values = to_original_dtype(param, master.data.to(param.device))
+            note_original_dtype(param, None)
+            plain = nn.Parameter(values, requires_grad=param.requires_grad)
+            swap_or_replace(self.model, param, plain, replaced)
+        else:
+            take_over_written(param, master)
+            _to_plain(param, master)
+
+    def _to_fp8(self, param: nn.Parameter) -> None:
+        master = master_of(param)
+        assert master is not None
+        stored = Fp8Weight.from_float(master.to(param.device), E4M3, self.half, self._margin)
+        param.grad = None
+        forget(param)
+        swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
 
     # The optimizer's side
 
@@ -275,20 +259,24 @@ class MasterWeights(WeightStore):
         # First, so that the user's hooks find the model's own parameters in the groups.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)
-        self._handles += [
-            optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
+        for handle in (
             after,
+            optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
             # Optimizer.load_state_dict casts state to the dtype of the parameters in the groups.
             optimizer.register_load_state_dict_pre_hook(lambda opt, state: self.swap_in(opt)),
-            optimizer.register_load_state_dict_post_hook(lambda opt: self.swap_out(opt)),
-        ]
+            optimizer.register_load_state_dict_post_hook(self.swap_out),
+        ):
+            self._hooks.enter_context(handle)
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
-        """Whether a copy was written through ``.data`` since the last step, as far as samples show: a bool scalar."""
+        """Whether a copy was written through ``.data`` since the last step: a bool scalar on the device.
+
+        Compares all elements at steps 1, 2, 4, 8 and so on, and samples at the others.
+        """
         found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
         pairs = [
             (p, m) for p, m in found
-            if m is not None and id(p) not in self._frozen and not isinstance(p, Fp8Weight) and not was_written(p, m)
+            if m is not None and p not in self._came_as and not isinstance(p, Fp8Weight) and not was_written(p, m)
         ]  # fmt: skip
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps & (steps - 1) == 0:
@@ -301,7 +289,7 @@ class MasterWeights(WeightStore):
         return samples.differ()
 
     def refuse_written(self) -> None:
-        """Say which copy was written through ``.data``.
+        """Name the copy that was written through ``.data``.
 
         Raises:
             RuntimeError: always.
@@ -315,9 +303,8 @@ class MasterWeights(WeightStore):
         )
 
     def _name(self, written: list[Tensor]) -> str:
-        assert self.model is not None
         wanted = {id(param) for param in written}
-        return next((name for name, param in self.model.named_parameters() if id(param) in wanted), "A weight")
+        return next((name for name, param in self.named().items() if id(param) in wanted), "A weight")
 
     def _after_step(self, optimizer: Optimizer) -> None:
         masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
@@ -346,13 +333,14 @@ class MasterWeights(WeightStore):
         for group in optimizer.param_groups:
             params = group["params"]
             for i, param in enumerate(params):
-                if self._lacks_master(param):  # put into the model, or swapped by torch, since
+                # Put into the model after the conversion, or swapped by torch.
+                if param.dtype == self.half and param.requires_grad and master_of(param) is None:
                     grad = param.grad
                     self._give_master(param, param.detach().to(torch.float32, copy=True))
                     self._set_grad_dtype(param)
                     param.grad = grad
                 master = master_of(param)
-                if master is None or id(param) in self._frozen:
+                if master is None or param in self._came_as:
                     continue
                 if not isinstance(param, Fp8Weight) and was_written(param, master):
                     take_over(param, master)
@@ -364,11 +352,8 @@ class MasterWeights(WeightStore):
                 if param in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(param)
 
-    def _lacks_master(self, param: Tensor) -> bool:
-        return param.dtype == self.half and param.requires_grad and master_of(param) is None
-
     def swap_out(self, optimizer: Optimizer) -> None:
-        """Put the copies back."""
+        """Put the copies back into the optimizer's groups."""
         for group in optimizer.param_groups:
             params = group["params"]
             for i, master in enumerate(params):
@@ -382,30 +367,14 @@ class MasterWeights(WeightStore):
                     optimizer.state[param] = optimizer.state.pop(master)
 
 
-def needs_fp32(module: nn.Module) -> bool:
-    """Batch and instance norms, whose weights torch wants in the dtype of statistics, FP32; and computed weights."""
-    return computes_weight(module) or isinstance(module, nn.modules.batchnorm._NormBase)
+def _has_master(param: Tensor) -> bool:
+    return master_of(param) is not None
 
 
-def _in_one_order(param: Tensor, master: Tensor) -> bool:
-    return param.is_contiguous() and master.is_contiguous()
-
-
-def _give_back(param: nn.Parameter, master: Tensor) -> None:
-    """Give a half copy its master's values and dtype."""
+def _to_plain(param: nn.Parameter, master: Tensor) -> None:
+    """Give a half copy the values of its master, in the dtype in which the parameter came."""
     delattr(param, MASTER)
     forget(param)
     param.data = to_original_dtype(param, master.data.to(param.device))
     note_original_dtype(param, None)
     param.grad_dtype = param.dtype
-
-
-def _to_fp8(param: nn.Parameter, half: torch.dtype, margin: int) -> None:
-    master = master_of(param)
-    assert master is not None
-    stored = nn.Parameter(
-        Fp8Weight.from_float(master.to(param.device), E4M3, half, margin), requires_grad=param.requires_grad
-    )
-    param.grad = None
-    forget(param)
-    swap(param, stored)

@@ -1,10 +1,10 @@
-"""Parameters that lie in one memory: each would get a storage of its own, and they would part."""
+"""Refuses models in which two parameters share memory: storing each anew would untie the parameters."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import is_sharded
@@ -14,7 +14,8 @@ def check_memory(model: nn.Module) -> None:
     """Raise ValueError where two parameters of ``model`` overlap in memory (tied by ``a.data = b.data``)."""
     by_storage: dict[int, list[tuple[int, int, bool, str]]] = {}
     for name, param in model.named_parameters():
-        if not _has_memory(param):
+        has_memory = not isinstance(param, nn.parameter.UninitializedParameter | QuantizedTensor)
+        if param.is_meta or not has_memory or is_sharded(param) or not param.numel():
             continue
         start = param.data_ptr()
         span = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True)) + 1
@@ -23,15 +24,9 @@ def check_memory(model: nn.Module) -> None:
     for places in by_storage.values():
         places.sort()
         for (start, end, dense, name), (after, _, also_dense, other) in pairwise(places):
-            # Columns of one matrix are interleaved, and share no element.
+            # Two columns of one matrix are interleaved and share no element.
             if start == after or (after < end and dense and also_dense):
                 raise ValueError(
                     f"{name} and {other} are two parameters in one memory, and a level with low-precision weights "
                     f"would part them. Make them one parameter: assign the parameter itself, not its .data."
                 )
-
-
-def _has_memory(param: Tensor) -> bool:
-    if param.is_meta or isinstance(param, nn.parameter.UninitializedParameter | QuantizedTensor) or is_sharded(param):
-        return False
-    return param.numel() > 0

@@ -1,7 +1,7 @@
-"""What a model's checkpoint holds: values under the parameters' own names, whatever the parameters are stored as.
+"""Hooks by which a model's state_dict holds exact values under the parameters' own names, at every level.
 
-Hooks are plain functions that ask the parameter itself, so that a deep copy of the model (whose parameters have no
-masters) saves and loads its own values.
+The hooks are plain functions that read the parameter's own attributes, so that a deep copy of the model (whose
+parameters have no masters) saves and loads its own values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["MASTER", "cover_new_modules", "install_hooks", "master_of", "remove_
 
 
 def master_of(param: Tensor) -> Tensor | None:
-    """The master of a half or FP8 parameter, None for a parameter that is its own master."""
+    """The master of a half or FP8 parameter; None for a parameter without a master."""
     return getattr(param, MASTER, None)
 
 
@@ -44,23 +44,16 @@ def remove_hooks(model: nn.Module) -> None:
 def cover_new_modules(model: nn.Module) -> list[Any]:
     """Call ``install_hooks`` for modules that take over parameters of ``model`` later, such as parametrizations.
 
-    Returns the handles of the two hooks.
+    Returns:
+        The handles of the two hooks of ``model``.
     """
     return [
-        model.register_state_dict_pre_hook(_cover_for_saving),
-        model.register_load_state_dict_pre_hook(_cover_for_loading),
+        model.register_state_dict_pre_hook(_cover),
+        model.register_load_state_dict_pre_hook(_cover),
     ]
 
 
-def _cover_for_saving(model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    _cover(model)
-
-
-def _cover_for_loading(model: nn.Module, *_: Any) -> None:
-    _cover(model)
-
-
-def _cover(model: nn.Module) -> None:
+def _cover(model: nn.Module, *_: Any) -> None:
     for module in model.modules():
         if _emit_values not in module._state_dict_hooks.values():
             own = [p for p in module._parameters.values() if p is not None]
@@ -73,7 +66,7 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
         if param is not None and prefix + name in state_dict:
             master = master_of(param)
             if isinstance(master, BlockScaledTensor):
-                # Its values take FP32: on the CPU, so that a checkpoint takes no GPU memory.
+                # Dequantized to FP32 on the CPU, so that a checkpoint takes no GPU memory.
                 state_dict[prefix + name] = master.to("cpu").dequantize()
             elif master is not None:
                 if not isinstance(param, QuantizedTensor):
@@ -127,14 +120,14 @@ def _load_masters(
 
 
 def _is_fp16(param: Tensor, master: Tensor | None) -> bool:
-    """Whether the exact values of ``param`` are FP16: its own, or its master's."""
+    """Whether the exact values, those of ``master`` where ``param`` has one, are FP16."""
     if master is not None:
         return isinstance(master, BlockScaledTensor)
     return (param.data_fp16 if isinstance(param, Fp16Weight) else param).dtype == torch.float16
 
 
 def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
-    # load_state_dict wrote the copy already, rounded from the file's value; this rounds from the master's.
+    # load_state_dict has written the copy, rounded from the file's value. The copy must be the rounded master.
     with torch.no_grad():
         for param in module._parameters.values():
             master = master_of(param) if param is not None else None

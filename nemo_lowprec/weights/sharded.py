@@ -1,22 +1,24 @@
-"""Weights under FSDP2: the shard is the master, and what is gathered for a layer's computation is the weight.
+"""Weights under FSDP2: the shard is the master, and the tensor gathered for a layer's computation is the weight.
 
-The model's parameters are FSDP2's; at levels whose masters are FP32 nothing is changed but the dtype of what is
-gathered, which is FSDP2's own work. At the MS-AMP levels, and with ``fp8_params``, shards are of the classes of
-``formats.shards``.
+The model's parameters are FSDP2's DTensors. At levels with FP32 masters FSDP2 itself gathers them in half precision. At
+the MS-AMP levels, and with ``fp8_params``, the local shards are of the classes of ``tensors/shards.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
-from nemo_lowprec.weights.low_bit import is_stored, needs_plain_fp32
-from nemo_lowprec.weights.masters import needs_fp32
+from nemo_lowprec.weights.fp32_modules import kept_in_fp32
+from nemo_lowprec.weights.low_bit import is_stored
 from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES
@@ -26,18 +28,18 @@ class ShardedWeights(WeightStore):
     """The sharded parameters of one model.
 
     Args:
-        low_bit: whether the level is one of MS-AMP's.
+        low_bit: whether the level is one of the MS-AMP levels.
         reads_as: dtype that gathered weights read as.
         fp8: names of the parameters that are gathered in FP8.
         margin: FP8 scales are divided by 2**margin.
-        grad_dtype: of gradients of whole parameters, where FSDP2 gathers these in half; None where it does not.
-        reduce_amax: makes amaxes the maxima over the processes that share a model, in place.
-        when_written: called where something else than a step has written the shards.
-        check: of the store that would hold the whole parameters.
+        grad_dtype: dtype of gradients of whole parameters where FSDP2 gathers half parameters; else None.
+        reduce_amax: replaces amaxes by their maxima over the processes that share a model, in place.
+        when_written: called after something else than a step has written the shards.
+        check: the ``check`` of the store that would hold the whole parameters.
 
     Attributes:
-        when_gathered: called with whole parameters when they are first seen.
-        detached_grads: gradients of whole matrices in FP8, by the matrices' ids, which wait to be reduced.
+        when_gathered: functions that are called with whole parameters when the store first sees the parameters.
+        detached_grads: FP8 gradients of whole matrices that wait to be reduced, by the ids of the matrices.
     """
 
     is_sharded = True
@@ -60,12 +62,11 @@ class ShardedWeights(WeightStore):
         self.detached_grads: dict[int, Any] = {}
         self._fp8 = fp8
         self._reduce_amax, self._when_written, self._check = reduce_amax, when_written, check
-        self._sharded: dict[tuple[int, str], Any] = {}
-        self._handles: list[Any] = []
-        self._whole: dict[tuple[int, str], Tensor] = {}
+        # By module (weakly, so that a module which the model has lost is freed) and by name in the module.
+        self._sharded: MutableMapping[nn.Module, dict[str, Any]] = WeakIdKeyDictionary()
+        self._whole: MutableMapping[nn.Module, dict[str, Tensor]] = WeakIdKeyDictionary()
+        self._unit_of: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()
         self._versions: list[int] = []
-        self._unit_of: dict[int, list[nn.Module]] = {}
-        self._complete: set[int] = set()
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         self._check(model, device, training)
@@ -74,24 +75,19 @@ class ShardedWeights(WeightStore):
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Once the model is sharded and on its device: store the shards."""
+        """Store the local shards of a model that was sharded and is on its device."""
         model = self.model
         assert model is not None
-        # Noted now: while a module computes, the whole parameter is in the sharded one's place.
-        self._sharded = {
-            (id(module), name): param
-            for module in model.modules()
-            for name, param in module._parameters.items()
-            if param is not None and is_sharded(param)
-        }
-        paths = (name.rpartition(".") for name in self._fp8())
-        in_fp8 = {(id(model.get_submodule(module)), own) for module, _, own in paths}
+        # Noted before the first forward, in which whole parameters take the places of the sharded ones.
+        for module in model.modules():
+            own = {n: p for n, p in module._parameters.items() if p is not None and is_sharded(p)}
+            if own:
+                self._sharded[module] = own
+        in_fp8 = {id(model.get_parameter(name)) for name in self._fp8()}
         in_fp32 = kept_in_fp32(model, self.low_bit)
-        for place, param in self._sharded.items():
+        for param in self.named().values():
             local = local_shard(param)
-            if isinstance(local, Shard):
-                continue  # tied to one that was met before
-            if place in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
+            if id(param) in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
                 kind = BlockShard.of if self.low_bit else PlainShard
                 param._local_tensor = kind(local, self.reads_as, self.margin)
             elif id(param) in in_fp32:
@@ -103,26 +99,26 @@ class ShardedWeights(WeightStore):
         self._unit_of = _units(model)
         for module in model.modules():
             has_own = any(p is not None for p in module._parameters.values())
-            if has_own or module is self._unit_of[id(module)][0]:
-                self._handles.append(module.register_forward_pre_hook(self._before_module))
+            if has_own or self._unit_of[module].modules[0]() is module:
+                self._hooks.enter_context(module.register_forward_pre_hook(self._before_module))
             if has_own:
-                self._handles.append(module.register_state_dict_post_hook(_emit_values))
+                self._hooks.enter_context(module.register_state_dict_post_hook(_emit_values))
 
     def before_forward(self) -> None:
-        """Raise ValueError where a half parameter was unfrozen; follow shards that were written by hand."""
-        for (_, name), param in self._sharded.items():
+        """Raise ValueError where a half parameter was unfrozen; renew the scales where shards were written."""
+        for name, param in self._params():
             if param.requires_grad and param.dtype in HALVES:
                 raise ValueError(
                     f"A frozen parameter {name!r} that came in {str(param.dtype).removeprefix('torch.')} was unfrozen "
                     "after it was sharded: its shards would take their updates in 16 bits. Unfreeze it before the "
                     "Trainer starts, or call model.float()."
                 )
-        # All processes write theirs together, as DTensors ask.
+        # DTensors are written on all processes together, so all processes enter the collectives.
         if self._versions != self._current_versions():
             self.were_written()
 
     def were_written(self) -> None:
-        """Scale FP8 weights by the values that something else than a step has written, on all processes."""
+        """Compute the FP8 scales of weights that something else than a step has written, on all processes."""
         self.renew_scales()
         self._when_written()
 
@@ -131,26 +127,27 @@ class ShardedWeights(WeightStore):
             self.renew_scales()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
-        unit = self._unit_of[id(module)]
-        if self._meet(module) or id(unit) not in self._complete:
-            # All that is gathered with it: a module may read the parameters of one that it does not call.
-            for other in unit:
+        unit = self._unit_of[module]
+        if self._meet(module) or not unit.complete:
+            # The whole unit is gathered at once: a module may read the parameters of another that it does not call.
+            others = [other for held in unit.modules if (other := held()) is not None]
+            for other in others:
                 self._meet(other)
-            if not any(is_sharded(p) for other in unit for p in other._parameters.values() if p is not None):
-                self._complete.add(id(unit))
+            if not any(is_sharded(p) for other in others for p in other._parameters.values() if p is not None):
+                unit.complete = True
 
     def meet_root(self) -> None:
-        """Look at what is gathered around a whole step."""
+        """Meet the parameters of the root module, which are gathered around a whole step."""
         assert self.model is not None
         self._before_module(self.model, None)
 
     def _meet(self, module: nn.Module) -> bool:
-        """Prepare parameters of ``module`` that are gathered for the first time; whether there were any."""
+        """Prepare the parameters of ``module`` that were gathered for the first time; whether there were any."""
         new: list[Tensor] = []
         for name, param in module._parameters.items():
-            if param is None or is_sharded(param) or self._whole.get((id(module), name)) is param:
+            if param is None or is_sharded(param) or self._whole.get(module, {}).get(name) is param:
                 continue
-            self._whole[id(module), name] = param
+            self._whole.setdefault(module, {})[name] = param
             new.append(param)
             if self.low_bit and self.is_matrix(param):
                 param.grad_dtype = None
@@ -162,17 +159,15 @@ class ShardedWeights(WeightStore):
         return bool(new)
 
     def sharded(self, module: nn.Module, name: str) -> Tensor | None:
-        """The sharded parameter ``name`` of ``module``, also while a whole one is in its place."""
-        return self._sharded.get((id(module), name))
+        """The sharded parameter ``name`` of ``module``, also while the whole parameter is in the module."""
+        return self._sharded.get(module, {}).get(name)
 
     def named(self) -> dict[str, Any]:
-        """The sharded parameters by their names, each once, also while whole ones are in their places."""
+        """The sharded parameters by name, each once, also while whole parameters are in the modules."""
         found: dict[int, tuple[str, Any]] = {}
         for path, module in self.model.named_modules() if self.model is not None else ():
-            for name in module._parameters:
-                param = self._sharded.get((id(module), name))
-                if param is not None:
-                    found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
+            for name, param in self._sharded.get(module, {}).items():
+                found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
         return dict(found.values())
 
     def unreduced(self) -> dict[int, Tensor]:
@@ -202,13 +197,13 @@ class ShardedWeights(WeightStore):
         return self.low_bit and is_stored(local_shard(param))
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
-        """(whole, sharded) of every parameter that was gathered so far, each once and in the model's order."""
+        """(whole, sharded) of every parameter that was gathered so far, each once, in the model's order."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for module in self.model.modules() if self.model is not None else ():
-            for name in module._parameters:
-                whole = self._whole.get((id(module), name))
-                if whole is not None:
-                    found.setdefault(id(whole), (whole, self._sharded[id(module), name]))
+            for name, whole in self._whole.get(module, {}).items():
+                sharded = self.sharded(module, name)
+                if sharded is not None:
+                    found.setdefault(id(whole), (whole, sharded))
         return list(found.values())
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
@@ -220,8 +215,8 @@ class ShardedWeights(WeightStore):
 
     @torch.no_grad()
     def renew_scales(self) -> None:
-        """After the shards have changed: the scales of FP8 weights, from the largest magnitude on all processes."""
-        params = {id(p): p for p in self._sharded.values()}.values()
+        """Compute the scales of FP8 weights from the amaxes of their present shards over all processes."""
+        params = {id(p): p for _, p in self._params()}.values()
         shards = [shard for p in params if isinstance(shard := local_shard(p), Fp8Gathered)]
         if shards:
             amax = torch.stack([shard.local_amax() for shard in shards])
@@ -230,19 +225,20 @@ class ShardedWeights(WeightStore):
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
-        return [param._version for param in self._sharded.values()]
+        return [param._version for _, param in self._params()]
+
+    def _params(self) -> Iterator[tuple[str, Any]]:
+        """(name in its module, sharded parameter), as often as modules have it."""
+        return (named for own in self._sharded.values() for named in own.items())
 
     @torch.no_grad()
     def remove(self) -> None:
         """Give the shards their values back as plain FP32."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for unit in self._fsdp_params():  # of a step that was not made; ``zero_grad`` does not see it
+        for unit in self._fsdp_params():  # gradients of a step that was not made, which ``zero_grad`` does not see
             unit.unsharded_accumulated_grad = None
             if hasattr(unit, "_unsharded_param"):
                 unit._unsharded_param.grad = None
-        for param in self._sharded.values():
+        for _, param in self._params():
             local = local_shard(param)
             param.grad = None
             if isinstance(local, Shard):
@@ -250,38 +246,44 @@ class ShardedWeights(WeightStore):
         self._whole.clear()
         self._sharded.clear()
         self._unit_of.clear()
-        self._complete.clear()
         self.when_gathered.clear()
         super().remove()
 
 
-def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
-    """Ids of the parameters that are gathered in FP32 at every level, as they stay FP32 where they are not sharded."""
-    needs = needs_plain_fp32 if low_bit else needs_fp32
-    return {id(p) for module in model.modules() if needs(module) for p in module._parameters.values() if p is not None}
+@dataclass
+class _Unit:
+    """Modules whose parameters FSDP2 gathers together.
+
+    Attributes:
+        modules: held weakly; the first is the module that ``fully_shard`` was called on.
+        complete: whether all of the modules' parameters were gathered.
+    """
+
+    modules: list[ReferenceType[nn.Module]] = field(default_factory=list)
+    complete: bool = False
 
 
-def _units(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """By id of each module: the modules that FSDP2 gathers the parameters of together with its own, the unit first."""
+def _units(model: nn.Module) -> MutableMapping[nn.Module, _Unit]:
+    """The unit of each module of ``model``."""
     from torch.distributed.fsdp import FSDPModule
 
-    units: dict[int, list[nn.Module]] = {}
+    units: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()
 
-    def walk(module: nn.Module, unit: list[nn.Module]) -> None:
-        if id(module) in units:
+    def walk(module: nn.Module, unit: _Unit) -> None:
+        if module in units:
             return
-        unit = [] if isinstance(module, FSDPModule) else unit
-        unit.append(module)
-        units[id(module)] = unit
+        unit = _Unit() if isinstance(module, FSDPModule) else unit
+        unit.modules.append(ref(module))
+        units[module] = unit
         for child in module.children():
             walk(child, unit)
 
-    walk(model, [])
+    walk(model, _Unit())
     return units
 
 
 def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Sharded plain tensors of the values that the shards of ``module`` stand for."""
+    """Put the values of the shards of ``module`` into ``state_dict``, as DTensors of plain tensors."""
     for name, param in module._parameters.items():
         local = local_shard(param) if param is not None else None
         if isinstance(local, Shard) and prefix + name in state_dict:

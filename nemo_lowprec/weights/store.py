@@ -1,9 +1,9 @@
-"""What the implementations of columns Weight and Master weight share, and what other parts of an engine ask them."""
+"""Base of the implementations of the columns Weight and Master weight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -14,13 +14,14 @@ from nemo_lowprec.column import Column
 
 
 class WeightStore(Column):
-    """The parameters of one model, which each process holds whole and in FP32 unless a subclass says otherwise."""
+    """The parameters of one model. Here each process holds whole FP32 parameters; subclasses store other formats."""
 
     is_sharded = False
 
     def __init__(self) -> None:
         self.model: nn.Module | None = None
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._hooks = ExitStack()
 
     def install(self, model: nn.Module, training: bool) -> None:
         self.model = model
@@ -29,10 +30,11 @@ class WeightStore(Column):
         self._optimizers.add(optimizer)
 
     def remove(self) -> None:
+        self._hooks.close()
         self._optimizers.clear()
         self.model = None
 
-    def follow(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+    def _follow(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Replace old parameters by new ones in the groups and the state of every attached optimizer."""
         for optimizer in self._optimizers if replaced else ():
             for group in optimizer.param_groups:
@@ -66,22 +68,22 @@ class WeightStore(Column):
         return {}
 
     def meet_root(self) -> None:
-        """The parameters that are gathered around a whole step were gathered."""
+        """Called once the parameters of the root module, which are gathered around a whole step, were gathered."""
 
     def were_written(self) -> None:
-        """Something else than a step has written the weights, on all processes."""
+        """Called after something else than a step has written the weights, on all processes."""
 
     def note_frozen(self) -> None:
-        """Frozen parameters were written together with what is kept of their original values."""
+        """Called after frozen parameters were written together with the copies of their original values."""
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
-        """Whether a weight was written through ``.data`` since the last step: a bool scalar; None where none can be."""
+        """Whether a weight was written through ``.data`` since the last step: a bool scalar; None without masters."""
         return None
 
     def refuse_written(self) -> None:
-        """Raise RuntimeError that names the weight which ``find_written`` has found."""
+        """Raise a RuntimeError that names the weight that ``find_written`` has found."""
 
     @contextmanager
     def evaluating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within, the loss is evaluated in the middle of the step of ``optimizer``, with the weights of that moment."""
+        """Context in which a closure evaluates the loss in a step of ``optimizer``, with the weights of that moment."""
         yield

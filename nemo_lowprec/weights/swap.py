@@ -1,4 +1,4 @@
-"""Give a parameter another storage and class: its identity, attributes and hooks stay."""
+"""Changes the storage and the class of a parameter, whose identity, attributes and hooks stay."""
 
 from __future__ import annotations
 
@@ -21,21 +21,16 @@ def swap(param: nn.Parameter, other: nn.Parameter) -> None:
     param._post_accumulate_grad_hooks = post_hooks  # type: ignore[assignment]
 
 
-def replace(model: nn.Module | None, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put ``new`` in the place of ``old`` throughout ``model``."""
-    assert model is not None
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is old:
-                module._parameters[name] = new
-
-
 def swap_or_replace(
     model: nn.Module | None, param: nn.Parameter, other: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]
 ) -> None:
-    """``swap``, or ``replace`` where a graph holds the parameter, which is then noted in ``replaced``."""
+    """``swap``; where a graph holds ``param``, put ``other`` into ``model`` and note the pair in ``replaced``."""
     try:
         swap(param, other)
-    except RuntimeError:  # in the graph of a step that was broken off, and cannot be swapped
-        replace(model, param, other)
+    except RuntimeError:  # the graph of a step that was broken off holds the parameter
+        assert model is not None
+        for module in model.modules():
+            for name, own in module._parameters.items():
+                if own is param:
+                    module._parameters[name] = other
         replaced[param] = other

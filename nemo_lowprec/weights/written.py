@@ -1,26 +1,23 @@
-"""Half copies that somebody else than their masters has written: found, and taken over into the masters.
+"""Finds half copies that the user has written, and takes the written values over into the masters.
 
-A write in place (``copy_``, ``clamp_``, ``nn.init``) moves the copy's version counter, other data
-(``param.data = values``, ``vector_to_parameters``) its address; both are looked at before every step. A write in place
-through ``.data`` moves neither. It is found by comparing values: all of them where weights are saved or given back
-and at ever fewer steps (1, 2, 4, 8 and so on), ``SAMPLE`` of each weight at every step.
+A write in place (``copy_``, ``clamp_``, ``nn.init``) changes the copy's version counter; new data
+(``param.data = values``, ``vector_to_parameters``) change the copy's address. Version and address are compared before
+every step. A write in place through ``.data`` changes neither, and is found by comparing values: all values when
+weights are saved or given back and at steps 1, 2, 4, 8 and so on, ``SAMPLE`` values of each weight at every other step.
 """
 
 from __future__ import annotations
-
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 SAMPLE = 512  # elements
-_STATE = "_agrees_with"  # on a master: the state, and the dtype, of the copy that was rounded from it
-_NOTED = "_noted_at"  # on a master: its own version then
+_STATE = "_agrees_with"  # attribute of a master: version, address and dtype of the copy at ``note``
+_NOTED = "_noted_at"  # attribute of a master: the master's version at ``note``
 
 
 def note(param: Tensor, master: Tensor) -> None:
-    """``param`` is now the rounded ``master``."""
+    """Note that ``param`` is now the rounded ``master``."""
     setattr(master, _STATE, (param._version, param.data_ptr(), param.dtype))
     setattr(master, _NOTED, master._version)
 
@@ -37,16 +34,16 @@ def master_was_written(master: Tensor) -> bool:
 
 
 def moved(param: Tensor, master: Tensor) -> None:
-    """``param`` has gone to another device, with the values that it had: those that were written before are found."""
+    """Note the new address of ``param``, which was moved to another device; writes before the move are still found."""
     version, _, dtype = getattr(master, _STATE)
     setattr(master, _STATE, (version, param.data_ptr(), dtype))
 
 
 @torch.no_grad()
 def take_over(param: nn.Parameter, master: Tensor) -> None:
-    """Give ``master`` the values of ``param`` where they are not the master's own, rounded.
+    """Give ``master`` the values of ``param``, but for elements of ``param`` that equal the rounded master.
 
-    What an operation in place has left alone keeps the master's bits.
+    Elements that an operation in place has not changed so keep the master's bits.
     """
     values, half = param.detach(), getattr(master, _STATE)[2]
     if values.shape == master.shape:
@@ -55,14 +52,14 @@ def take_over(param: nn.Parameter, master: Tensor) -> None:
         master.copy_(torch.where(changed, values.to(mine.dtype), mine))
     else:
         master.data = values.to(master.device, master.dtype)
-    if values.dtype != half:  # of module.float(), for example
+    if values.dtype != half:  # after module.float(), for example
         param.data = values.to(half)
     note(param, master)
 
 
 @torch.no_grad()
 def take_over_written(param: nn.Parameter, master: Tensor) -> None:
-    """``take_over`` where the values differ, whoever wrote them and however; a master that was written wins."""
+    """Call ``take_over`` where the values of ``param`` and the rounded master differ; a written master wins."""
     if master_was_written(master) and not was_written(param, master):
         param.copy_(master)
         note(param, master)
@@ -71,7 +68,7 @@ def take_over_written(param: nn.Parameter, master: Tensor) -> None:
 
 
 def note_frozen(param: nn.Parameter) -> None:
-    """``param``, which has no master, is as it was stored or loaded."""
+    """Note the version of ``param``, which has no master and was just stored or loaded."""
     param.__dict__[_STATE] = param._version
 
 
@@ -81,30 +78,22 @@ def frozen_was_written(param: nn.Parameter) -> bool:
 
 
 def copy_exactly(param: nn.Parameter, master: Tensor) -> None:
-    """Let copies of ``param`` (``copy.deepcopy``, pickle) be plain parameters of the master's values.
+    """Make ``copy.deepcopy`` and pickle copy ``param`` as a plain parameter with the master's values.
 
-    Nobody keeps a copy in step with a master, and an average of weights needs more bits than a half copy has.
+    Nothing refreshes a deep copy from a master, and an average of weights needs more bits than a half copy has.
     """
-    param.__dict__["__deepcopy__"] = partial(_deepcopy, master)
-    param.__dict__["__reduce_ex__"] = partial(_reduce, master)
+
+    def plain() -> nn.Parameter:
+        return nn.Parameter(master.detach().clone(), requires_grad=master.requires_grad)
+
+    param.__dict__["__deepcopy__"] = lambda memo: plain()
+    param.__dict__["__reduce_ex__"] = lambda protocol: plain().__reduce_ex__(protocol)
 
 
 def forget(param: nn.Parameter) -> None:
     """Undo ``copy_exactly``."""
     param.__dict__.pop("__deepcopy__", None)
     param.__dict__.pop("__reduce_ex__", None)
-
-
-def _plain(master: Tensor) -> nn.Parameter:
-    return nn.Parameter(master.detach().clone(), requires_grad=master.requires_grad)
-
-
-def _deepcopy(master: Tensor, memo: dict[int, Any]) -> nn.Parameter:
-    return _plain(master)
-
-
-def _reduce(master: Tensor, protocol: Any) -> Any:
-    return _plain(master).__reduce_ex__(protocol)
 
 
 class FullComparison:
@@ -133,7 +122,7 @@ class FullComparison:
 
 
 class Samples:
-    """A few neighbouring elements of each copy and of its master, compared at every step without waiting for them.
+    """Views of ``SAMPLE`` neighbouring elements of each copy and of its master, compared without a host wait.
 
     Args:
         pairs: copies and their masters, each of one dtype and on one device.
@@ -150,7 +139,7 @@ class Samples:
         self._places = [found.split(sizes) for found in self._found]
 
     def are_of(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether these are samples of ``pairs``."""
+        """Whether the samples were made of ``pairs``."""
         return self._made_for == [id(param) for param, _ in pairs]
 
     @torch.no_grad()

@@ -12,7 +12,8 @@ from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, cast, decode
 
 def table(**options):
     scaling = DelayedScaling(**{"history_len": 4, **options})
-    return scaling, scaling.add("x", E4M3)
+    scaling.add_all({"x": E4M3})
+    return scaling, scaling.slots["x"]
 
 
 def step(scaling, slot, *amaxes):
@@ -38,7 +39,8 @@ def test_first_call_is_scaled_by_its_own_amax():
 
 def test_gradients_of_1e6th_do_not_vanish_in_the_first_step():
     scaling = DelayedScaling()
-    slot = scaling.add("dy", E5M2)
+    scaling.add_all({"dy": E5M2})
+    slot = scaling.slots["dy"]
     dy = torch.tensor([1e-6, -5e-7])
     scale = slot.current_scale(dy.abs().max())
     torch.testing.assert_close(decode(cast(dy * scale, E5M2)) / scale, dy, rtol=1e-6, atol=0)
@@ -69,7 +71,8 @@ def test_margin_halves_scales():
 
 def test_formats_have_their_own_largest_value():
     scaling, x = table()
-    dy = scaling.add("dy", E5M2)
+    scaling.add_all({"dy": E5M2})
+    dy = scaling.slots["dy"]
     x.record(torch.tensor(2.0))
     dy.record(torch.tensor(2.0))
     scaling.update()
@@ -90,7 +93,8 @@ def test_zero_amax_keeps_the_scale_and_an_unseen_operand_stays_on_current_scalin
     assert step(scaling, slot, 2.0) == 224.0
     assert step(scaling, slot, 0.0) == 224.0
     assert step(scaling, slot) == 224.0
-    unseen = scaling.add("unseen", E4M3)
+    scaling.add_all({"unseen": E4M3})
+    unseen = scaling.slots["unseen"]
     step(scaling, slot, 1.0)
     assert unseen.cold and use(unseen, 14.0) == 32.0 and not slot.cold
 
@@ -100,7 +104,8 @@ def test_only_a_step_in_which_an_operand_is_seen_at_last_reads_back(monkeypatch)
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
     scaling, slot = table()
-    never, late = scaling.add("never", E4M3), scaling.add("late", E4M3)
+    scaling.add_all({"never": E4M3, "late": E4M3})
+    never, late = scaling.slots["never"], scaling.slots["late"]
     counts = []
     for i in range(5):
         if i == 3:

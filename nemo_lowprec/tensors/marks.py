@@ -1,0 +1,43 @@
+"""Values that belong to tensors, kept without holding the tensors and without trusting their ids."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from torch import Tensor
+
+
+class Marks:
+    """A map from tensors to values, by identity. Each value is stored in an attribute of its tensor.
+
+    A dictionary by ``id`` keeps an entry of a tensor that is gone, and a new tensor may get the same id. A dictionary
+    of weak references is no way out: ``torch.utils.swap_tensors`` refuses tensors with weak references.
+
+    Args:
+        name: what the marks say; two maps of one name forget each other's marks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_lowprec_{name}"
+        self._owner = uuid4().hex
+
+    def add(self, tensor: Tensor, value: Any = True) -> None:
+        """Mark ``tensor`` with ``value``."""
+        tensor.__dict__[self._name] = self._owner, value
+
+    def get(self, tensor: Tensor) -> Any:
+        """The value of ``tensor``; None where the tensor is not marked."""
+        owner, value = tensor.__dict__.get(self._name, (None, None))
+        return value if owner == self._owner else None
+
+    def discard(self, tensor: Tensor) -> None:
+        """Take the mark off ``tensor``."""
+        tensor.__dict__.pop(self._name, None)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return self.get(tensor) is not None
+
+    def clear(self) -> None:
+        """Forget all marks."""
+        self._owner = uuid4().hex

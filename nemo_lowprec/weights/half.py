@@ -1,0 +1,69 @@
+"""What stores of 16-bit and FP8 parameters share: hooks for checkpoints, frozen parameters, FP32 exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from nemo_lowprec.tensors.marks import Marks
+from nemo_lowprec.weights.averaging import average_masters, averages_in
+from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.saved_form import cover_new_modules, install_hooks, remove_hooks
+from nemo_lowprec.weights.store import WeightStore
+from nemo_lowprec.weights.widened import Widened
+
+
+class HalfStore(WeightStore):
+    """Base of the stores that change how the parameters of a model are stored.
+
+    Args:
+        fp8: names of the parameters that are stored in FP8.
+        margin: FP8 scales are divided by 2**margin.
+    """
+
+    def __init__(self, fp8: Callable[[], list[str]], margin: int) -> None:
+        super().__init__()
+        self._fp8, self._margin = fp8, margin
+        self._training = True
+        self._widened = Widened()
+        self._came_as = Marks("frozen")  # the dtypes in which frozen parameters came
+        self._frozen = ChosenParams(self._came_as.__contains__)
+
+    def install(self, model: nn.Module, training: bool) -> None:
+        super().install(model, training)
+        self._training, self._widened = training, Widened(training)
+        average_masters()
+        averages = averages_in(model)
+        for module in model.modules():
+            if any(param is not None and id(param) not in averages for param in module._parameters.values()):
+                install_hooks(module)
+        for hook in cover_new_modules(model):
+            self._hooks.enter_context(hook)
+
+    def _add_frozen(self, param: nn.Parameter) -> None:
+        self._came_as.add(param, param.dtype)
+        self._frozen.renew()
+
+    def stored(self) -> Iterable[nn.Parameter]:
+        """The model's parameters that ``remove`` gives back, each once."""
+        raise NotImplementedError
+
+    def _give_back(self, param: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+        """Give ``param`` its values back; a parameter that takes its place is noted in ``replaced``."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Give the parameters their exact values and their original dtype back."""
+        assert self.model is not None
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        remove_hooks(self.model)
+        for param in list(self.stored()):
+            param.grad = None
+            self._give_back(param, replaced)
+        self._widened.remove()
+        self._came_as.clear()
+        self._follow(replaced)
+        super().remove()
