@@ -64,6 +64,7 @@ class HalfStore(WeightStore):
             param.grad = None
             self._give_back(param, replaced)
         self._widened.remove()
-        self._came_as.clear()
+        for _, param in self._frozen.of(self.model):
+            self._came_as.discard(param)
         self._follow(replaced)
         super().remove()
