@@ -1,4 +1,4 @@
-"""What stores of 16-bit and FP8 parameters share: hooks for checkpoints, frozen parameters, FP32 exceptions."""
+"""Base class of the stores of 16-bit and FP8 parameters: checkpoint hooks, frozen and widened parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_lowprec.weights.widened import Widened
 
 
 class HalfStore(WeightStore):
-    """Base of the stores that change how the parameters of a model are stored.
+    """Base of ``MasterWeights`` and ``LowBitWeights``, which store parameters in half precision or FP8.
 
     Args:
         fp8: names of the parameters that are stored in FP8.
