@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class Column:
-    """Base of a column's implementations. Each method does nothing here; a subclass overrides those that it needs.
+    """Base of a column's implementations. The methods do nothing here; a subclass overrides the methods that it needs.
 
     ``check`` raises before anything is changed; ``remove`` undoes ``install`` exactly.
     """

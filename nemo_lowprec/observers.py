@@ -31,7 +31,7 @@ class Observer:
     """
 
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
-        """An operand of a GEMM is ready: once in forward, and again where backward makes it anew.
+        """An operand of a GEMM is ready: once in forward, and again where backward quantizes the operand again.
 
         Not announced: layers inside ``torch.compile`` that compute in half precision, ``torch.jit.trace``, and
         gradients of ``torch.autograd.grad(is_grads_batched=True)``.

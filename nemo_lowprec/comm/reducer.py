@@ -35,7 +35,7 @@ class GradientReducer:
     sent as soon as possible in every pass, since the gradients of the whole model would not fit into memory.
 
     Args:
-        params: the parameters, in the same order on every process; ``begin`` picks those that require a gradient.
+        params: the parameters, in the same order on every process. Frozen parameters are left out at ``begin``.
         group: the processes; None for all.
         wire: dtype of a parameter's gradient on the wire, ``float8_e4m3fn`` for a gradient that is stored in FP8.
         bucket_bytes: size of a bucket on the wire.
@@ -82,7 +82,7 @@ class GradientReducer:
         return [*map(id, self._params)] == [*map(id, params)]
 
     def begin(self) -> None:
-        """Announce a backward pass, whose gradients, added to those of earlier passes, are to be averaged."""
+        """Announce a backward pass, whose gradients are to be averaged together with those left by earlier passes."""
         if self._is_alone():
             return
         self._fit()

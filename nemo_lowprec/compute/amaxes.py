@@ -73,7 +73,7 @@ class AmaxState:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; what ``state`` lacks starts afresh."""
+        """Load a saved state; values that ``state`` lacks start afresh."""
 
 
 class DelayedAmaxes(AmaxState):

@@ -77,7 +77,7 @@ class Computation(Column):
         check_unwrapped(model)
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
-            te_layers.te_recipe(self.options.recipe)  # refuses what Transformer Engine's layers cannot do
+            te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
 
     def choose_backend(self, device: torch.device) -> Backend:
         """The backend that runs the GEMMs on ``device``; ValueError where no backend can."""

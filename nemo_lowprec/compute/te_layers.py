@@ -255,8 +255,6 @@ def _delayed_state(mode: str, operands: int, history_len: int) -> Any:
 
 def _fit(history: Tensor, length: int) -> Tensor:
     """The history in ``length`` rows: row 0 is the present step, the newest rows come last, with zeros between."""
-    if length == len(history):
-        return history
     fitted = history.new_zeros(length, history.shape[1])
     fitted[0] = history[0]
     kept = min(length, len(history)) - 1

@@ -148,7 +148,7 @@ def _check_computation(row: PrecisionLevel) -> None:
 
 
 def _kind_of_weights(row: PrecisionLevel) -> str:
-    """``fp32``, ``masters`` (half weights, or FP8 ones, of FP32 masters) or ``low_bit`` (FP16, or FP8 of FP16)."""
+    """``fp32``, ``masters`` (half or FP8 weights, FP32 masters) or ``low_bit`` (FP16, or FP8 with FP16 masters)."""
     storage = row.weight, row.master_weight, row.rest, row.vectors
     if storage == ("fp32", None, "fp32", None):
         return "fp32"

@@ -18,12 +18,10 @@ from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 def _over_shards(norm: Tensor, norm_type: float, grad: Any) -> Tensor:
     """The norm of the whole gradients, FP32 scalar, from the norm of this process's shards."""
     group = grad.device_mesh.get_group(grad.device_mesh.ndim - 1)
-    if norm_type == math.inf:
-        dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-        return norm
-    power = norm**norm_type
-    dist.all_reduce(power, dist.ReduceOp.SUM, group)
-    return power ** (1 / norm_type)
+    power, kind = (1.0, dist.ReduceOp.MAX) if norm_type == math.inf else (norm_type, dist.ReduceOp.SUM)
+    total = norm**power
+    dist.all_reduce(total, kind, group)
+    return total ** (1 / power)
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ class PlainLoop:
             self._engine.amaxes.after_step(skipped=True)
 
     def _check_own_parameters(self, model: nn.Module) -> None:
-        """Raise ValueError where a wrapper has replaced the parameters, so that the optimizer steps unused ones.
+        """Raise ValueError where a wrapper has replaced the parameters, and the optimizer would step unused copies.
 
         The parts of the model are checked at the first forward only.
         """

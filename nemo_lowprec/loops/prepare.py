@@ -88,7 +88,7 @@ def prepare(
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for p in model.parameters()):
         raise ValueError(f"This {type(optimizer).__name__} holds none of the model's parameters.")
-    engine.convert(model, _device_of(model))
+    engine.convert(model, next((param.device for param in model.parameters()), torch.device("cpu")))
     engine.settle()
     engine.attach(optimizer)
     model.zero_grad()  # present gradients belong to the weights before the rounding
@@ -111,8 +111,3 @@ def _say_what_is_converted(engine: Engine) -> None:
         log.info("%s\n%s", engine.level.name, table)
     if problem:
         warnings.warn(problem, stacklevel=4)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    param = next(model.parameters(), None)
-    return torch.device("cpu") if param is None else param.device

@@ -25,9 +25,9 @@ class ManualPasses:
     """Watches the backward passes of a module with ``automatic_optimization = False``.
 
     Args:
-        module: whose parameters, and what FSDP2 gathers of them, get a hook.
-        engine: that has converted it.
-        averages: whether gradients are averaged in the passes that the plugin runs, and in no others.
+        module: the module, whose parameters (whole, where FSDP2 gathers them) get a hook.
+        engine: the engine that has converted ``module``.
+        averages: whether gradients are averaged in the passes that the plugin runs, and in no other passes.
     """
 
     def __init__(self, module: pl.LightningModule, engine: Engine, averages: bool) -> None:
@@ -127,9 +127,12 @@ class ManualPasses:
         return {id(owner) for param, owner, _ in self._gradients() if param in self._new or owner in self._new}
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks and the marks."""
         self._hooks.close()
-        self._covered.clear()
+        for params in self._engine.columns.weights.gathered():
+            for marks in (self._covered, self._direct, self._new):
+                for param in params:
+                    marks.discard(param)
 
     def _arrived(self, param: Tensor) -> None:
         self._new.add(param)

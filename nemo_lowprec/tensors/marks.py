@@ -15,7 +15,7 @@ class Marks:
     of weak references is no way out: ``torch.utils.swap_tensors`` refuses tensors with weak references.
 
     Args:
-        name: what the marks say; two maps of one name forget each other's marks.
+        name: name of the attribute. A second map of the same name overwrites the marks of the first.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,7 +37,3 @@ class Marks:
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.get(tensor) is not None
-
-    def clear(self) -> None:
-        """Forget all marks."""
-        self._owner = uuid4().hex

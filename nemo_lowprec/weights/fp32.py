@@ -52,5 +52,6 @@ class Fp32Weights(WeightStore):
                 self._widened.add_statistics(module)
 
     def remove(self) -> None:
-        self._marks.clear()
+        for _, param in self._frozen.of(self.model):
+            self._marks.discard(param)
         super().remove()

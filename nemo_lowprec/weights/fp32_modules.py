@@ -9,7 +9,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 
 def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
-    """Ids of the parameters of ``model`` that stay FP32, at the MS-AMP levels (``low_bit``) or at the others."""
+    """Ids of the parameters of ``model`` that stay FP32: at the MS-AMP levels with ``low_bit``, else at all others."""
     needs = needs_plain_fp32 if low_bit else needs_fp32
     return {id(p) for module in model.modules() if needs(module) for p in module._parameters.values() if p is not None}
 

@@ -1,4 +1,4 @@
-"""What stores of 16-bit and FP8 parameters share: hooks for checkpoints, frozen parameters, FP32 exceptions."""
+"""Base class of the stores of 16-bit and FP8 parameters: checkpoint hooks, frozen and widened parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_lowprec.weights.widened import Widened
 
 
 class HalfStore(WeightStore):
-    """Base of the stores that change how the parameters of a model are stored.
+    """Base of ``MasterWeights`` and ``LowBitWeights``, which store parameters in half precision or FP8.
 
     Args:
         fp8: names of the parameters that are stored in FP8.
@@ -64,6 +64,7 @@ class HalfStore(WeightStore):
             param.grad = None
             self._give_back(param, replaced)
         self._widened.remove()
-        self._came_as.clear()
+        for _, param in self._frozen.of(self.model):
+            self._came_as.discard(param)
         self._follow(replaced)
         super().remove()

@@ -123,7 +123,7 @@ class LowBitWeights(HalfStore):
         self._widened.follow()
 
     def note_frozen(self) -> None:
-        """Note that frozen parameters hold the values that they should."""
+        """Note the versions of frozen parameters, which the engine has just written."""
         for _, param in self._frozen.of(self.model):
             note_frozen(param)
 

@@ -271,7 +271,7 @@ class MasterWeights(HalfStore):
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
         """Whether a copy was written through ``.data`` since the last step: a bool scalar on the device.
 
-        Compares all elements at steps 1, 2, 4, 8 and so on, and samples at the others.
+        Compares all elements at steps 1, 2, 4, 8 and so on, and samples at the other steps.
         """
         found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
         pairs = [

@@ -78,7 +78,7 @@ class ShardedWeights(WeightStore):
         """Store the local shards of a model that was sharded and is on its device."""
         model = self.model
         assert model is not None
-        # Noted before the first forward, in which whole parameters take the places of the sharded ones.
+        # Noted before the first forward, in which whole parameters take the places of sharded parameters.
         for module in model.modules():
             own = {n: p for n, p in module._parameters.items() if p is not None and is_sharded(p)}
             if own:

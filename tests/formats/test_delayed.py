@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling, cast, decode
 
 
+def added(scaling, name, fmt):
+    scaling.add_all({name: fmt})
+    return scaling.slots[name]
+
+
 def table(**options):
     scaling = DelayedScaling(**{"history_len": 4, **options})
-    scaling.add_all({"x": E4M3})
-    return scaling, scaling.slots["x"]
+    return scaling, added(scaling, "x", E4M3)
 
 
 def step(scaling, slot, *amaxes):
@@ -39,8 +43,7 @@ def test_first_call_is_scaled_by_its_own_amax():
 
 def test_gradients_of_1e6th_do_not_vanish_in_the_first_step():
     scaling = DelayedScaling()
-    scaling.add_all({"dy": E5M2})
-    slot = scaling.slots["dy"]
+    slot = added(scaling, "dy", E5M2)
     dy = torch.tensor([1e-6, -5e-7])
     scale = slot.current_scale(dy.abs().max())
     torch.testing.assert_close(decode(cast(dy * scale, E5M2)) / scale, dy, rtol=1e-6, atol=0)
@@ -71,8 +74,7 @@ def test_margin_halves_scales():
 
 def test_formats_have_their_own_largest_value():
     scaling, x = table()
-    scaling.add_all({"dy": E5M2})
-    dy = scaling.slots["dy"]
+    dy = added(scaling, "dy", E5M2)
     x.record(torch.tensor(2.0))
     dy.record(torch.tensor(2.0))
     scaling.update()
@@ -93,8 +95,7 @@ def test_zero_amax_keeps_the_scale_and_an_unseen_operand_stays_on_current_scalin
     assert step(scaling, slot, 2.0) == 224.0
     assert step(scaling, slot, 0.0) == 224.0
     assert step(scaling, slot) == 224.0
-    scaling.add_all({"unseen": E4M3})
-    unseen = scaling.slots["unseen"]
+    unseen = added(scaling, "unseen", E4M3)
     step(scaling, slot, 1.0)
     assert unseen.cold and use(unseen, 14.0) == 32.0 and not slot.cold
 
@@ -104,8 +105,7 @@ def test_only_a_step_in_which_an_operand_is_seen_at_last_reads_back(monkeypatch)
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor) or tolist(tensor))
     scaling, slot = table()
-    scaling.add_all({"never": E4M3, "late": E4M3})
-    never, late = scaling.slots["never"], scaling.slots["late"]
+    never, late = added(scaling, "never", E4M3), added(scaling, "late", E4M3)
     counts = []
     for i in range(5):
         if i == 3:
@@ -164,8 +164,8 @@ def test_slots_see_their_own_column_after_operands_were_added():
     scaling, x = table()
     step(scaling, x, 2.0)
     x.record(torch.tensor(4.0))
-    y = scaling.add("y", E5M2)
-    assert scaling.add("x", E4M3) is x
+    y = added(scaling, "y", E5M2)
+    assert added(scaling, "x", E4M3) is x
     scaling.add_all({"x": E4M3, "z": E4M3})
     assert x.scale.item() == 224.0 and not x.cold and y.cold
     y.record(torch.tensor(1.0))
@@ -219,7 +219,7 @@ def test_loading_a_shorter_history_pads_it():
 
 def test_loading_ignores_operands_it_does_not_have_and_starts_those_not_saved_afresh():
     other = DelayedScaling(4)
-    step(other, other.add("gone", E4M3), 3.0)
+    step(other, added(other, "gone", E4M3), 3.0)
     scaling, slot = table()
     step(scaling, slot, 2.0)
     scaling.load_state_dict(other.state_dict())
@@ -230,9 +230,9 @@ def test_loading_ignores_operands_it_does_not_have_and_starts_those_not_saved_af
 
 def test_loading_the_scale_of_another_format_and_margin_converts_it():
     hybrid = DelayedScaling(4)
-    step(hybrid, hybrid.add("dy", E5M2), 2.0)
+    step(hybrid, added(hybrid, "dy", E5M2), 2.0)
     e4m3 = DelayedScaling(4, margin=1)
-    slot = e4m3.add("dy", E4M3)
+    slot = added(e4m3, "dy", E4M3)
     e4m3.load_state_dict(hybrid.state_dict())
     assert slot.scale.item() == 448 / 2 / 2  # E5M2's 28672 would have clipped every gradient
 
@@ -283,7 +283,7 @@ def test_rescaled_operands_are_expected_to_be_as_much_larger():
 
 def test_amaxes_of_several_processes_are_reduced_once_a_step():
     table, calls = DelayedScaling(history_len=4), []
-    x = table.add("x", E4M3)
+    x = added(table, "x", E4M3)
 
     def reduce_amax(amax):
         calls.append(amax.clone())
@@ -302,7 +302,7 @@ def test_amaxes_of_several_processes_are_reduced_once_a_step():
 
 def test_amaxes_that_were_reduced_are_saved_and_discarded_with_the_others():
     table = DelayedScaling(history_len=4)
-    table.add("x", E4M3).record(torch.tensor(3.0))
+    added(table, "x", E4M3).record(torch.tensor(3.0))
     table.reduce_amax = lambda amax: None
     table.reduce(torch.zeros(1))
     assert table.state_dict()["operands"]["x"]["amax"] == 3.0

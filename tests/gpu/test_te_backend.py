@@ -204,7 +204,7 @@ def test_slots_follow_a_table_that_grows(name):
     for _ in range(2):
         backend.quantize(x, operands["input"], rowwise=True, columnwise=False, record=True)
         histories.update()
-    histories.add("later", E4M3)
+    histories.add_all({"later": E4M3})
     backend.quantize(x * 2, operands["input"], rowwise=True, columnwise=False, record=True)
     assert histories.slots["input"].amax.item() == (x * 2).abs().max().item()
 

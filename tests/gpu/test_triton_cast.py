@@ -142,7 +142,8 @@ def test_backend_quantizes_as_the_reference(scaling, record):
         slot = None
         if histories is not None:
             histories.to(torch.device("cuda"))
-            slot = histories.add("x", E5M2)
+            histories.add_all({"x": E5M2})
+            slot = histories.slots["x"]
         operand = operand_of(recipe, "grad_output", slot)
         seen = []
         for step in range(3):
@@ -168,7 +169,8 @@ def test_backend_quantizes_as_the_reference(scaling, record):
 def test_warm_slot_is_one_kernel_and_no_sync(kernels):
     histories = DelayedScaling(history_len=2)
     histories.to(torch.device("cuda"))
-    operand = operand_of(Recipe("delayed"), "input", histories.add("x", E4M3))
+    histories.add_all({"x": E4M3})
+    operand = operand_of(Recipe("delayed"), "input", histories.slots["x"])
     x, backend = make((256, 256), torch.bfloat16), ScaledMMBackend()
     for _ in range(2):
         backend.quantize(x, operand, rowwise=True, columnwise=True, record=True)
