@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from nemo_lowprec import CHART, LowPrecision
-from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute import ReferenceBackend, te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
@@ -33,6 +33,17 @@ FP8_LEVELS = [name for name in LEVELS if CHART[name].has_fp8]
 CASES = [*LEVELS, *(f"{name}+fp8_params" for name in LEVELS if CHART[name].fp8_params)]
 # Levels whose half format may be chosen, with the other one.
 FP16_HALF = [f"{name}+fp16" for name in LEVELS if CHART[name].half]
+
+
+class Counting(ReferenceBackend):
+    """Counts how often an input is quantized."""
+
+    def __init__(self) -> None:
+        self.inputs = 0
+
+    def quantize(self, values: Tensor, operand: Any, **kwargs: Any) -> Any:
+        self.inputs += operand.kind == "input"
+        return super().quantize(values, operand, **kwargs)
 
 
 def plugin(case: str, **options: Any) -> LowPrecision:

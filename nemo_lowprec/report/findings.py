@@ -53,7 +53,7 @@ class AuditReport:
     Attributes:
         level: the row.
         findings: by column and part, in the order in which they are printed.
-        total_bytes: of all parts, by column; and of what no column of the chart has.
+        total_bytes: of all parts, by column; and of tensors that no column of the chart names.
         places: the point of the step at which a column was read, for columns that were not read where ``_AT`` says.
     """
 

@@ -123,7 +123,7 @@ class Look(Observer, ABC):
         """The messages that carried gradients; None where one process trains alone."""
 
     def further_bytes(self) -> dict[str, int]:
-        """Bytes of what no column of the chart has."""
+        """Bytes of tensors that no column of the chart names."""
         return {}
 
     def report(self) -> AuditReport:

@@ -8,24 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.compute import ReferenceBackend, convert_layers, describe_layers, patterns, revert_layers
+from nemo_lowprec.compute import convert_layers, describe_layers, patterns, revert_layers
 from nemo_lowprec.compute.class_swap import swap
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.patterns import Match, Pattern, run_with
 from nemo_lowprec.options import LayerFilter, Recipe
+from tests.support import Counting
 
 HALF = torch.bfloat16
-
-
-class Counting(ReferenceBackend):
-    """Counts how often an input is quantized."""
-
-    def __init__(self):
-        self.inputs = 0
-
-    def quantize(self, values, operand, **kwargs):
-        self.inputs += operand.kind == "input"
-        return super().quantize(values, operand, **kwargs)
 
 
 class GatedMLP(nn.Module):

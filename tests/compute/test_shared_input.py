@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.options import LayerFilter, Recipe
-
-
-class Counting(ReferenceBackend):
-    """Counts how often an input is quantized."""
-
-    def __init__(self):
-        self.inputs = 0
-
-    def quantize(self, values, operand, **kwargs):
-        self.inputs += operand.kind == "input"
-        return super().quantize(values, operand, **kwargs)
+from tests.support import Counting
 
 
 class Block(nn.Module):

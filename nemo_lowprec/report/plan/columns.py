@@ -27,11 +27,11 @@ class PlannedColumn:
     """One column, which adds up what a process (the one with the largest shards) holds.
 
     Attributes:
-        name: as in the chart, or of what is held beside the chart's columns.
+        name: as in the chart, or a name of tensors that no column of the chart names.
         when: ``kept`` for all of training, there ``after forward`` until backward, or ``after backward`` until the
             step, or ``at most`` at a time.
-        parts: bytes by the name of a ``ModelPart``; ``all`` for what belongs to no part.
-        found: formats of what was added.
+        parts: bytes by the name of a ``ModelPart``; ``all`` for tensors of no part.
+        found: formats of the tensors that were added.
     """
 
     name: str
