@@ -1,0 +1,47 @@
+"""Autograd's engine, ``torch.func``'s wrappers and the tracer of ``torch.jit``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+is_batched = _functorch.is_batchedtensor  # by ``torch.vmap``
+is_legacy_batched = _functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(is_grads_batched=True)``
+is_transforming = torch._C._are_functorch_transforms_active
+current_backward = torch._C._current_graph_task_id  # a number for each backward pass; -1 outside
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records the operations."""
+    return torch._C._get_tracing_state() is not None
+
+
+def outside_transforms(value: Any) -> Any:
+    """The tensor that the wrappers of ``torch.func``'s transforms hold; anything else is returned as it is."""
+    while isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value):
+        value = _functorch.get_unwrapped(value)
+    return value
+
+
+def is_wanted(ctx: Any, index: int) -> bool:
+    """Whether the backward pass that runs ``ctx`` goes on to the node that made the input ``index`` of ``ctx``."""
+    try:
+        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
+    except RuntimeError:  # torch has no answer for a leaf that torch.autograd.grad was asked for
+        return True
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` called when the backward pass that runs now has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def run_backward(loss: Tensor) -> None:
+    """``loss.backward()`` that leaves the ``TorchDispatchMode``s of the caller on for recomputed blocks."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

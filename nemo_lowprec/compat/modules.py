@@ -1,0 +1,59 @@
+"""Modules and optimizers of torch: base classes and hooks that are already there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+NormWithStatistics = nn.modules.batchnorm._NormBase  # batch and instance norms
+SCHEDULER_MARK = "_wrapped_by_lr_sched"  # attribute of a ``step`` that a scheduler has wrapped
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """The hooks of ``module`` before its forward."""
+    return list(module._forward_pre_hooks.values())
+
+
+def has_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` was registered by ``register_state_dict_post_hook``."""
+    return hook in module._state_dict_hooks.values()
+
+
+def remove_state_dict_hooks(module: nn.Module, which: Collection[Any]) -> None:
+    """Remove the hooks ``which`` of ``module`` after ``state_dict`` and around ``load_state_dict``."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "hook", hook) in which:
+                del hooks[key]
+
+
+def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Have the hook of ``handle``, before or after the step of ``optimizer``, called before the other hooks."""
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
+        if handle.id in hooks:
+            hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
+def patch_step(optimizer: Optimizer) -> None:
+    """Let ``step`` of the present class of ``optimizer`` call the hooks around steps."""
+    optimizer._patch_step_function()
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Tell schedulers that ``optimizer`` has stepped before them."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def mark_wrapped(step: Any) -> None:
+    """Mark ``step`` as wrapped by a scheduler, which then does not wrap it again."""
+    step._wrapped_by_lr_sched = True
+
+
+def is_wrapped(step: Any) -> bool:
+    """Whether a scheduler has wrapped ``step``."""
+    return hasattr(step, SCHEDULER_MARK)

@@ -1,0 +1,42 @@
+"""Subclasses of tensors, modes of the dispatcher, and trees of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = [
+    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "make_subclass",
+    "make_wrapper", "set_backward_hooks", "storage_key", "tree_leaves", "tree_map", "use_count",
+]  # fmt: skip
+
+disabled_torch_function = torch._C._disabled_torch_function_impl
+make_subclass = torch.Tensor._make_subclass
+make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def storage_key(storage: Any) -> int:
+    """A number that all tensors of one storage have in common, fake tensors too."""
+    key: int = storage._cdata
+    return key
+
+
+def use_count(param: Tensor) -> int:
+    """How often C++ holds ``param``: more than twice where a view or a graph holds it."""
+    count: int = param._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def backward_hooks(param: nn.Parameter) -> tuple[Any, Any]:
+    """The hooks of ``register_hook`` and of ``register_post_accumulate_grad_hook``, for ``set_backward_hooks``."""
+    return param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+
+
+def set_backward_hooks(param: nn.Parameter, hooks: tuple[Any, Any]) -> None:
+    """Make autograd call ``hooks`` for the storage that ``param`` has now."""
+    param._backward_hooks, param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
