@@ -14,6 +14,7 @@ import nemo_lowprec.strategies  # noqa: F401  (a recipe's Trainer finds them by 
 from nemo_lowprec.checkpoint.torch_zip import check_regular
 from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.checks import check_trainer
+from nemo_lowprec.compat.lightning import save_last
 from nemo_lowprec.display import own_display
 from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
@@ -221,16 +222,8 @@ class _KeepsLast(Callback):
         for callback in trainer.checkpoint_callbacks:
             if not isinstance(callback, ModelCheckpoint) or not callback.save_last:
                 continue
-            step, wanted = callback._last_global_step_saved, callback.save_last
-            if callback._should_skip_saving_checkpoint(trainer) or self._saved.get(id(callback)) == trainer.global_step:
-                continue
-            callback.save_last = True  # save_last="link" would link to one of the best checkpoints
-            try:
-                callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-            finally:
-                # The callback still has to save its best checkpoint at the end of the epoch.
-                callback.save_last, callback._last_global_step_saved = wanted, step
-            self._saved[id(callback)] = trainer.global_step
+            if self._saved.get(id(callback)) != trainer.global_step and save_last(callback, trainer):
+                self._saved[id(callback)] = trainer.global_step
 
     on_train_end = on_validation_end
 

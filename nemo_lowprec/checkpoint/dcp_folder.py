@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.futures import Future
 from typing_extensions import override
@@ -29,6 +28,7 @@ from typing_extensions import override
 from nemo_lowprec.checkpoint.torch_zip import check_regular, check_zip, load, reading
 from nemo_lowprec.checkpoint.writing import system_error
 from nemo_lowprec.comm import raise_together
+from nemo_lowprec.compat.checkpoint import StorageInfo
 
 INDEX = ".metadata"
 _CHECKSUMS = "checksums.json"
@@ -94,7 +94,7 @@ def read_index(folder: Path) -> Metadata:
             index = _Index(file).load()
         ends: dict[str, int] = {}
         for info in index.storage_data.values():
-            if isinstance(info, _StorageInfo):
+            if isinstance(info, StorageInfo):
                 ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         if not isinstance(index, Metadata) or not isinstance(index.state_dict_metadata, dict):
             raise TypeError(f"a {type(index).__name__}")
@@ -160,7 +160,7 @@ def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
                 )
 
 
-def _check_item(folder: Path, index: MetadataIndex, info: _StorageInfo, is_object: bool = False) -> None:
+def _check_item(folder: Path, index: MetadataIndex, info: StorageInfo, is_object: bool = False) -> None:
     """Compare the checksums of a tensor or an object; open an object, which must hold plain values."""
     path = folder / info.relative_path
     with path.open("rb") as file:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.compat.distributed import default_store
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import QuantizedTensor
 
@@ -126,7 +127,7 @@ def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     world_group = dist.group.WORLD
     assert world_group is not None
     _meetings[world_group] = _meetings.get(world_group, 0) + 1

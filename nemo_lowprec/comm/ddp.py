@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute; torch also marks each ignored tensor
+from nemo_lowprec.compat.distributed import ignore_in_ddp, ignored_by_ddp, reduce_only
+
 _BEFORE = "_lowprec_ignored_before"
 
 
@@ -22,24 +23,18 @@ def leave_to_ddp(model: nn.Module) -> None:
     lazy = nn.parameter.UninitializedParameter  # DDP must see these parameters, to refuse them
     params = {n: p for n, p in model.named_parameters(remove_duplicate=False) if not isinstance(p, lazy)}
     left = min((p for p in params.values() if p.requires_grad), key=lambda p: p.numel(), default=None)
-    model.__dict__.setdefault(_BEFORE, list(getattr(model, _IGNORED, ())))
-    ignored = {*model.__dict__[_BEFORE], *(n for n, p in params.items() if p is not left)}
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(ignored))
+    before = model.__dict__.setdefault(_BEFORE, ignored_by_ddp(model))
+    ignore_in_ddp(model, {*before, *(n for n, p in params.items() if p is not left)})
 
 
 def give_back_to_ddp(model: nn.Module) -> None:
     """Undo ``leave_to_ddp``: a later DDP around ``model`` ignores the parameters that its user has named."""
     before = model.__dict__.pop(_BEFORE, None)
-    if before is None:
-        return
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.__dict__.pop("_ddp_ignored", None)
-    delattr(model, _IGNORED)
-    if before:
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, before)
+    if before is not None:
+        ignore_in_ddp(model, before)
 
 
 def take_from_ddp(ddp: DistributedDataParallel) -> None:
     """Give DDP's reducer a dummy scalar that never gets a gradient, in the place of its one parameter."""
     stand_in = torch.zeros(1, device=ddp.device, requires_grad=True)
-    ddp._ddp_init_helper([stand_in], [False], {0: "stand_in"}, ddp.static_graph)
+    reduce_only(ddp, stand_in)

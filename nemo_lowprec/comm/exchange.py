@@ -8,7 +8,6 @@ slower, and concurrent copies take more time in all (measured between four H200s
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import socket
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages
+from nemo_lowprec.compat.distributed import timeout_on_gpu
 from nemo_lowprec.observers import NOBODY, Observers
 
 _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
@@ -142,7 +142,7 @@ class PeerMemory:
     def __init__(self, capacity: int, group: dist.ProcessGroup | None, device: torch.device, shared: Tensor) -> None:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.capacity, self.device = capacity, device
-        self._timeout = int(_timeout(group).total_seconds() * 1000)
+        self._timeout = int(timeout_on_gpu(group).total_seconds() * 1000)
         # A high priority: a barrier that waits behind other kernels holds up all processes. Between two GPUs copies go
         # on during a barrier. Between more GPUs they wait, so that each GPU has one source and one target at a time.
         self.copies = torch.cuda.Stream(device, priority=-2)
@@ -206,12 +206,6 @@ def _on_all(make: Callable[[], _T], group: dist.ProcessGroup | None, device: tor
     there = torch.tensor(made is not None, dtype=torch.int8, device=device)
     dist.all_reduce(there, dist.ReduceOp.MIN, group)
     return made if bool(there) else None
-
-
-def _timeout(group: dist.ProcessGroup | None) -> datetime.timedelta:
-    backend = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
-    timeout: datetime.timedelta = backend.options._timeout
-    return timeout
 
 
 class PeerBuffers(ExchangeBuffers):

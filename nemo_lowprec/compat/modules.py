@@ -6,12 +6,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 NormWithStatistics = nn.modules.batchnorm._NormBase  # batch and instance norms
-SCHEDULER_MARK = "_wrapped_by_lr_sched"  # attribute of a ``step`` that a scheduler has wrapped
+UNSCALE_METHOD = "_unscale_grads_"  # of GradScaler
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
@@ -34,9 +33,10 @@ def remove_state_dict_hooks(module: nn.Module, which: Collection[Any]) -> None:
 
 def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
     """Have the hook of ``handle``, before or after the step of ``optimizer``, called before the other hooks."""
+    hooks: Any
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         if handle.id in hooks:
-            hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            hooks.move_to_end(handle.id, last=False)
 
 
 def patch_step(optimizer: Optimizer) -> None:
@@ -56,4 +56,4 @@ def mark_wrapped(step: Any) -> None:
 
 def is_wrapped(step: Any) -> bool:
     """Whether a scheduler has wrapped ``step``."""
-    return hasattr(step, SCHEDULER_MARK)
+    return hasattr(step, "_wrapped_by_lr_sched")

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "make_subclass",
-    "make_wrapper", "set_backward_hooks", "storage_key", "tree_leaves", "tree_map", "use_count",
+    "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "tree_leaves", "tree_map", "use_count",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -24,6 +24,11 @@ def storage_key(storage: Any) -> int:
     """A number that all tensors of one storage have in common, fake tensors too."""
     key: int = storage._cdata
     return key
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor, rows that occur twice not summed; ``values()`` takes coalesced tensors only."""
+    return tensor._values()
 
 
 def use_count(param: Tensor) -> int:

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
+
+from nemo_lowprec.compat.autograd import after_backward
+from nemo_lowprec.compat.tensors import tree_leaves
 
 
 def check_attention(attention: str, device: torch.device) -> None:
@@ -66,4 +68,4 @@ class _Passes:
 
     def _before_backward(self, _: Tensor) -> None:
         self._enter()
-        torch.autograd.Variable._execution_engine.queue_callback(self._stack.close)  # type: ignore[attr-defined]
+        after_backward(self._stack.close)

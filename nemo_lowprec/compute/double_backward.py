@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_lowprec.compat.autograd import is_wanted
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient
@@ -48,7 +49,7 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
         if ctx.gradient is not None and not ctx.gives_out:
             _hand_on(ctx, ctx.gradient, dx)
             dx = None
-    if need_wgrad and _is_reached(ctx, 1):
+    if need_wgrad and is_wanted(ctx, 1):
         values = plan.in_half("input", _saved_input(ctx))
         dw = plan.backend.matmul(plan.in_half("grad_output", dy).t(), values, ctx.grad_dtype)
         dw = dw.t() if ctx.transposed else dw
@@ -61,16 +62,8 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
 
 def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
     # A sum that no layer takes would keep its graph alive, and the graph the sum.
-    if _is_reached(ctx, 0):
+    if is_wanted(ctx, 0):
         gradient.put(total)
-
-
-def _is_reached(ctx: Any, index: int) -> bool:
-    """Whether this backward pass goes on to the node that made input ``index`` of this one."""
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[index][0])
-    except RuntimeError:  # torch has no answer for a leaf that torch.autograd.grad was asked for
-        return True
 
 
 def _saved_input(ctx: Any) -> Tensor:

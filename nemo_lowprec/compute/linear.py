@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _functorch, _get_tracing_state
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched, is_tracing, outside_transforms
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.double_backward import differentiable_backward
 from nemo_lowprec.compute.operands import Operand
@@ -71,7 +70,7 @@ class GemmPlan:
 
     def in_half(self, kind: str, values: Tensor) -> Tensor:
         """The operand ``kind`` [rows, features] of a GEMM in half precision."""
-        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled() and _get_tracing_state() is None:
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled() and not is_tracing():
             half = values.dequantize(self.half)  # which has no derivative, and is not traced
         else:
             half = values.to(self.half)
@@ -81,7 +80,7 @@ class GemmPlan:
 
     def announce(self, kind: str, values: Tensor, operand: Any) -> None:
         """Tell ``observers`` that an operand is ready (see ``Observer.quantized``); called where there are any."""
-        if _get_tracing_state() is not None or is_legacy_batchedtensor(values):
+        if is_tracing() or is_legacy_batched(values):
             return
         values, operand = _outside_transforms(values), _outside_transforms(operand)
         with torch.no_grad():
@@ -90,9 +89,7 @@ class GemmPlan:
 
 
 def _outside_transforms(operand: Any) -> Any:
-    """The tensor that the wrappers of ``torch.func``'s transforms hold; anything else is returned as it is."""
-    while isinstance(operand, Tensor) and _functorch.is_functorch_wrapped_tensor(operand):
-        operand = _functorch.get_unwrapped(operand)
+    operand = outside_transforms(operand)
     return operand.detach() if isinstance(operand, Tensor) else operand
 
 
@@ -189,7 +186,7 @@ def _by_torch(
     part: tuple[int, int] | None,
 ) -> Tensor:
     """The layer in half precision, by operations of torch alone."""
-    if _get_tracing_state() is not None and isinstance(weight, QuantizedTensor):
+    if is_tracing() and isinstance(weight, QuantizedTensor):
         warnings.warn(
             "torch.jit.save crashes on weights in low-bit storage. To save a trace, make it of copy.deepcopy(model), "
             "whose weights are FP32.",
@@ -318,7 +315,7 @@ class _LinearFunction(torch.autograd.Function):
             return None if total is None else total[: ctx.rows], None, None, None
         with AutocastOff(grad_output.device.type):  # a loop may call backward() under autocast
             # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
-            if torch.is_grad_enabled() or is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
+            if torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output):
                 return differentiable_backward(ctx, grad_output)
             return _LinearFunction._backward(ctx, grad_output)
 

@@ -26,7 +26,7 @@ FUSED: dict[type[nn.Module], tuple[str, Any]] = {
 
 def projection_weights(module: nn.MultiheadAttention) -> list[str]:
     """Names of the weights of the input projections of ``module``: one of three, or where kdim or vdim differ three."""
-    return ["in_proj_weight"] if module._qkv_same_embed_dim else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    return ["in_proj_weight"] if module.in_proj_weight is not None else [f"{x}_proj_weight" for x in "qkv"]
 
 
 class _Planned(NamedTuple):
@@ -102,7 +102,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The projected query, key and value, each [..., embed_dim]."""
         size, biases = self.embed_dim, self.in_proj_bias
-        if not self._qkv_same_embed_dim:
+        if self.in_proj_weight is None:
             each = (None, None, None) if biases is None else biases.chunk(3)
             inputs = zip(projection_weights(self), (query, key, value), each, strict=True)
             return tuple(self._linear(x, name, bias) for name, x, bias in inputs)

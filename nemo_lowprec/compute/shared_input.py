@@ -34,6 +34,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import DelayedScaling
@@ -50,11 +51,11 @@ class InputGradient:
         """The sum of this backward pass so far, which the caller may write into; None where there is none."""
         total, self._sum = self._sum, None
         # A sum left over from an earlier backward pass is discarded.
-        return total if self._pass == torch._C._current_graph_task_id() else None
+        return total if self._pass == current_backward() else None
 
     def put(self, total: Tensor) -> None:
         """Leave the sum to the next layer."""
-        self._sum, self._pass = total, torch._C._current_graph_task_id()
+        self._sum, self._pass = total, current_backward()
 
 
 class _Latest:

@@ -99,14 +99,14 @@ def explain(error: Exception, line: CommandLine) -> Exception:
     if key.startswith("precision."):
         return _of_a_level(cfg.precision, key)
     *above, name = key.split(".")
-    node: Any = cfg
+    node: Any = OmegaConf.to_container(cfg, resolve=False)
     for i, part in enumerate(above):
-        inner = node._get_node(part) if part in node else None
-        if inner is not None and not isinstance(inner, DictConfig):
+        inner = node.get(part)
+        if inner is not None and not isinstance(inner, dict):
             path = ".".join(above[: i + 1])
             way = " Choose strategy=lowprec_sharded, lowprec_ddp or lowprec_megatron." if path == _STRATEGY else ""
-            return TypeError(f"There is no setting {key!r}: {path} is {inner._value()!r}.{way}")
-        if inner is None or inner._is_none():
+            return TypeError(f"There is no setting {key!r}: {path} is {inner!r}.{way}")
+        if inner is None:
             return ValueError(one_sentence(error))
         node = inner
     return TypeError(f"There is no setting {key!r}.{nearest(name, [str(k) for k in node])}")

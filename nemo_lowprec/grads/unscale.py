@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.tensors import sparse_values
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
@@ -30,7 +31,7 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
         if param.grad.is_sparse:
             grad = param.grad.float().coalesce()  # sums rows that occur twice in FP32
             _replace(param, grad)
-            grads[grad.device, grad.dtype].append(grad._values())
+            grads[grad.device, grad.dtype].append(grad.values())
             continue
         if param.grad.dtype == torch.bfloat16:  # the parameter has no master and steps in BF16
             halves.append(param.grad.div_(scale))
@@ -74,7 +75,7 @@ def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
     stored: list[GradientTensor] = []
     plain: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
-        local = local_shard(grad._values() if grad.is_sparse else grad)
+        local = local_shard(sparse_values(grad) if grad.is_sparse else grad)
         if isinstance(local, GradientTensor):
             stored.append(local)
         elif local.numel():  # an empty shard has no largest magnitude

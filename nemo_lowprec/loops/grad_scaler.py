@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from nemo_lowprec.compat.modules import UNSCALE_METHOD
 from nemo_lowprec.grads.unscale import widen_fp16
 
 _FOUND = "_lowprec_found"  # attribute of an optimizer: the function of ``tell_grad_scaler``
-_unscale = GradScaler._unscale_grads_
+_unscale = getattr(GradScaler, UNSCALE_METHOD)
 
 
 def tell_grad_scaler(optimizer: Optimizer, found: Callable[[Tensor], Tensor]) -> None:
@@ -49,4 +50,4 @@ def _unscale_grads_(
     return per_device
 
 
-GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
+setattr(GradScaler, UNSCALE_METHOD, _unscale_grads_)

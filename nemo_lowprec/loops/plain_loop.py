@@ -9,11 +9,13 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
+from nemo_lowprec.compat.autograd import after_backward
+from nemo_lowprec.compat.distributed import ddp_in_forward
+from nemo_lowprec.compat.modules import call_first
+from nemo_lowprec.compat.tensors import tree_leaves
 from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import FoundInf
@@ -61,8 +63,7 @@ class PlainLoop:
         tell_grad_scaler(optimizer, self._found)
         before = optimizer.register_step_pre_hook(self._before_step)
         # First, while the model's own parameters, and not the masters, are in the groups.
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        hooks.move_to_end(before.id, last=False)
+        call_first(optimizer, before)
         optimizer.register_step_post_hook(self._after_step)
         histories = self._engine.amaxes.histories
         if histories is not None:
@@ -197,7 +198,7 @@ class UnderDDP:
         return {**self.__dict__, "_wanted": False, "_wrapper": None}
 
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        ddp = DistributedDataParallel._get_active_ddp_module()
+        ddp = ddp_in_forward()
         if ddp is None or ddp.module is not model:
             return
         if self._wrapper is None or self._wrapper() is not ddp:
@@ -223,7 +224,7 @@ class UnderDDP:
             self._waiting = True
             assert self._engine.columns.comm.reducer is not None
             self._engine.columns.comm.reducer.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+            after_backward(self._finish)
 
     def _finish(self) -> None:
         self._waiting = self._wanted = False

@@ -8,17 +8,13 @@ since 2.18.
 
 from __future__ import annotations
 
-import queue
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
@@ -27,6 +23,7 @@ from nemo_lowprec.checkpoint.dcp_folder import check_folder
 from nemo_lowprec.checkpoint.sharded_folder import META, begin_folder, is_folder, on_first, probe
 from nemo_lowprec.checkpoint.torch_zip import load as load_file
 from nemo_lowprec.comm import by_rank, raise_together
+from nemo_lowprec.compat.megatron import written_by_this_process
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.formats import FP16
 from nemo_lowprec.megatron.chunks import unwrapped
@@ -58,26 +55,11 @@ def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: s
     def write(part: Path, group: dist.ProcessGroup | None) -> None:
         # The first process writes some files alone; on a full disk the other processes would wait for it.
         on_first(lambda: probe(part))
-        with _reported_here():
+        with written_by_this_process():
             dist_checkpointing.save(sharded, str(part))
         dist.barrier()
 
     begin_folder(path, rest, write)()
-
-
-@contextmanager
-def _reported_here() -> Iterator[None]:
-    """Make Megatron-core's writing processes report through a queue of this process, which waits for them.
-
-    Megatron-core's own queue lives in one more process, for writing in the background. That process takes seconds to
-    start, and outlives a kill of this process.
-    """
-    before = getattr(filesystem_async, "_results_queue", None)
-    filesystem_async._results_queue = queue.Queue()
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = before
 
 
 def load(path: Path, engine: MegatronEngine, form: str) -> dict[str, Any]:

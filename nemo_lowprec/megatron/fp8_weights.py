@@ -16,6 +16,7 @@ from megatron.core.fp8_utils import quantize_param_shard
 from torch import Tensor
 
 from nemo_lowprec.comm import reduce_amax
+from nemo_lowprec.compat import transformer_engine as te
 from nemo_lowprec.formats import E4M3, compute_scale
 from nemo_lowprec.observers import NOBODY, Observers
 
@@ -48,8 +49,8 @@ def write_fp8_weights(
 
     delayed, current, others = [], [], []
     for part in map(_MasterShard, weights, mains, starts):
-        quantizer = part.weight._get_quantizer()
-        if getattr(part.weight, "_data", None) is None:  # blockwise scales, or only the transpose is stored
+        quantizer = te.quantizer_of(part.weight)
+        if te.fp8_data(part.weight) is None:  # blockwise scales, or only the transpose is stored
             others.append(part)
         elif isinstance(quantizer, Float8Quantizer):
             delayed.append(part)
@@ -71,7 +72,7 @@ def write_fp8_weights(
 
 
 def _write_delayed(parts: Sequence[_MasterShard], group: dist.ProcessGroup, observers: Observers) -> None:
-    quantizers = [part.weight._get_quantizer() for part in parts]
+    quantizers = [te.quantizer_of(part.weight) for part in parts]
     for part, quantizer in zip(parts, quantizers, strict=True):
         _cast(part, quantizer.scale, quantizer.amax)
     amaxes = [quantizer.amax.view(1) for quantizer in quantizers]
@@ -104,11 +105,13 @@ def _cast(part: _MasterShard, scale: Tensor, amax: Tensor) -> None:
     if main is None:
         return
     assert start is not None
-    row = weight._data.view(-1)[start : start + main.numel()].view(1, -1)
-    quantizer = Float8Quantizer(scale, amax, weight._fp8_dtype, rowwise=True, columnwise=False)
+    data = te.fp8_data(weight)
+    assert data is not None
+    row = data.view(-1)[start : start + main.numel()].view(1, -1)
+    quantizer = Float8Quantizer(scale, amax, te.fp8_dtype(weight), rowwise=True, columnwise=False)
     values = main.to(weight.dtype).view(1, -1)
     quantizer.update_quantized(values, quantizer.create_tensor_from_data(row, weight.dtype))
 
 
 def _set_scale_inv(parts: Sequence[_MasterShard], scales: Tensor) -> None:
-    torch._foreach_copy_([part.weight._scale_inv.view(1) for part in parts], list(scales.reciprocal().split(1)))
+    torch._foreach_copy_([te.scale_inv(part.weight).view(1) for part in parts], list(scales.reciprocal().split(1)))

@@ -19,6 +19,7 @@ from megatron.core.distributed import param_and_grad_buffer as seam
 from torch import Tensor
 
 from nemo_lowprec.comm.wire import Messages, mean_of_messages
+from nemo_lowprec.compat.megatron import BucketGroup
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
 from nemo_lowprec.tensors import GradientTensor
@@ -135,7 +136,7 @@ def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> Gradient
     return GradientTensor(data, exponent, gradient.factor, gradient.nonfinite)
 
 
-class _Fp8BucketGroup(seam._ParamAndGradBucketGroup):
+class _Fp8BucketGroup(BucketGroup):
     """Megatron's group of buckets, which averages FP8 buckets in FP8 and the others in their own dtype."""
 
     drains: Any = None  # the bucket group that backward sends before this group

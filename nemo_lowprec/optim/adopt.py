@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nemo_lowprec.compat.modules import is_wrapped, mark_wrapped, note_step, patch_step
 from nemo_lowprec.optim.adam import ORIGINAL, Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.reference import read
 from nemo_lowprec.optim.storage import StateFormats
@@ -39,7 +40,7 @@ def check_adoptable(optimizer: Optimizer) -> None:
                 f"{cls.__name__} has a {method} of its own, which low-bit states would bypass. Use torch's AdamW."
             )
     own = optimizer.__dict__.get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+    if own is not None and not is_wrapped(own):
         raise ValueError(f"The step of this {cls.__name__} was replaced, which low-bit states would bypass.")
     for name in ("amsgrad", "differentiable"):
         if any(group[name] for group in optimizer.param_groups):
@@ -81,7 +82,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats, gradient_release: bool = 
     check_adoptable(optimizer)
     optimizer.__dict__[ORIGINAL] = type(optimizer)
     optimizer.__class__ = _class_for(type(optimizer))  # type: ignore[arg-type]
-    optimizer._patch_step_function()
+    patch_step(optimizer)
     _rewrap_step(optimizer)
     assert isinstance(optimizer, LowBitStates)
     optimizer._setup(formats, gradient_release)
@@ -122,8 +123,8 @@ def _rewrap_step(optimizer: Optimizer) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         found = held()
         assert found is not None
-        found._opt_called = True  # type: ignore[attr-defined]
+        note_step(found)
         return function(found, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    mark_wrapped(step)
     optimizer.step = step  # type: ignore[method-assign]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.comm import check_same, meet
+from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.plugins import nemo
 
 START_TIMEOUT = timedelta(seconds=30)  # for processes that have just made their process group
@@ -62,14 +63,13 @@ def meet_at_start(strategy: ParallelStrategy, made_group: bool) -> None:
     module = strategy.lightning_module
     assert module is not None
     trainer, kind = module.trainer, type(strategy).__name__
-    timeout = strategy._timeout or dist.default_pg_timeout  # type: ignore[attr-defined]
-    connector = trainer._accelerator_connector
+    timeout = compat.timeout_of(strategy) or dist.default_pg_timeout
     steering = [callback for callback in trainer.callbacks if isinstance(callback, _STEERING)]  # type: ignore[attr-defined]
     facts: dict[str, Any] = {
         **{f"the strategy's {name}": value for name, value in _of_strategy(strategy).items()},
         **{f"the Trainer's {name}": getattr(trainer, name, None) for name in _TRAINER},
-        "the Trainer's use_distributed_sampler": connector.use_distributed_sampler,
-        "the Trainer's sync_batchnorm": connector._layer_sync is not None,
+        "the Trainer's use_distributed_sampler": compat.use_distributed_sampler(trainer),
+        "the Trainer's sync_batchnorm": compat.sync_batchnorm(trainer),
         "the seed (seed_everything)": os.environ.get("PL_GLOBAL_SEED"),
         "the callbacks that save, end or change the training": sorted(map(_of_callback, steering)),
     }
@@ -86,7 +86,7 @@ def meet_at_start(strategy: ParallelStrategy, made_group: bool) -> None:
 def facts_of_data(trainer: pl.Trainer) -> dict[str, str]:
     """The settings that ``agreement()`` of the model and of the data returns; after its setup, also the corpus."""
     facts = {}
-    data = trainer.fit_loop._data_source.instance if trainer.state.fn == "fit" else None
+    data = compat.train_data(trainer) if trainer.state.fn == "fit" else None
     for what, owner in (("model", trainer.lightning_module), ("data", getattr(trainer, "datamodule", None) or data)):
         agreement = getattr(owner, "agreement", None)
         for name, value in agreement().items() if callable(agreement) else ():
@@ -96,9 +96,8 @@ def facts_of_data(trainer: pl.Trainer) -> dict[str, str]:
 
 def facts_of_resume(trainer: pl.Trainer) -> dict[str, str]:
     """The loaded checkpoint's file name and step, for a strategy that loads before its setup; folders may differ."""
-    connector = trainer._checkpoint_connector
-    step = connector._loaded_checkpoint.get("global_step")
-    return {"ckpt_path": name_of(connector._ckpt_path), "the checkpoint's step": _short(step)}
+    path, content = compat.loaded_checkpoint(trainer)
+    return {"ckpt_path": name_of(path), "the checkpoint's step": _short(content.get("global_step"))}
 
 
 def name_of(path: Any) -> str:
@@ -127,7 +126,7 @@ def check_evaluation(trainer: pl.Trainer) -> None:
 
     Called before each step of an evaluation that calls collectives; compares before a loader's first batch.
     """
-    loop: Any = trainer._active_loop
+    loop = compat.active_loop(trainer)
     if trainer.world_size == 1 or loop.batch_progress.current.started != 1:
         return
     limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
@@ -187,7 +186,7 @@ def _of_strategy(strategy: Strategy) -> dict[str, Any]:
     agreement = getattr(strategy, "agreement", None)
     if callable(agreement):
         return agreement()  # type: ignore[no-any-return]
-    return dict(strategy._ddp_kwargs) if isinstance(strategy, DDPStrategy) else {}
+    return dict(compat.ddp_options(strategy)) if isinstance(strategy, DDPStrategy) else {}
 
 
 def _of_callback(callback: Any) -> str:

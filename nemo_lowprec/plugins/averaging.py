@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 from torch import nn
 
+from nemo_lowprec.compat.lightning import AVERAGE_METHOD, SWAP_METHOD, averaged_model
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.weights.averaging import ExactWeights
@@ -19,7 +20,7 @@ from nemo_lowprec.weights.averaging import ExactWeights
 # The methods of each callback that read or write parameters. By name, as Lightning 2.4 (NeMo's) has the first only.
 _METHODS = {
     "StochasticWeightAveraging": ("update_parameters", "transfer_weights"),
-    "WeightAveraging": ("_swap_models", "_copy_average_to_current"),
+    "WeightAveraging": (SWAP_METHOD, AVERAGE_METHOD),
 }
 
 
@@ -56,10 +57,10 @@ def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: 
 
     def swap(pl_module: nn.Module) -> None:
         # During a validation the model holds the averages in the level's formats; the callback gets exact copies back.
-        params = list(callback._average_model.module.parameters())
+        params = list(averaged_model(callback).parameters())
         come_back, averages[:] = averages[:], [] if averages else [param.detach().clone() for param in params]
         method(pl_module)
         for param, average in zip(params, come_back, strict=False):
             param.data.copy_(average)
 
-    return swap if name == "_swap_models" else method
+    return swap if name == SWAP_METHOD else method

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.plugins.replaced import replace_attribute
 
 
@@ -32,17 +33,17 @@ class LevelLog:
     def begin(self, module: pl.LightningModule, level: str, options: str, undo: ExitStack) -> None:
         """Add the level to the hyperparameters of ``module``, which Lightning logs next, until ``undo`` is closed."""
         told = {"precision_level": level} | ({"precision_options": options} if options else {})
-        replace_attribute(undo, module, "_hparams_initial", AttributeDict({**module.hparams_initial, **told}))
-        replace_attribute(undo, module, "_log_hyperparams", True)
+        replace_attribute(undo, module, compat.HPARAMS_ATTRIBUTE, AttributeDict({**module.hparams_initial, **told}))
+        replace_attribute(undo, module, compat.LOGS_HPARAMS_ATTRIBUTE, True)
 
     def is_due(self, module: pl.LightningModule) -> bool:
         """Whether Lightning writes metrics in this step; the same on all processes."""
-        trainer = module._trainer
+        trainer = compat.trainer_of(module)
         # Outside of Lightning's hooks, in a step by hand, the module cannot log.
-        if trainer is None or module._current_fx_name is None or trainer.barebones:
+        if trainer is None or not compat.is_in_hook(module) or trainer.barebones:
             return False
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
+        return every > 0 and (compat.steps_of_epoch(trainer) + 1) % every == 0
 
     def write(
         self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None, loss_scale: float | None

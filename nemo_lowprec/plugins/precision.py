@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from nemo_lowprec.chart import PrecisionLevel, get_level
 from nemo_lowprec.comm import give_back_to_ddp
+from nemo_lowprec.compat.lightning import trainer_of
 from nemo_lowprec.engine import DTYPES, Engine
 from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
@@ -112,7 +113,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     def before_step(self) -> None:
         """Compare batches and restore an unfinished step, before a training step; MegatronStrategy calls it too."""
-        if not self._compared and self._module is not None and self._module._trainer is not None:
+        if not self._compared and self._module is not None and trainer_of(self._module) is not None:
             self._compared = True
             agreement.check_batches(self._module.trainer)
         restored = self._resume.before_first_step(self.engine, self._module)
@@ -139,7 +140,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        trainer = getattr(module, "_trainer", None)
+        trainer = trainer_of(module)
         if trainer is not None and nemo.runs(trainer.strategy):
             return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
         if trainer is not None and isinstance(trainer.strategy, ParallelStrategy):
@@ -163,7 +164,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         for optimizer in optimizers:
             self.engine.check_optimizer(optimizer)
         module = self.engine.model  # ``model`` may be a wrapper around the module
-        trainer = module._trainer if isinstance(module, pl.LightningModule) else None
+        trainer = trainer_of(module)
         strategy = trainer.strategy if trainer is not None and trainer.state.fn == "fit" else None
         if strategy is not None:
             if isinstance(strategy, ParallelStrategy):
@@ -239,7 +240,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Steppable | None, *args: Any, **kwargs: Any
     ) -> None:
         # Manual optimization calls this inside training_step, whose autocast would round the GEMMs to half.
-        wanted = model._trainer is None or processes.synchronizes(model.trainer.strategy)
+        wanted = trainer_of(model) is None or processes.synchronizes(model.trainer.strategy)
         announced = nullcontext() if self._manual is None else self._manual.announced()
         with self.engine.backward_context(wanted), announced:
             super().backward(tensor, model, optimizer, *args, **kwargs)

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.comm import check_same, leave_to_ddp, take_from_ddp
+from nemo_lowprec.compat.lightning import ddp_hook, ddp_options
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.agreement import facts_of_data, facts_of_resume
 
@@ -46,12 +47,12 @@ def prepare(module: pl.LightningModule, strategy: Strategy, engine: Engine) -> N
     if not isinstance(strategy, DDPStrategy) or not _replaces_ddp(strategy, engine):
         return
     for name in _HOOKS:
-        if getattr(strategy, f"_{name}", None) is not None:
+        if ddp_hook(strategy, name) is not None:
             raise ValueError(
                 f"{name} would have no effect: {level.name} averages gradients in {level.comm.upper()} itself. "
                 "Leave it out, or use fp16_amp or te_fp8, whose gradients torch's DDP averages."
             )
-    if strategy._ddp_kwargs.get("mixed_precision") is not None:
+    if ddp_options(strategy).get("mixed_precision") is not None:
         raise ValueError(f"mixed_precision of DDP cannot go with {level.name}, which is one. Leave it out.")
     for name, child in module.named_modules():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse and child.weight.requires_grad:
@@ -93,7 +94,7 @@ def average_gradients(model: nn.Module, strategy: Strategy, engine: Engine) -> N
     if not _replaces_ddp(strategy, engine):
         engine.columns.comm.share_amaxes(group)
         return
-    megabytes = strategy._ddp_kwargs.get("bucket_cap_mb")
+    megabytes = ddp_options(strategy).get("bucket_cap_mb")
     engine.columns.comm.average_over(group, None if megabytes is None else int(megabytes * 2**20))
     engine.broadcast()
 

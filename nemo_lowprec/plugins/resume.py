@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_lowprec.checkpoint.partial_gradients import KEY, restore_gradients, saved_gradients
 from nemo_lowprec.checkpoint.random_states import random_states, set_random_states
 from nemo_lowprec.comm import by_rank
+from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.engine import Engine
 
 _NO_PLACE = (
@@ -59,7 +60,7 @@ class ResumeState:
             new: ids of parameters whose gradients no step has used; None: all parameters with a gradient if
                 ``pending``.
         """
-        if module is None or module._trainer is None:
+        if module is None or compat.trainer_of(module) is None:
             return {}
         in_mid_epoch = _in_mid_epoch(module.trainer)
         if in_mid_epoch and not _loader_is_stateful(module.trainer):
@@ -70,7 +71,7 @@ class ResumeState:
         if engine.model is not None and not self.running:
             return state | saved_gradients(engine, module, new if new is not None or self.pending else set())
         # MegatronStrategy calls no hooks of the plugin: Lightning's loop knows whether a step is unfinished.
-        if not self.running and not module.trainer.fit_loop.epoch_loop._should_accumulate():
+        if not self.running and not compat.is_mid_step(module.trainer):
             return state
         self._say(_NO_GRADIENTS)
         return state | {KEY: {}}
@@ -119,14 +120,13 @@ class ResumeState:
 
 def _in_mid_epoch(trainer: pl.Trainer) -> bool:
     loop = trainer.fit_loop
-    if trainer.state.fn != "fit" or loop._data_source.instance is None:
+    if trainer.state.fn != "fit" or compat.train_data(trainer) is None:
         return False
     return not loop.epoch_loop.batch_progress.is_last_batch and loop.epoch_loop.batch_progress.current.ready > 0
 
 
 def _loader_is_stateful(trainer: pl.Trainer) -> bool:
-    combined = trainer.fit_loop._combined_loader
-    loaders = [] if combined is None else combined.flattened
+    loaders = compat.train_loaders(trainer)
     return all(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders)
 
 
@@ -144,7 +144,7 @@ def check_saves(trainer: pl.Trainer) -> None:
     if in_step == 1 or not savers:
         return
     lost = f"between two micro-batches of a step (accumulate_grad_batches={in_step}), whose gradients it would not hold"
-    if any(saver._train_time_interval is not None for saver in savers):
+    if any(compat.saves_by_time(saver) for saver in savers):
         raise ValueError(f"ModelCheckpoint(train_time_interval=...) may save {lost}. Use every_n_train_steps.")
     if not trainer.enable_validation:
         return

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.plugins.replaced import replace_attribute
 
 _NOTHING, _REQUEUE, _END = 0.0, 1.0, 2.0  # the value of the flag; the processes take the maximum
-_EXCHANGE = "_broadcast_sigterm_tensor"  # a method of Lightning's training loop, from 2.6 on
 
 
 class StopTogether:
@@ -41,15 +41,15 @@ class StopTogether:
         self._wanted = _NOTHING
         self._signum = 0
         self._answers: dict[bool, FoundInf] = {}  # in training (False) and in an evaluation (True)
-        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-        self._requeue = connector._slurm_sigusr_handler_fn
-        self._acts = hasattr(loop, _EXCHANGE)
+        connector, loop = compat.signal_connector(trainer), trainer.fit_loop.epoch_loop
+        self._requeue = getattr(connector, compat.REQUEUE_METHOD)
+        self._acts = hasattr(loop, compat.EXCHANGE_METHOD)
         if not self._acts:  # the handlers of an older Lightning call no collectives
             return
         for owner, name, own in (
-            (connector, "_sigterm_notifier_fn", self._on_end),
-            (connector, "_slurm_sigusr_handler_fn", self._on_requeue),
-            (loop, _EXCHANGE, self._before_batch),
+            (connector, compat.SIGTERM_METHOD, self._on_end),
+            (connector, compat.REQUEUE_METHOD, self._on_requeue),
+            (loop, compat.EXCHANGE_METHOD, self._before_batch),
         ):
             replace_attribute(undo, owner, name, own)
 
@@ -74,7 +74,7 @@ class StopTogether:
         self._wanted, self._signum = max(self._wanted, _REQUEUE), signum
 
     def _before_batch(self) -> None:
-        if self._between_steps and self.trainer.fit_loop.epoch_loop._should_accumulate():
+        if self._between_steps and compat.is_mid_step(self.trainer):
             return
         self._exchange(self._wanted)
 
@@ -102,5 +102,5 @@ class StopTogether:
         return True
 
     def _end(self) -> None:
-        self.trainer._signal_connector.received_sigterm = True
+        compat.signal_connector(self.trainer).received_sigterm = True
         raise SIGTERMException

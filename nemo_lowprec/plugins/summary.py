@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import pair_lines, text_lines
 from nemo_lowprec.plugins.replaced import replace_attribute
@@ -88,13 +89,13 @@ def summarize_true_size(trainer: pl.Trainer, undo: ExitStack) -> None:
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelSummary):
-            replace_attribute(undo, callback, "_summary", MethodType(_with_true_size, callback))
+            replace_attribute(undo, callback, compat.SUMMARY_METHOD, MethodType(_with_true_size, callback))
 
 
 def _with_true_size(callback: ModelSummary, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", f"Precision {trainer.precision} is not supported by the model summary")
-        summary = type(callback)._summary(callback, trainer, module)
+        summary = compat.summarize(callback, trainer, module)
     count = summary.total_parameters
-    summary._precision_megabytes = 1e-6 * weight_bytes(module) / count if count else 0.0
+    compat.set_bytes_per_parameter(summary, weight_bytes(module) / count if count else 0.0)
     return summary

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
 from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
@@ -60,9 +61,7 @@ class EngineLook(Look):
         ddp = self._trainer.strategy.model
         if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
             return {}
-        data = ddp._get_ddp_logging_data()
-        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]
-        return {"DDP's buckets, beside the gradients": sum(int(size) for size in sizes.split(","))}
+        return {"DDP's buckets, beside the gradients": bytes_of_buckets(ddp)}
 
 
 class ShardedLook(EngineLook):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.transformer_engine import fp8_data
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.report.look import Held, Look
 from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
@@ -92,7 +93,7 @@ class MegatronLook(Look):
 
 
 def _weight(param: nn.Parameter) -> Any:
-    data: Tensor | None = getattr(param, "_data", None)  # of Transformer Engine's Float8Tensor
+    data: Tensor | None = fp8_data(param)
     return as_stored(param) if data is None else Stored("fp8", data.nbytes + 4)
 
 

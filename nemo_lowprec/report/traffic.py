@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from nemo_lowprec.compat.tensors import TorchDispatchMode, storage_key, tree_leaves
 from nemo_lowprec.observers import NOBODY, Observer, Observers
 
 
@@ -109,7 +108,7 @@ class Traffic(TorchDispatchMode, Observer):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())
 
 
 def _as_group(box: Any) -> dist.ProcessGroup | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from nemo_lowprec.arguments import checked
+from nemo_lowprec.compat.lightning import broadcast_states
 from nemo_lowprec.plugins.precision import LowPrecision
 
 
@@ -61,7 +61,7 @@ class LowPrecisionDDPStrategy(DDPStrategy):
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
-        _sync_module_states(self.model)
+        broadcast_states(self.model)
 
     @override
     @contextmanager

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -22,6 +21,7 @@ from typing_extensions import override
 from nemo_lowprec.arguments import checked
 from nemo_lowprec.checkpoint.writing import remove
 from nemo_lowprec.comm import check_same
+from nemo_lowprec.compat.lightning import call_before_optimizer_step
 from nemo_lowprec.megatron.parallel import ParallelLayout
 from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_table, settings_table
@@ -297,8 +297,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         if result is None:
             raise ValueError("training_step returned None to skip a batch, which MegatronStrategy cannot do.")
         engine.reduce_gradients()
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+        call_before_optimizer_step(trainer, optimizer)
         settings = engine.settings
         # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
         stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None

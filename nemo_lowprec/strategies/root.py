@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nemo_lowprec.compat.distributed import FsdpUnit
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins.replaced import replace_attribute
 
@@ -26,36 +27,28 @@ def gather_around_steps(model: nn.Module, undo: ExitStack) -> None:
     output of ``forward`` before a backward pass. The model has its own steps again when ``undo`` is closed.
     """
     assert isinstance(model, FSDPModule)
-    state = model._get_fsdp_state()
-    hooks = _Outermost(model, state)
-    _hook(model, state, hooks.before, hooks.after)
-    undo.callback(_hook, model, state, state._pre_forward, state._post_forward)
+    unit = FsdpUnit(model)
+    hooks = _Outermost(model, unit)
+    unit.hook(hooks.before, hooks.after)
+    undo.callback(unit.hook, unit.before, unit.after)
     steps = _STEPS if getattr(model, "automatic_optimization", True) else _STEPS[1:]
     for name in steps:
         if callable(getattr(model, name, None)):
             replace_attribute(undo, model, name, hooks.around(model, getattr(model, name)))
 
 
-def _hook(model: nn.Module, state: Any, before: Any, after: Any) -> None:
-    """Make ``before`` and ``after`` FSDP2's hooks around the forward of ``model``."""
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    state._pre_forward_hook_handle = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    state._post_forward_hook_handle = model.register_forward_hook(after)
-
-
 class _Outermost:
     """FSDP2's hooks before and after forward, for the outermost of nested calls only."""
 
-    def __init__(self, model: nn.Module, state: Any) -> None:
-        self._model, self._state = model, state
+    def __init__(self, model: nn.Module, unit: FsdpUnit) -> None:
+        self._model, self._unit = model, unit
         self._depth = 0
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         if self._depth > 1:
             return args, kwargs
-        args, kwargs = self._state._pre_forward(module, args, kwargs)
+        args, kwargs = self._unit.before(module, args, kwargs)
         engine = Engine.of(self._model)
         if engine is not None:
             engine.columns.weights.meet_root()
@@ -63,7 +56,7 @@ class _Outermost:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._depth -= 1
-        return output if self._depth else self._state._post_forward(module, args, output)
+        return output if self._depth else self._unit.after(module, args, output)
 
     def around(self, module: nn.Module, step: Any) -> Any:
         @functools.wraps(step)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.utils._pytree import tree_leaves
 
+from nemo_lowprec.compat.distributed import fsdp_units
+from nemo_lowprec.compat.tensors import tree_leaves
 from nemo_lowprec.engine import Sharding
 from nemo_lowprec.strategies.materialize import materialize
 from nemo_lowprec.tensors.dtensor import is_sharded
@@ -79,21 +80,13 @@ def take_over_units(model: nn.Module, policy: MixedPrecisionPolicy) -> None:
     Raises:
         ValueError: a unit has another policy.
     """
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if state._mp_policy not in (MixedPrecisionPolicy(), policy):
+    for name, unit in fsdp_units(model):
+        if unit.policy not in (MixedPrecisionPolicy(), policy):
             raise ValueError(
-                f"{name or 'The model'} is sharded with mp_policy={state._mp_policy}, and the level decides on the "
+                f"{name or 'The model'} is sharded with mp_policy={unit.policy}, and the level decides on the "
                 "dtypes. Leave mp_policy out."
             )
-        state._mp_policy = policy
-        group = state._fsdp_param_group
-        if group is not None:
-            group.mp_policy = policy
-            for param in group.fsdp_params:
-                param.mp_policy = policy
+        unit.set_policy(policy)
 
 
 _REFUSES = "_lowprec_refuses_second_derivatives"

@@ -11,8 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.model_parallel import _materialize_distributed_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -28,6 +26,7 @@ from nemo_lowprec.checkpoint.partial_gradients import partial_gradients
 from nemo_lowprec.checkpoint.sharded_folder import begin_sharded, in_full, is_folder, read_folder, restore
 from nemo_lowprec.checkpoint.writing import remove
 from nemo_lowprec.comm import check_same, raise_together
+from nemo_lowprec.compat.lightning import materialize, optimizers_to_device, trainer_of
 from nemo_lowprec.engine import mixed_precision_policy
 from nemo_lowprec.plugins.agreement import meet_at_start
 from nemo_lowprec.plugins.precision import LowPrecision
@@ -159,7 +158,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fits:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            optimizers_to_device(self.optimizers, self.root_device)
 
     def _take_over(self, model: nn.Module) -> None:
         """Give memory to the parameters on the meta device of a model that the user has sharded.
@@ -176,7 +175,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         check_same({"where a model that fully_shard cuts is made (without init_on_first_process)": there})
         found = obstacle(model, initializes=True)
         raise_together(ValueError(found) if found else None)
-        _materialize_distributed_module(model, self.root_device)
+        materialize(model, self.root_device)
 
     def _mesh(self) -> Any:
         world, size = self.world_size, self._shard_size or self.world_size
@@ -222,7 +221,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
         return state if self._save_distributed_checkpoint else in_full(state)
 
     @override
@@ -233,7 +232,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
                 self._writer = BackgroundWriter(self._timeout)
             self._writer.write(checkpoint, path)
             module = self.lightning_module
-            if module is None or module._trainer is None or not module.trainer.training:
+            if module is None or trainer_of(module) is None or not module.trainer.training:
                 self._writer.wait()  # outside of training no later call waits
         elif self._save_distributed_checkpoint:
             begin_sharded(checkpoint, path)()

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.compat.distributed import dtensor_like, is_dtensor, local_tensor
 
-def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor."""
-    return hasattr(tensor, "_local_tensor") and dist.is_available()
+is_sharded = is_dtensor
 
 
 def local_shard(tensor: Any) -> Any:
     """The local shard of a DTensor, detached from autograd; any other tensor as it is."""
-    return tensor._local_tensor if is_sharded(tensor) else tensor
+    return local_tensor(tensor) if is_sharded(tensor) else tensor
 
 
 def as_dtensor_like(local: Tensor, like: Any) -> Any:
-    """A DTensor with the local shard ``local``, sharded as ``like``; ``local`` itself where ``like`` is no DTensor.
-
-    ``DTensor.from_local`` would take a view, which for a quantized tensor is a copy of its values.
-    """
-    if not is_sharded(like):
-        return local
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import TensorMeta
-
-    meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return DTensor(local, replace(like._spec, tensor_meta=meta), requires_grad=False)
+    """A DTensor with the local shard ``local``, sharded as ``like``; ``local`` itself where ``like`` is no DTensor."""
+    return dtensor_like(local, like) if is_sharded(like) else local
 
 
 def local_rows(whole: Any, like: Any) -> Tensor:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from nemo_lowprec.compat.tensors import tree_map
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
 

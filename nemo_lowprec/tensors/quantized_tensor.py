@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from nemo_lowprec.compat.tensors import disabled_torch_function, make_wrapper, tree_map
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors.readonly_view import arguments_of, as_readonly_view, is_view, written_by
 
@@ -50,7 +50,7 @@ class QuantizedTensor(Tensor):
     def _wrap(cls, parts: tuple[Tensor, ...], settings: dict[str, Any], dtype: torch.dtype) -> Any:
         """A tensor around ``parts``, of the shape of the first, that reads as ``dtype``."""
         first = parts[0]
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper(
             cls, first.shape, strides=first.stride(), dtype=dtype, device=first.device, requires_grad=False
         )
         self.__dict__.update(zip(cls.PARTS, parts, strict=True))
@@ -134,7 +134,7 @@ class QuantizedTensor(Tensor):
                 with torch.no_grad():
                     master.copy_(theirs)
         if fresh.device != self.device or fresh.shape != self.shape or fresh.dtype != self.dtype:
-            outer = torch.Tensor._make_wrapper_subclass(
+            outer = make_wrapper(
                 type(fresh), fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
             )
             super(QuantizedTensor, type(self)).data.__set__(self, outer)  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ class QuantizedTensor(Tensor):
             return self._exact()
         return _as(self._each(torch.clone), self.requires_grad, isinstance(self, torch.nn.Parameter))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

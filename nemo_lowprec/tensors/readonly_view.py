@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+
+from nemo_lowprec.compat.tensors import disabled_torch_function, make_subclass, tree_map
 
 
 def is_view(func: Any) -> bool:
@@ -38,7 +38,7 @@ class ReadonlyView(Tensor):
 
     @staticmethod
     def __new__(cls, plain: Tensor):
-        self = torch.Tensor._make_subclass(cls, plain)
+        self = make_subclass(cls, plain)
         self._plain = plain
         return self
 
@@ -59,7 +59,7 @@ class ReadonlyView(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

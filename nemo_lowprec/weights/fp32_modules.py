@@ -7,6 +7,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from nemo_lowprec.compat.modules import NormWithStatistics, forward_pre_hooks
+
 
 def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
     """Ids of the parameters of ``model`` that stay FP32: at the MS-AMP levels with ``low_bit``, else at all others."""
@@ -16,7 +18,7 @@ def kept_in_fp32(model: nn.Module, low_bit: bool) -> set[int]:
 
 def needs_fp32(module: nn.Module) -> bool:
     """Whether ``module`` computes its weight, or is a batch or instance norm, whose statistics are FP32."""
-    return _computes_weight(module) or isinstance(module, nn.modules.batchnorm._NormBase)
+    return _computes_weight(module) or isinstance(module, NormWithStatistics)
 
 
 def needs_plain_fp32(module: nn.Module) -> bool:
@@ -29,5 +31,6 @@ def _computes_weight(module: nn.Module) -> bool:
 
     Such a module has FP32 buffers, by which torch multiplies no half parameters.
     """
-    hooks = module._forward_pre_hooks.values()
-    return isinstance(module, ParametrizationList) or any(isinstance(h, SpectralNorm | WeightNorm) for h in hooks)
+    return isinstance(module, ParametrizationList) or any(
+        isinstance(h, SpectralNorm | WeightNorm) for h in forward_pre_hooks(module)
+    )

@@ -19,6 +19,7 @@ from weakref import getweakrefs
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.tensors import use_count
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.averaging import averages_in
@@ -198,7 +199,7 @@ def check_low_bit(model: nn.Module) -> None:
                 "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
             )
         # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-        if _is_matrix(param) and id(param) not in plain and param._use_count() > 2:  # type: ignore[attr-defined]
+        if _is_matrix(param) and id(param) not in plain and use_count(param) > 2:
             raise ValueError(
                 f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
                 "Delete these first."

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nemo_lowprec.compat.modules import call_first
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
@@ -257,8 +258,7 @@ class MasterWeights(HalfStore):
                 state.update({k: v.float() for k, v in state.items() if getattr(v, "dtype", None) == self.half})
         after = optimizer.register_step_post_hook(lambda opt, args, kwargs: self._after_step(opt))
         # First, so that the user's hooks find the model's own parameters in the groups.
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(after.id, last=False)
+        call_first(optimizer, after)
         for handle in (
             after,
             optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),

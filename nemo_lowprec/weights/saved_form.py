@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.modules import has_state_dict_hook, remove_state_dict_hooks
 from nemo_lowprec.formats import FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp16Weight, QuantizedTensor
 from nemo_lowprec.tensors.quantized_tensor import MASTER
@@ -35,10 +36,7 @@ def install_hooks(module: nn.Module) -> None:
 def remove_hooks(model: nn.Module) -> None:
     """Undo ``install_hooks`` in all modules of ``model``."""
     for module in model.modules():
-        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-            for key, hook in list(hooks.items()):
-                if getattr(hook, "hook", hook) in (_emit_values, _load_masters, _refresh_after_load):
-                    del hooks[key]
+        remove_state_dict_hooks(module, (_emit_values, _load_masters, _refresh_after_load))
 
 
 def cover_new_modules(model: nn.Module) -> list[Any]:
@@ -55,7 +53,7 @@ def cover_new_modules(model: nn.Module) -> list[Any]:
 
 def _cover(model: nn.Module, *_: Any) -> None:
     for module in model.modules():
-        if _emit_values not in module._state_dict_hooks.values():
+        if not has_state_dict_hook(module, _emit_values):
             own = [p for p in module._parameters.values() if p is not None]
             if any(isinstance(p, QuantizedTensor) or master_of(p) is not None for p in own):
                 install_hooks(module)

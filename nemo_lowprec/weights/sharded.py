@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from nemo_lowprec.compat.distributed import forget_unreduced_grad, fsdp_units, set_local_tensor, unreduced_grad
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 from nemo_lowprec.weights.fp32_modules import kept_in_fp32
@@ -89,12 +90,12 @@ class ShardedWeights(WeightStore):
             local = local_shard(param)
             if id(param) in in_fp8 and (param.requires_grad or (not self.low_bit and param.dtype == torch.float32)):
                 kind = BlockShard.of if self.low_bit else PlainShard
-                param._local_tensor = kind(local, self.reads_as, self.margin)
+                set_local_tensor(param, kind(local, self.reads_as, self.margin))
             elif id(param) in in_fp32:
                 if self.grad_dtype is not None and param.dtype == torch.float32:
-                    param._local_tensor = FullShard(local)
+                    set_local_tensor(param, FullShard(local))
             elif self.low_bit and param.dim() > 1 and param.dtype == torch.float32:
-                param._local_tensor = HalfShard(local.to(torch.float16), self.reads_as)
+                set_local_tensor(param, HalfShard(local.to(torch.float16), self.reads_as))
         self.renew_scales()
         self._unit_of = _units(model)
         for module in model.modules():
@@ -177,20 +178,15 @@ class ShardedWeights(WeightStore):
             if id(whole) in self.detached_grads
         }
         for unit in self._fsdp_params():
-            whole = getattr(unit, "_unsharded_param", None)
-            grad = unit.unsharded_accumulated_grad
-            grad = whole.grad if grad is None and whole is not None else grad
+            grad = unreduced_grad(unit)
             if grad is not None:
                 found[id(unit.sharded_param)] = grad
         return found
 
     def _fsdp_params(self) -> Iterator[Any]:
         """FSDP2's record (``FSDPParam``) of each parameter."""
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in self.model.modules() if self.model is not None else ():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            yield from group.fsdp_params if group is not None else ()
+        for _, unit in fsdp_units(self.model) if self.model is not None else ():
+            yield from unit.params()
 
     def is_matrix(self, param: Tensor) -> bool:
         """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
@@ -234,15 +230,13 @@ class ShardedWeights(WeightStore):
     @torch.no_grad()
     def remove(self) -> None:
         """Give the shards their values back as plain FP32."""
-        for unit in self._fsdp_params():  # gradients of a step that was not made, which ``zero_grad`` does not see
-            unit.unsharded_accumulated_grad = None
-            if hasattr(unit, "_unsharded_param"):
-                unit._unsharded_param.grad = None
+        for unit in self._fsdp_params():  # of a step that was not made
+            forget_unreduced_grad(unit)
         for _, param in self._params():
             local = local_shard(param)
             param.grad = None
             if isinstance(local, Shard):
-                param._local_tensor = local.dequantize(torch.float32).clone()  # type: ignore[attr-defined]
+                set_local_tensor(param, local.dequantize(torch.float32).clone())
         self._whole.clear()
         self._sharded.clear()
         self._unit_of.clear()

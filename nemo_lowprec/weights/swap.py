@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nemo_lowprec.compat.tensors import backward_hooks, set_backward_hooks
 from nemo_lowprec.tensors import QuantizedTensor
 
 
@@ -14,11 +15,10 @@ def swap(param: nn.Parameter, other: nn.Parameter) -> None:
         other.copied_in_fp32 = True
     inner = {*getattr(param, "PARTS", ()), *getattr(param, "SETTINGS", ()), "_is_param", "copied_in_fp32"}
     attributes = {n: v for n, v in param.__dict__.items() if n not in inner}
-    hooks, post_hooks = param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None)
+    hooks = backward_hooks(param)
     torch.utils.swap_tensors(param, other)
     param.__dict__.update(attributes)
-    param._backward_hooks = hooks  # assigning makes autograd call them for the new storage
-    param._post_accumulate_grad_hooks = post_hooks  # type: ignore[assignment]
+    set_backward_hooks(param, hooks)
 
 
 def swap_or_replace(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.modules import NormWithStatistics
+
 HALVES = (torch.float16, torch.bfloat16)
 _CAME_AS = "_lowprec_came_as"  # attribute of a widened tensor that is not trained: its original dtype
 
@@ -47,7 +49,7 @@ class Widened:
 
     def add_statistics(self, module: nn.Module) -> None:
         """Widen the running statistics of ``module``: a norm with FP32 weights takes FP32 statistics only."""
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if isinstance(module, NormWithStatistics):
             for buffer in module._buffers.values():
                 if buffer is not None:
                     self.add(buffer)

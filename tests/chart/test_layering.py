@@ -12,7 +12,7 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "column", "options", "formats", "lines", "observers", "quiet"},
+    {"chart", "arguments", "column", "compat", "options", "formats", "lines", "observers", "quiet"},
     {"kernels"},
     {"tensors"},
     COLUMNS,
@@ -109,7 +109,9 @@ def test_optional_packages_are_imported_where_they_are_used(path):
     assert "transformer_engine" not in loaded
     if not path.name.startswith("triton_"):  # loaded by name where there is Triton
         assert "triton" not in loaded
-    if FLOOR[part_of(path)] < FLOOR["plugins"]:
+    if part_of(path) == "compat":  # a file for each package, loaded by those who have loaded the package
+        assert not loaded & {"lightning", "transformers", "nemo_run", "hydra", "megatron"} - {path.stem}
+    elif FLOOR[part_of(path)] < FLOOR["plugins"]:
         assert not loaded & {"lightning", "transformers", "nemo_run", "hydra"}
         # Of the part that is Megatron-core's, these are what others load.
         loaded_by_others = ("__init__", "settings", "parallel", "requirements", "nemo")

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _get_tracing_state
 
+from nemo_lowprec.compat.autograd import is_tracing, is_transforming
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
 from nemo_lowprec.options import Recipe
@@ -27,7 +27,7 @@ from nemo_lowprec.tensors import Fp8Weight
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` or ``torch.jit.trace`` is transforming the call; both know torch's operations only."""
-    return _are_functorch_transforms_active() or _get_tracing_state() is not None
+    return is_transforming() or is_tracing()
 
 
 _BLOCK_FORMATS = {"e8m0": "mxfp8", "e4m3": "nvfp4"}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
+from nemo_lowprec.compat.tensors import tree_map
 from nemo_lowprec.compute import AmaxState
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend

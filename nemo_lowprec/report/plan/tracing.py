@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_lowprec.compat.autograd import run_backward
+from nemo_lowprec.compat.tensors import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.formats import floats, gemm_block_scaling
 from nemo_lowprec.report.tensor_storage import format_of
@@ -58,7 +57,7 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.most = self.gradients = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
-        self._known = {t.untyped_storage()._cdata for t in known}
+        self._known = {storage_key(t.untyped_storage()) for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, QuantizedTensor) for kind in types):
@@ -73,7 +72,7 @@ class _Alive(TorchDispatchMode):
         if isinstance(tensor, QuantizedTensor):
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._known or key in self._sizes:
             return
         size = storage.nbytes()
@@ -86,7 +85,7 @@ class _Alive(TorchDispatchMode):
 
     def size(self, tensor: Tensor) -> int:
         """Bytes of a tensor's storage; 0 for one that was there before."""
-        found = self._sizes.get(tensor.untyped_storage()._cdata)
+        found = self._sizes.get(storage_key(tensor.untyped_storage()))
         return 0 if found is None else found[1]
 
 
@@ -150,7 +149,7 @@ def trace(
 
         def pack(tensor: Tensor) -> Tensor:
             for part in _parts(tensor):
-                saved[part.untyped_storage()._cdata] = part.dtype, alive.size(part)
+                saved[storage_key(part.untyped_storage())] = part.dtype, alive.size(part)
             return tensor
 
         entered: list[int] = []  # bytes at each block's begin
@@ -190,8 +189,7 @@ def trace(
             for hook in entering:
                 hook.remove()
             # As ``loss.backward()``, within which ``rules`` would be off, and recomputation would follow others.
-            ones = torch.ones_like(loss)
-            _engine_run_backward((loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            run_backward(loss)
         kept = sum(size for _, size in saved.values())
     # What every block but the last has added.
     more = (times - 1) * (entered[-1] - entered[-2]) if times > 1 else 0
