@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from typing_extensions import override
 
+from nemo_lowprec.compat.lightning import max_depth
 from nemo_lowprec.plugins import LowPrecision
 
 
@@ -60,4 +61,4 @@ def own_display(trainer: Trainer) -> Iterator[None]:
 
 
 def _is_default_summary(callback: Callback) -> bool:
-    return type(callback) in (ModelSummary, RichModelSummary) and getattr(callback, "_max_depth", None) == 1
+    return type(callback) in (ModelSummary, RichModelSummary) and max_depth(callback) == 1

@@ -41,7 +41,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def run_backward(loss: Tensor) -> None:
-    """``loss.backward()`` that leaves the ``TorchDispatchMode``s of the caller on for recomputed blocks."""
+    """``loss.backward()`` that leaves the caller's ``TorchFunctionMode`` on for recomputed blocks."""
     torch.autograd.graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

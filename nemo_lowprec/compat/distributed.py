@@ -26,7 +26,12 @@ def timeout_on_gpu(group: dist.ProcessGroup | None) -> datetime.timedelta:
     return timeout
 
 
-# DistributedDataParallel
+# DataParallel and DistributedDataParallel
+
+
+def is_replica(model: nn.Module) -> bool:
+    """Whether ``model`` is the copy of a model that DataParallel made for one GPU."""
+    return bool(getattr(model, "_is_replica", False))
 
 
 def ignored_by_ddp(model: nn.Module) -> list[str]:
@@ -59,7 +64,12 @@ def bytes_of_buckets(ddp: DistributedDataParallel) -> int:
     return sum(int(size) for size in (data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]).split(","))
 
 
-# FSDP2
+# FSDP
+
+
+def is_managed_by_fsdp(module: nn.Module) -> bool:
+    """Whether FSDP1 or FSDP2 manages the parameters of ``module`` itself."""
+    return bool(getattr(module, "_is_fsdp_managed_module", False))
 
 
 class FsdpUnit:

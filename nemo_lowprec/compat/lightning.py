@@ -111,6 +111,12 @@ def averaged_model(callback: Any) -> nn.Module:
     return callback._average_model.module
 
 
+def max_depth(callback: Any) -> int:
+    """The argument ``max_depth`` of ModelSummary."""
+    depth: int = callback._max_depth
+    return depth
+
+
 def summarize(callback: Any, trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     """The summary of ModelSummary's own method."""
     return getattr(type(callback), SUMMARY_METHOD)(callback, trainer, module)

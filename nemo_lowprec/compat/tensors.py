@@ -32,7 +32,7 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 def use_count(param: Tensor) -> int:
-    """How often C++ holds ``param``: more than twice where a view or a graph holds it."""
+    """How often C++ holds ``param``: once by itself, and once more for each graph and view of it."""
     count: int = param._use_count()  # type: ignore[attr-defined]
     return count
 

@@ -20,7 +20,6 @@ from nemo_lowprec.compute.multihead import LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.operands import OPERANDS, Operand, new_histories, new_weight_scales, operand_of
 from nemo_lowprec.compute.patterns import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.weight_scales import WeightScales
-from nemo_lowprec.compute.wrappers import is_managed_by_fsdp
 
 __all__ = [
     "BACKENDS",
@@ -45,7 +44,6 @@ __all__ = [
     "describe_layers",
     "gemm_plans",
     "is_converted",
-    "is_managed_by_fsdp",
     "linear_weights",
     "new_histories",
     "new_weight_scales",

@@ -38,8 +38,3 @@ def check_unwrapped(model: nn.Module) -> None:
                 f"{name} is a DTensor, placed {param.placements}: tensor-parallel layers are not converted. Use "
                 "MegatronStrategy(tensor_model_parallel_size=...), or leave parallelize_module out."
             )
-
-
-def is_managed_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP1 or FSDP2 manages the parameters of ``module`` itself, by torch's own mark."""
-    return bool(getattr(module, "_is_fsdp_managed_module", False))

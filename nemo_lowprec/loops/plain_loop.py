@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compat.autograd import after_backward
-from nemo_lowprec.compat.distributed import ddp_in_forward
+from nemo_lowprec.compat.distributed import ddp_in_forward, is_managed_by_fsdp, is_replica
 from nemo_lowprec.compat.modules import call_first
 from nemo_lowprec.compat.tensors import tree_leaves
-from nemo_lowprec.compute import is_managed_by_fsdp
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
@@ -88,7 +87,7 @@ class PlainLoop:
 
         The parts of the model are checked at the first forward only.
         """
-        if getattr(model, "_is_replica", False):
+        if is_replica(model):
             raise ValueError(
                 "DataParallel computes with copies of the parameters, which get no gradients in FP8. Use "
                 "DistributedDataParallel, one process a GPU."

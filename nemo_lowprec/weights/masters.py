@@ -47,6 +47,7 @@ from nemo_lowprec.weights.written import (
 )
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_COPY = "_lowprec_copy"  # attribute of a master that the optimizer steps: the half copy whose place it has
 
 
 class MasterWeights(HalfStore):
@@ -307,9 +308,10 @@ class MasterWeights(HalfStore):
         return next((name for name, param in self.named().items() if id(param) in wanted), "A weight")
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, "_copy_of")]
-        stepped = [m._copy_of for m in masters if m.grad is not None]
-        written = [m._copy_of for m in masters if not isinstance(m._copy_of, Fp8Weight) and was_written(m._copy_of, m)]
+        masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, _COPY)]
+        copies = {getattr(m, _COPY): m for m in masters}
+        stepped = [param for param, master in copies.items() if master.grad is not None]
+        written = [p for p, master in copies.items() if not isinstance(p, Fp8Weight) and was_written(p, master)]
         self.swap_out(optimizer)
         if written:
             raise RuntimeError(
@@ -347,7 +349,7 @@ class MasterWeights(HalfStore):
                 master.requires_grad_(param.requires_grad)
                 grad = param.grad
                 master.grad = grad if grad is None or grad.dtype == torch.float32 else grad.float()
-                master._copy_of = param  # type: ignore[attr-defined]
+                setattr(master, _COPY, param)
                 params[i] = master
                 if param in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(param)
@@ -357,12 +359,12 @@ class MasterWeights(HalfStore):
         for group in optimizer.param_groups:
             params = group["params"]
             for i, master in enumerate(params):
-                param = getattr(master, "_copy_of", None)
+                param = getattr(master, _COPY, None)
                 if param is None:
                     continue
                 params[i] = param
                 master.grad = None
-                del master._copy_of
+                delattr(master, _COPY)
                 if master in optimizer.state:
                     optimizer.state[param] = optimizer.state.pop(master)
 

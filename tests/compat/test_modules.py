@@ -1,0 +1,110 @@
+"""Modules and optimizers of torch: base classes and hooks that are already there."""
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_lowprec.compat import modules
+
+
+def test_norms_with_statistics_have_one_base_class():
+    statistics = [nn.BatchNorm1d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.InstanceNorm2d(2)]
+    assert all(isinstance(norm, modules.NormWithStatistics) for norm in statistics)
+    assert not any(isinstance(norm, modules.NormWithStatistics) for norm in (nn.LayerNorm(2), nn.GroupNorm(1, 2)))
+
+
+def test_hooks_of_a_module_are_found_and_removed():
+    module, seen = nn.Linear(2, 2), []
+
+    def before(*args):
+        seen.append("before")
+
+    def after(module, state, prefix, metadata):
+        seen.append("state")
+
+    def loading(*args):
+        seen.append("loading")
+
+    def loaded(*args):
+        seen.append("loaded")
+
+    assert modules.forward_pre_hooks(module) == []
+    module.register_forward_pre_hook(before)
+    assert modules.forward_pre_hooks(module) == [before]
+    assert not modules.has_state_dict_hook(module, after)
+    module.register_state_dict_post_hook(after)
+    assert modules.has_state_dict_hook(module, after)
+    module.register_load_state_dict_pre_hook(loading)
+    module.register_load_state_dict_post_hook(loaded)
+    module.load_state_dict(module.state_dict())
+    assert seen == ["state", "loading", "loaded"]
+    modules.remove_state_dict_hooks(module, {after, loading})
+    module.load_state_dict(module.state_dict())
+    assert seen == ["state", "loading", "loaded", "loaded"]
+    modules.remove_state_dict_hooks(module, {loaded})
+    module.load_state_dict(module.state_dict())
+    assert len(seen) == 4 and not modules.has_state_dict_hook(module, after)
+
+
+@pytest.mark.parametrize("which", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_of_a_step_is_called_first(which):
+    optimizer, seen = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []
+    getattr(optimizer, which)(lambda *args: seen.append("theirs"))
+    handle = getattr(optimizer, which)(lambda *args: seen.append("ours"))
+    optimizer.step()
+    assert seen == ["theirs", "ours"]
+    modules.call_first(optimizer, handle)
+    optimizer.step()
+    assert seen[2:] == ["ours", "theirs"]
+
+
+def test_a_class_that_an_optimizer_gets_later_calls_its_hooks():
+    class Later(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append("step")
+
+    optimizer, seen = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), []
+    optimizer.register_step_post_hook(lambda *args: seen.append("hook"))
+    optimizer.__class__ = Later
+    modules.patch_step(optimizer)
+    optimizer.step()
+    assert seen == ["step", "hook"]
+
+
+def test_schedulers_are_told_of_a_step(recwarn):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    modules.note_step(optimizer)
+    scheduler.step()
+    assert not [w for w in recwarn if "lr_scheduler.step()" in str(w.message)]
+
+
+def test_a_step_that_is_marked_is_not_wrapped_again():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not modules.is_wrapped(optimizer.step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert modules.is_wrapped(optimizer.step)
+
+    def step(closure=None):
+        return None
+
+    optimizer.step = step
+    modules.mark_wrapped(step)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizer.step is step
+
+
+def test_the_grad_scaler_unscales_by_this_method():
+    scaler, called = torch.amp.GradScaler("cpu"), []
+    param = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler.scale(param.sum()).backward()
+    own = getattr(scaler, modules.UNSCALE_METHOD)
+
+    def unscale(*args):
+        called.append(args[0])
+        return own(*args)
+
+    setattr(scaler, modules.UNSCALE_METHOD, unscale)
+    scaler.step(optimizer)
+    assert called == [optimizer]

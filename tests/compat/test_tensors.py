@@ -1,0 +1,94 @@
+"""Subclasses of tensors, modes of the dispatcher, and trees of tensors."""
+
+import torch
+from torch import nn
+
+from nemo_lowprec.compat import tensors
+
+
+class Wrapper(torch.Tensor):
+    """Reads as FP32 zeros, and counts the operators that it gets."""
+
+    __torch_function__ = tensors.disabled_torch_function
+    seen: list[str] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func.__name__)
+        return torch.zeros(args[0].shape)
+
+
+def test_wrappers_have_no_storage_and_get_each_operator():
+    wrapper = tensors.make_wrapper(Wrapper, (2, 3), dtype=torch.float32)
+    assert type(wrapper) is Wrapper and wrapper.shape == (2, 3)
+    assert torch.equal(wrapper + 1, torch.zeros(2, 3))
+    assert Wrapper.seen == ["add.Tensor"]
+
+
+def test_subclasses_share_the_memory_of_their_tensor():
+    class Marked(torch.Tensor):
+        __torch_function__ = tensors.disabled_torch_function
+
+    plain = torch.ones(3)
+    marked = tensors.make_subclass(Marked, plain)
+    assert type(marked) is Marked and marked.data_ptr() == plain.data_ptr()
+    assert type(marked + 1) is torch.Tensor  # without a torch function, results are plain
+
+
+def test_fake_tensors_have_sizes_and_storages_only():
+    with tensors.FakeTensorMode():
+        x = torch.empty(1 << 40)
+        y = x.view(2, -1)
+        z = x + 1
+    assert x.numel() == 1 << 40
+    key = tensors.storage_key
+    assert key(x.untyped_storage()) == key(y.untyped_storage()) != key(z.untyped_storage())
+
+
+def test_modes_see_each_operator():
+    class Counts(tensors.TorchDispatchMode):
+        adds = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.adds += func is torch.ops.aten.add.Tensor
+            return func(*args, **(kwargs or {}))
+
+    with Counts() as mode:
+        torch.ones(2) + torch.ones(2)
+    assert mode.adds == 1
+
+
+def test_trees():
+    tree = {"a": [1, (2, None)], "b": 3}
+    assert tensors.tree_leaves(tree) == [1, 2, None, 3]
+    assert tensors.tree_map(lambda leaf: leaf and leaf + 1, tree) == {"a": [2, (3, None)], "b": 4}
+
+
+def test_sparse_values_are_not_summed():
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,))
+    assert tensors.sparse_values(sparse).tolist() == [1.0, 2.0]
+    assert not sparse.is_coalesced()
+
+
+def test_views_and_graphs_count_as_uses():
+    param = nn.Parameter(torch.ones(2))
+    others = [param, param]  # names of Python do not count
+    assert tensors.use_count(param) == 1 and len(others) == 2
+    graph = param * 2
+    assert tensors.use_count(param) == 2
+    view = param.view(-1)
+    assert tensors.use_count(param) == 3
+    del graph, view
+    assert tensors.use_count(param) == 1
+
+
+def test_hooks_are_kept_while_the_storage_changes():
+    param, seen = nn.Parameter(torch.ones(2)), []
+    param.register_hook(lambda grad: seen.append("grad"))
+    param.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    hooks = tensors.backward_hooks(param)
+    param.data = param.data.to(torch.bfloat16)
+    tensors.set_backward_hooks(param, hooks)
+    param.float().sum().backward()
+    assert seen == ["grad", "accumulated"]
+    assert tensors.backward_hooks(nn.Parameter(torch.ones(2))) == (None, None)
