@@ -20,8 +20,6 @@ from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemor
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
-Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
-
 
 class GradientReducer:
     """Replaces the gradient of every parameter by the mean over the processes of a group, equal on all processes.
@@ -50,7 +48,7 @@ class GradientReducer:
         self,
         params: Iterable[Tensor],
         group: dist.ProcessGroup | None,
-        wire: Callable[[Tensor], Wire],
+        wire: Callable[[Tensor], torch.dtype],
         bucket_bytes: int | None = None,
         shards: Callable[[list[Tensor]], Fp8ShardBucket] | None = None,
         observers: Observers = NOBODY,
@@ -94,9 +92,9 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all means (on a GPU, the current stream waits)."""
-        if self._is_alone():
-            return
         self._active = False
+        if self._is_alone() or not self._buckets:
+            return
         while self._launched < len(self._buckets):
             self._launch()
         # With shards this comes last: it tells that all processes have read their ``PeerMemory``.
@@ -216,15 +214,13 @@ class GradientReducer:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def _ask_who_has(self) -> tuple[Tensor | None, Any]:
+    def _ask_who_has(self) -> tuple[Tensor, Any]:
         """Start an int8 all-reduce that tells, per parameter, whether any rank has a gradient.
 
         Returns:
             The flags, int8 in the order of the buckets, and the handle of the all-reduce.
         """
         params = [p for b in self._buckets for p in b.params]
-        if not params:
-            return None, None
         made = {id(p) for p in self._made}
         device = params[0].device
         if self._all_there is None:
@@ -237,10 +233,8 @@ class GradientReducer:
             see("all_reduce", there, 0, "flag")
         return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
 
-    def _forget_unused(self, there: Tensor | None, work: Any) -> None:
+    def _forget_unused(self, there: Tensor, work: Any) -> None:
         """Drop the zeros that were sent for gradients that no process has."""
-        if there is None:
-            return
         work.wait()
         if self._made:
             self._made = []
