@@ -28,9 +28,6 @@ class Averaging(Column):
         share: ``AmaxState.share``: called with a function that reduces amaxes in place, or None for one process.
         releases: whether parameters step in backward, so that gradients cannot be averaged.
         observers: are told of each message.
-
-    Attributes:
-        reducer: averages the gradients; None before ``average_over``.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class Averaging(Column):
         observers: Observers = NOBODY,
     ) -> None:
         self.wire, self.observers = wire, observers
-        self.reducer: GradientReducer | None = None
+        self.reducer: GradientReducer | None = None  # averages the gradients; None before ``average_over``
         self._share, self._releases = share, releases
         self._model: nn.Module | None = None
         self._any_rank: Callable[[Tensor], None] | None = None

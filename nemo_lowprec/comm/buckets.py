@@ -27,7 +27,7 @@ IN_PLACE = 2**20  # elements; larger gradients are reduced in place, smaller one
 
 
 class Bucket(ABC):
-    """Parameters whose gradients are averaged together, in place.
+    """Parameters whose gradients are sent together. The means replace the gradients, unless a subclass says otherwise.
 
     Args:
         params: of one device, the same on every process.
@@ -180,9 +180,7 @@ class Fp8ShardBucket(Bucket):
 class _Replicas:
     """Averages a message over processes that hold the same shards, by an all-reduce of its blocks in FP8."""
 
-    def __init__(
-        self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers
-    ) -> None:  # fmt: skip
+    def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers) -> None:
         self._message = message
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))

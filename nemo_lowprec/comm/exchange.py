@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.comm.agree import by_rank
 from nemo_lowprec.comm.wire import Messages
 from nemo_lowprec.compat.distributed import timeout_on_gpu
 from nemo_lowprec.observers import NOBODY, Observers
@@ -152,9 +153,7 @@ class PeerMemory:
         world = dist.get_world_size(group)
         if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
             return None
-        hosts: list[str] = [""] * world
-        dist.all_gather_object(hosts, socket.gethostname(), group)
-        if len(set(hosts)) > 1:
+        if len(set(by_rank(socket.gethostname(), group))) > 1:
             return None
         # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
         size = (_RECEIVED + _GATHERED) * world * capacity

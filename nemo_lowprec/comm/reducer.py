@@ -81,8 +81,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Announce a backward pass, whose gradients are to be averaged together with those left by earlier passes."""
-        if self._is_alone():
-            return
+        if self._shards is None and dist.get_world_size(self.group) == 1:
+            return  # no other process; onto shards, gradients must be put nevertheless
         self._fit()
         self._arrivals.clear()
         self._missing = [len(b.params) for b in self._buckets]
@@ -93,15 +93,14 @@ class GradientReducer:
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all means (on a GPU, the current stream waits)."""
         self._active = False
-        if self._is_alone() or not self._buckets:
+        if not self._buckets:
             return
         while self._launched < len(self._buckets):
             self._launch()
         # With shards this comes last: it tells that all processes have read their ``PeerMemory``.
         there = self._ask_who_has() if self._shards is None else None
         with self._on_side_stream():
-            for bucket in self._buckets[-1:]:
-                bucket.advance()
+            self._buckets[-1].advance()
             for bucket in self._buckets[-2:]:
                 bucket.complete()
         if self._stream is not None:
@@ -114,10 +113,6 @@ class GradientReducer:
         """Send no more gradients of a backward pass that has failed."""
         self._active = False
         self._made = []
-
-    def _is_alone(self) -> bool:
-        """Whether there is nothing to do: one process, and no shards onto which gradients must be put."""
-        return self._shards is None and dist.get_world_size(self.group) == 1
 
     def reduce(self) -> None:
         """Average the present gradients."""

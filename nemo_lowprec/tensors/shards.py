@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import E4M3, FP16, FloatFormat, cast
 from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.kernels.loader import block_kernels, fused_kernels
-from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
+from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor, quantize_blocks_of_rows
 from nemo_lowprec.tensors.fp8_weight import Fp8Weight
 from nemo_lowprec.tensors.fp16_weight import Fp16Weight
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
@@ -176,8 +176,7 @@ class BlockShard(Fp8Gathered, BlockScaledTensor):
     @classmethod
     def of(cls, values: Tensor, gathers_as: torch.dtype, margin: int) -> BlockShard:
         """Quantize ``values``."""
-        blocks: BlockScaledTensor = BlockScaledTensor.from_float(values, FP16)
-        return cls(blocks.data_blocks, blocks.exponent, FP16, gathers_as, margin)
+        return cls(*quantize_blocks_of_rows(values.detach(), FP16), FP16, gathers_as, margin)
 
     def scaled_to_fp8(self) -> Tensor:
         kernels = block_kernels() if self.is_cuda else None
