@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -107,7 +106,6 @@ def _differences(gathered: Sequence[Mapping[str, str]]) -> str:
 
 _NAMED = 5  # differences in one message
 _PATIENCE = timedelta(seconds=10)  # added to the timeout of processes that wait for the first process's answer
-_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # number of meetings, by default group
 
 
 def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
@@ -128,21 +126,17 @@ def meet(facts: Mapping[str, str], place: str, timeout: timedelta) -> None:
     if world == 1:
         return
     store = default_store()
-    world_group = dist.group.WORLD
-    assert world_group is not None
-    _meetings[world_group] = _meetings.get(world_group, 0) + 1
-    key = f"nemo_lowprec/meeting/{_meetings[world_group]}"
+    number = store.add(f"nemo_lowprec/meetings/{rank}", 1)
+    key = f"nemo_lowprec/meeting/{number}"
     store.set(f"{key}/{rank}", json.dumps(dict(facts)))
     if rank == 0:
         here = _wait(store, [f"{key}/{other}" for other in range(world)], timeout)
-        missing = [other for other, is_here in enumerate(here) if not is_here]
-        differences = ""
-        if not missing:
-            differences = _differences([json.loads(store.get(f"{key}/{other}")) for other in range(world)])
+        gathered = [json.loads(store.get(f"{key}/{other}")) for other in range(world) if here[other]]
+        missing = [other for other in range(world) if not here[other]]
+        differences = "" if missing else _differences(gathered)
         store.set(f"{key}/answer", json.dumps([differences, missing]))
         if missing or differences:  # this process, which may host the store, is about to end
-            present = [other for other in range(1, world) if here[other]]
-            _wait(store, [f"{key}/read/{other}" for other in present], _PATIENCE)
+            _wait(store, [f"{key}/read/{other}" for other in range(1, world) if here[other]], _PATIENCE)
     elif _wait(store, [f"{key}/answer"], timeout + _PATIENCE) == [True]:
         differences, missing = json.loads(store.get(f"{key}/answer"))
         store.set(f"{key}/read/{rank}", "")

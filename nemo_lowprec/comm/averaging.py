@@ -28,9 +28,6 @@ class Averaging(Column):
         share: ``AmaxState.share``: called with a function that reduces amaxes in place, or None for one process.
         releases: whether parameters step in backward, so that gradients cannot be averaged.
         observers: are told of each message.
-
-    Attributes:
-        reducer: averages the gradients; None before ``average_over``.
     """
 
     def __init__(
@@ -41,7 +38,7 @@ class Averaging(Column):
         observers: Observers = NOBODY,
     ) -> None:
         self.wire, self.observers = wire, observers
-        self.reducer: GradientReducer | None = None
+        self.reducer: GradientReducer | None = None  # averages the gradients; None before ``average_over``
         self._share, self._releases = share, releases
         self._model: nn.Module | None = None
         self._any_rank: Callable[[Tensor], None] | None = None
@@ -124,7 +121,6 @@ class ShardAveraging(Averaging):
         shards: the processes that hold one copy of the model among them.
         replicas: the processes that hold the same shards; None where there is one copy of the model.
         matrices: returns (whole, sharded) of the matrices that were gathered so far.
-        gradients: FP8 gradients of the whole matrices, by the ids of the matrices.
     """
 
     def __init__(
@@ -135,20 +131,16 @@ class ShardAveraging(Averaging):
         shards: dist.ProcessGroup | None,
         replicas: dist.ProcessGroup | None,
         matrices: Callable[[], Iterable[tuple[Tensor, Tensor]]],
-        gradients: dict[int, Any],
         releases: bool = False,
         observers: Observers = NOBODY,
     ) -> None:
         super().__init__(wire, share, releases, observers)
-        self._world, self._shards, self._replicas = world, shards, replicas
-        self._matrices, self._gradients = matrices, gradients
+        self._world, self._shards, self._replicas, self._matrices = world, shards, replicas, matrices
 
-    @contextmanager
-    def averaging(self, wanted: bool = True) -> Iterator[None]:
+    def averaging(self, wanted: bool = True) -> Any:
         if wanted:
             self._fit()
-        with super().averaging(wanted):
-            yield
+        return super().averaging(wanted)
 
     def _fit(self) -> None:
         """Make a reducer for the matrices that were gathered so far."""
@@ -158,17 +150,9 @@ class ShardAveraging(Averaging):
             return
         self._let_go()
         shard_of = {id(whole): sharded for whole, sharded in pairs}
-        self.reducer = GradientReducer(
-            wholes,
-            self._world,
-            self.wire,
-            shards=lambda params: Fp8ShardBucket(
-                params,
-                self._shards,
-                self._gradients,
-                [shard_of[id(p)] for p in params],
-                self._replicas,
-                self.observers,
-            ),
-            observers=self.observers,
-        )
+
+        def bucket(params: list[Tensor]) -> Fp8ShardBucket:
+            shards = [shard_of[id(p)] for p in params]
+            return Fp8ShardBucket(params, self._shards, shards, self._replicas, self.observers)
+
+        self.reducer = GradientReducer(wholes, self._world, self.wire, shards=bucket, observers=self.observers)

@@ -21,12 +21,13 @@ from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, local_shard
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
 
 IN_PLACE = 2**20  # elements; larger gradients are reduced in place, smaller ones in one flat copy
 
 
 class Bucket(ABC):
-    """Parameters whose gradients are sent together.
+    """Parameters whose gradients are sent together. The means replace the gradients, unless a subclass says otherwise.
 
     Args:
         params: of one device, the same on every process.
@@ -38,13 +39,19 @@ class Bucket(ABC):
         self.group = group
         self.world = dist.get_world_size(group)
 
-    @abstractmethod
     def fill(self, param: Tensor) -> bool:
         """Give a parameter without a gradient zeros, as another process may have one. Returns whether it had none."""
+        if param.grad is not None:
+            return False
+        param.grad = self._zeros(param)
+        return True
 
-    @abstractmethod
+    def _zeros(self, param: Tensor) -> Tensor:
+        return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
+
     def forget(self, param: Tensor) -> None:
         """Remove the mean of a parameter of which no process has a gradient."""
+        param.grad = None
 
     @abstractmethod
     def launch(self) -> None:
@@ -58,41 +65,18 @@ class Bucket(ABC):
         """Store the means in the gradients."""
 
 
-class _OfParameters(Bucket):
-    """A bucket that averages the gradients of the parameters in place."""
-
-    def fill(self, param: Tensor) -> bool:
-        if param.grad is not None:
-            return False
-        param.grad = self._zeros(param)
-        return True
-
-    def forget(self, param: Tensor) -> None:
-        param.grad = None
-
-    @abstractmethod
-    def _zeros(self, param: Tensor) -> Tensor: ...
-
-
-class Fp8Bucket(_OfParameters):
+class Fp8Bucket(Bucket):
     """Gradients stored in FP8: all_to_all, sum in FP32, quantize, all_gather; about two bytes an element in all.
 
     One rounding each way, no patched NCCL, no exchange of amaxes and no headroom factor.
-
-    Attributes:
-        layout: of the messages.
-        buffers: the exchange's buffers; set before the first launch.
     """
 
-    buffers: ExchangeBuffers
+    buffers: ExchangeBuffers  # set before the first launch
 
     def __init__(self, params: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
         super().__init__(params, group)
         self.layout = Messages.in_turn([p.shape for p in params], self.world)
         self._packer = Packer(self.layout)
-
-    def _zeros(self, param: Tensor) -> Tensor:
-        return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
 
     def _rows(self) -> list[Row]:
         rows = []
@@ -120,24 +104,23 @@ class Fp8Bucket(_OfParameters):
 
 
 class Fp8ShardBucket(Bucket):
-    """Gradients stored in FP8, reduced onto shards: all_to_all of rows, sum in FP32, quantize.
+    """``DETACHED_GRADS``, taken off and reduced onto shards: all_to_all of rows, sum in FP32, quantize.
 
     Args:
         params: whole parameters, as FSDP2 gathers them.
-        gradients: gradients of the whole parameters by the parameter's id; ``launch`` removes the gradients it sends.
         shards: the sharded parameters, in the order of ``params``; their gradients become the means.
         replicas: processes that hold the same shards, over which the means are averaged again; None for none.
         observers: the messages between ``replicas`` are announced to them.
     """
 
-    buffers: ExchangeBuffers
+    buffers: ExchangeBuffers  # set before the first launch
 
     def __init__(
-        self, params: Sequence[Tensor], group: dist.ProcessGroup | None, gradients: dict[int, GradientTensor],
-        shards: Sequence[Tensor], replicas: dist.ProcessGroup | None = None, observers: Observers = NOBODY,
+        self, params: Sequence[Tensor], group: dist.ProcessGroup | None, shards: Sequence[Tensor],
+        replicas: dist.ProcessGroup | None = None, observers: Observers = NOBODY,
     ) -> None:  # fmt: skip
         super().__init__(params, group)
-        self._gradients, self._shards = gradients, dict(zip(map(id, params), shards, strict=True))
+        self._shards = dict(zip(map(id, params), shards, strict=True))
         self._rows = [-(-p.shape[0] // self.world) for p in params]
         self.layout, own = by_rows([p.shape for p in params], self.world, dist.get_rank(group))
         self._packer, self._unpacker = Packer(self.layout), Packer(own)
@@ -146,9 +129,9 @@ class Fp8ShardBucket(Bucket):
         self._new: set[int] = set()
 
     def fill(self, param: Tensor) -> bool:
-        if id(param) in self._gradients:
+        if param in DETACHED_GRADS:
             return False
-        self._gradients[id(param)] = GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
+        DETACHED_GRADS.add(param, self._zeros(param))
         return True
 
     def forget(self, param: Tensor) -> None:
@@ -157,7 +140,7 @@ class Fp8ShardBucket(Bucket):
 
     def launch(self) -> None:
         rows: list[Row] = []
-        sent = [self._gradients.pop(id(p)).fold_() for p in self.params]
+        sent = [DETACHED_GRADS.discard(p).fold_() for p in self.params]
         for rank in range(self.world):
             for gradient, count in zip(sent, self._rows, strict=True):
                 part = slice(rank * count, (rank + 1) * count)
@@ -197,9 +180,7 @@ class Fp8ShardBucket(Bucket):
 class _Replicas:
     """Averages a message over processes that hold the same shards, by an all-reduce of its blocks in FP8."""
 
-    def __init__(
-        self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers
-    ) -> None:  # fmt: skip
+    def __init__(self, message: Messages, group: dist.ProcessGroup, device: torch.device, observers: Observers) -> None:
         self._message = message
         blocks = torch.Size((message.chunk, BLOCK))
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
@@ -224,7 +205,7 @@ class _Replicas:
         return averaged
 
 
-class PlainBucket(_OfParameters):
+class PlainBucket(Bucket):
     """Gradients of an ordinary dtype: one all_reduce in this dtype, which averages.
 
     Args:
@@ -244,37 +225,36 @@ class PlainBucket(_OfParameters):
     def _zeros(self, param: Tensor) -> Tensor:
         return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
 
-    def _flattened(self) -> list[Tensor]:
-        return [g for p in self.params if (g := p.grad) is not None and not self._alone(g)]
-
-    def _alone(self, grad: Tensor) -> bool:
-        return grad.numel() >= IN_PLACE and grad.is_contiguous() and grad.dtype == self.dtype
-
-    def _all_reduce(self, tensor: Tensor) -> None:
-        for see in self._observers.message:
-            see("all_reduce", tensor, 0, "gradient")
-        if dist.get_backend(self.group) == "nccl":
-            self._works.append(dist.all_reduce(tensor, dist.ReduceOp.AVG, self.group, async_op=True))
-        else:  # divided before the sum, which could overflow in FP16
-            self._works.append(dist.all_reduce(tensor.div_(self.world), group=self.group, async_op=True))
+    def _gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The gradients that are sent in one flat copy, and the gradients that are reduced in place."""
+        small: list[Tensor] = []
+        large: list[Tensor] = []
+        for param in self.params:
+            assert param.grad is not None
+            grad = param.grad.detach()
+            alone = grad.numel() >= IN_PLACE and grad.is_contiguous() and grad.dtype == self.dtype
+            (large if alone else small).append(grad)
+        return small, large
 
     def launch(self) -> None:
-        small = self._flattened()
+        small, sent = self._gradients()
         if small:
-            self._flat = torch.cat([g.detach().reshape(-1).to(self.dtype) for g in small])
-            self._all_reduce(self._flat)
-        for param in self.params:
-            if param.grad is not None and self._alone(param.grad):
-                self._all_reduce(param.grad.detach())
+            self._flat = torch.cat([g.reshape(-1).to(self.dtype) for g in small])
+            sent.insert(0, self._flat)
+        for tensor in sent:
+            for see in self._observers.message:
+                see("all_reduce", tensor, 0, "gradient")
+            if dist.get_backend(self.group) == "nccl":
+                self._works.append(dist.all_reduce(tensor, dist.ReduceOp.AVG, self.group, async_op=True))
+            else:  # divided before the sum, which could overflow in FP16
+                self._works.append(dist.all_reduce(tensor.div_(self.world), group=self.group, async_op=True))
 
     def complete(self) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()
         if self._flat is not None:
-            small = self._flattened()
+            small, _ = self._gradients()
             means = self._flat.split([g.numel() for g in small])
-            torch._foreach_copy_(
-                [g.detach() for g in small], [m.view(g.shape) for g, m in zip(small, means, strict=True)]
-            )
+            torch._foreach_copy_(small, [m.view(g.shape) for g, m in zip(small, means, strict=True)])
             self._flat = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.comm.agree import by_rank
 from nemo_lowprec.comm.wire import Messages
 from nemo_lowprec.compat.distributed import timeout_on_gpu
 from nemo_lowprec.observers import NOBODY, Observers
@@ -29,43 +29,11 @@ _SENT, _RECEIVED, _GATHERED = 2, 4, 3  # slots for each, see PeerMemory
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
 
 
-class ExchangeBuffers(ABC):
-    """The buffers of one bucket in flight. On a GPU, all methods but the constructor only queue work."""
+class CollectiveBuffers:
+    """The buffers of one bucket in flight, which the process group's all_to_all and all_gather exchange.
 
-    @abstractmethod
-    def messages(self) -> Tensor:
-        """uint8 [world, bytes], which the caller fills with this process's messages."""
-
-    @abstractmethod
-    def exchange(self) -> None:
-        """Send message ``i`` to process ``i``, for all ``i``."""
-
-    @abstractmethod
-    def received(self) -> Tensor:
-        """uint8 [world, bytes]: the messages to this process, after they have arrived; see ``own``."""
-
-    def own(self) -> tuple[int, Tensor] | None:
-        """(index, uint8 [bytes]) of this process's message to itself, where ``received`` does not contain it."""
-        return None
-
-    @abstractmethod
-    def mean(self) -> Tensor:
-        """uint8 [bytes], which the caller fills with the mean of the messages."""
-
-    @abstractmethod
-    def gather(self) -> None:
-        """Send the mean to all processes."""
-
-    @abstractmethod
-    def gathered(self) -> Tensor:
-        """uint8 [world, bytes]: the means of all processes, after they have arrived."""
-
-    def release(self) -> None:  # noqa: B027
-        """Free the buffers of a reduce-scatter, whose result is not gathered."""
-
-
-class CollectiveBuffers(ExchangeBuffers):
-    """Exchanges by all_to_all and all_gather of the process group."""
+    On a GPU, all methods only queue work.
+    """
 
     def __init__(
         self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device, observers: Observers = NOBODY
@@ -81,10 +49,12 @@ class CollectiveBuffers(ExchangeBuffers):
         return torch.empty(shape, dtype=torch.uint8, device=self._device)
 
     def messages(self) -> Tensor:
+        """uint8 [world, bytes], which the caller fills with this process's messages."""
         self._sent = self._empty(self._layout.world, self._layout.bytes)
         return self._sent
 
     def exchange(self) -> None:
+        """Send message ``i`` to process ``i``, for all ``i``."""
         assert self._sent is not None
         self._received = torch.empty_like(self._sent)
         for see in self._observers.message:
@@ -92,17 +62,24 @@ class CollectiveBuffers(ExchangeBuffers):
         self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
 
     def received(self) -> Tensor:
+        """uint8 [world, bytes]: the messages to this process, after they have arrived; see ``own``."""
         self._work.wait()
         received, self._received = self._received, None
         self._sent = None  # freed after the wait: the exchange reads it
         assert received is not None
         return received
 
+    def own(self) -> tuple[int, Tensor] | None:
+        """(index, uint8 [bytes]) of this process's message to itself, where ``received`` does not contain it."""
+        return None
+
     def mean(self) -> Tensor:
+        """uint8 [bytes], which the caller fills with the mean of the messages."""
         self._mean = self._empty(self._layout.bytes)
         return self._mean
 
     def gather(self) -> None:
+        """Send the mean to all processes."""
         assert self._mean is not None
         self._gathered = self._empty(self._layout.world, self._layout.bytes)
         for see in self._observers.message:
@@ -110,6 +87,7 @@ class CollectiveBuffers(ExchangeBuffers):
         self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._group, async_op=True)
 
     def gathered(self) -> Tensor:
+        """uint8 [world, bytes]: the means of all processes, after they have arrived."""
         self._work.wait()
         gathered = self._gathered
         self.release()
@@ -117,6 +95,7 @@ class CollectiveBuffers(ExchangeBuffers):
         return gathered
 
     def release(self) -> None:
+        """Free the buffers. The result of a reduce-scatter is not gathered, so the caller frees its buffers."""
         self._work = self._sent = self._mean = self._gathered = None
 
 
@@ -133,7 +112,7 @@ class PeerMemory:
 
     Args:
         capacity: bytes of the largest message.
-        shared: from ``allocate``.
+        shared: memory for the slots of received and gathered messages, uint8, which the other processes reach.
 
     Raises:
         RuntimeError: the GPUs do not reach each other's memory.
@@ -160,14 +139,6 @@ class PeerMemory:
         self.sent = torch.empty(_SENT, size, dtype=torch.uint8, device=device)
 
     @staticmethod
-    def allocate(capacity: int, world: int, device: torch.device) -> Tensor:
-        """The memory that the other processes reach."""
-        slots: Tensor = _symmetric().empty(
-            (_RECEIVED + _GATHERED) * world * capacity, dtype=torch.uint8, device=device
-        )  # fmt: skip
-        return slots
-
-    @staticmethod
     def bytes_for(capacity: int, world: int) -> int:
         """Bytes on each GPU: messages sent, received and gathered, in all slots."""
         return (_SENT + _RECEIVED + _GATHERED) * world * capacity
@@ -182,12 +153,11 @@ class PeerMemory:
         world = dist.get_world_size(group)
         if dist.get_backend(group) != "nccl" or not 1 < world <= torch.cuda.device_count():
             return None
-        hosts: list[str] = [""] * world
-        dist.all_gather_object(hosts, socket.gethostname(), group)
-        if len(set(hosts)) > 1:
+        if len(set(by_rank(socket.gethostname(), group))) > 1:
             return None
         # The processes compare notes after each step: in the next step, a process would wait for one that has failed.
-        shared = _on_all(lambda: cls.allocate(capacity, world, device), group, device)
+        size = (_RECEIVED + _GATHERED) * world * capacity
+        shared = _on_all(lambda: _symmetric().empty(size, dtype=torch.uint8, device=device), group, device)
         return None if shared is None else _on_all(lambda: cls(capacity, group, device, shared), group, device)
 
 
@@ -208,8 +178,8 @@ def _on_all(make: Callable[[], _T], group: dist.ProcessGroup | None, device: tor
     return made if bool(there) else None
 
 
-class PeerBuffers(ExchangeBuffers):
-    """Exchanges by copies between the memories of GPUs."""
+class PeerBuffers:
+    """As ``CollectiveBuffers``, exchanged by copies between the memories of GPUs."""
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int, observers: Observers = NOBODY) -> None:
         world, size = layout.world, layout.bytes
@@ -263,3 +233,9 @@ class PeerBuffers(ExchangeBuffers):
     def gathered(self) -> Tensor:
         self._event.wait()
         return self._gathered[self._memory.rank]
+
+    def release(self) -> None:
+        pass  # the memory stays
+
+
+ExchangeBuffers = CollectiveBuffers | PeerBuffers

@@ -20,38 +20,23 @@ from nemo_lowprec.formats.block_scale_128 import BLOCK
 
 @dataclass(frozen=True)
 class Message:
-    """One collective.
+    """One collective."""
 
-    Attributes:
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        dtype: of the elements; ``float8_e4m3fn`` for blocks in FP8, which travel as bytes with their exponents.
-        bytes: size of one process's input.
-        world: number of processes in the group.
-    """
-
-    kind: str
-    dtype: torch.dtype
-    bytes: int
-    world: int
+    kind: str  # all_reduce, all_gather, reduce_scatter, all_to_all or send
+    dtype: torch.dtype  # of the elements; float8_e4m3fn for blocks in FP8, which travel as bytes with their exponents
+    bytes: int  # size of one process's input
+    world: int  # number of processes in the group
 
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """Gradients that are sent together.
+    """Gradients that are sent together."""
 
-    Attributes:
-        params: the parameters of these gradients.
-        messages: the collectives that average them.
-        launched: bytes of buffers between sending and summing.
-        advanced: bytes of buffers between summing and storing the means.
-        capacity: bytes of the largest message between two processes; 0 where peers exchange none.
-    """
-
-    params: tuple[Tensor, ...]
-    messages: tuple[Message, ...]
-    launched: int
-    advanced: int
-    capacity: int = 0
+    params: tuple[Tensor, ...]  # the parameters of these gradients
+    messages: tuple[Message, ...]  # the collectives that average the gradients
+    launched: int  # bytes of buffers between sending and summing
+    advanced: int  # bytes of buffers between summing and storing the means
+    capacity: int = 0  # bytes of the largest message between two processes; 0 where peers exchange none
 
 
 def plan_buckets(
@@ -95,7 +80,7 @@ def _plain(params: Sequence[Tensor], dtype: torch.dtype, world: int) -> PlannedB
 def _in_fp8(params: Sequence[Tensor], world: int, peers: bool) -> PlannedBucket:
     """The plan of an ``Fp8Bucket``: buffers of sent and received messages; then of the mean and the gathered means."""
     one = Messages.in_turn([p.shape for p in params], world).bytes
-    messages = _all_to_all(world * one, world), Message("all_gather", torch.float8_e4m3fn, one, world)
+    messages = _all_to_all(one, world), _all_gather(one, world)
     if peers:
         return PlannedBucket(tuple(params), messages, 0, 0, one)
     return PlannedBucket(tuple(params), messages, 2 * world * one, (world + 1) * one)
@@ -104,26 +89,27 @@ def _in_fp8(params: Sequence[Tensor], world: int, peers: bool) -> PlannedBucket:
 def _onto_shards(params: Sequence[Tensor], world: int, replicas: int, peers: bool) -> PlannedBucket:
     """The plan of an ``Fp8ShardBucket``: sent and received messages; then the mean, and with replicas its messages."""
     layout, own = by_rows([p.shape for p in params], world, 0)
-    one = layout.bytes
-    messages = [_all_to_all(world * one, world)]
-    advanced = 0 if peers else one
+    one, again = layout.bytes, 0
+    messages = [_all_to_all(one, world)]
     if replicas > 1:
         again = Messages.in_turn([torch.Size((own.chunk, BLOCK))], replicas).bytes
-        messages += [
-            _all_to_all(replicas * again, replicas), Message("all_gather", torch.float8_e4m3fn, again, replicas)
-        ]  # fmt: skip
-        advanced += 2 * replicas * again
-    return PlannedBucket(
-        tuple(params), tuple(messages), 0 if peers else 2 * world * one, advanced, one if peers else 0
-    )  # fmt: skip
+        messages += [_all_to_all(again, replicas), _all_gather(again, replicas)]
+    advanced = 2 * replicas * again
+    if peers:
+        return PlannedBucket(tuple(params), tuple(messages), 0, advanced, one)
+    return PlannedBucket(tuple(params), tuple(messages), 2 * world * one, one + advanced)
 
 
-def _all_to_all(size: int, world: int) -> Message:
-    return Message("all_to_all", torch.float8_e4m3fn, size, world)
+def _all_to_all(one: int, world: int) -> Message:
+    return Message("all_to_all", torch.float8_e4m3fn, world * one, world)
+
+
+def _all_gather(one: int, world: int) -> Message:
+    return Message("all_gather", torch.float8_e4m3fn, one, world)
 
 
 def buffer_bytes(
-    buckets: Sequence[PlannedBucket], world: int, beside: Callable[[int | None], int] | None = None
+    buckets: Sequence[PlannedBucket], world: int, beside: Callable[[int | None], int] = lambda index: 0
 ) -> int:
     """The peak bytes of the buffers of these buckets, ``PeerMemory`` included.
 
@@ -138,11 +124,10 @@ def buffer_bytes(
         stored = buckets[i - 2].advanced if i > 1 else 0
         sending = bucket.launched + (before.launched if before else 0) + stored
         then = bucket.launched + (before.advanced if before else 0) if i + 1 < len(buckets) else 0
-        most = max(most, sending + (beside(i) if beside else 0), then + (beside(None) if beside else 0))
+        most = max(most, sending + beside(i), then + beside(None))
     return most + peer_bytes(buckets, world)
 
 
 def peer_bytes(buckets: Sequence[PlannedBucket], world: int) -> int:
     """Bytes of ``PeerMemory``, allocated at the first exchange and kept; 0 without buckets."""
-    capacity = max((b.capacity for b in buckets), default=0)
-    return PeerMemory.bytes_for(capacity, world) if capacity else 0
+    return PeerMemory.bytes_for(max((b.capacity for b in buckets), default=0), world)

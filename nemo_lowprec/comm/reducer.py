@@ -20,8 +20,6 @@ from nemo_lowprec.comm.exchange import CollectiveBuffers, PeerBuffers, PeerMemor
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors.weak_hooks import weakly
 
-Wire = torch.dtype  # float8_e4m3fn for gradients stored in FP8
-
 
 class GradientReducer:
     """Replaces the gradient of every parameter by the mean over the processes of a group, equal on all processes.
@@ -50,7 +48,7 @@ class GradientReducer:
         self,
         params: Iterable[Tensor],
         group: dist.ProcessGroup | None,
-        wire: Callable[[Tensor], Wire],
+        wire: Callable[[Tensor], torch.dtype],
         bucket_bytes: int | None = None,
         shards: Callable[[list[Tensor]], Fp8ShardBucket] | None = None,
         observers: Observers = NOBODY,
@@ -83,8 +81,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Announce a backward pass, whose gradients are to be averaged together with those left by earlier passes."""
-        if self._is_alone():
-            return
+        if self._shards is None and dist.get_world_size(self.group) == 1:
+            return  # no other process; onto shards, gradients must be put nevertheless
         self._fit()
         self._arrivals.clear()
         self._missing = [len(b.params) for b in self._buckets]
@@ -94,16 +92,15 @@ class GradientReducer:
     @torch.no_grad()
     def finish(self) -> None:
         """Send the remaining buckets, and wait for all means (on a GPU, the current stream waits)."""
-        if self._is_alone():
-            return
         self._active = False
+        if not self._buckets:
+            return
         while self._launched < len(self._buckets):
             self._launch()
         # With shards this comes last: it tells that all processes have read their ``PeerMemory``.
         there = self._ask_who_has() if self._shards is None else None
         with self._on_side_stream():
-            for bucket in self._buckets[-1:]:
-                bucket.advance()
+            self._buckets[-1].advance()
             for bucket in self._buckets[-2:]:
                 bucket.complete()
         if self._stream is not None:
@@ -116,10 +113,6 @@ class GradientReducer:
         """Send no more gradients of a backward pass that has failed."""
         self._active = False
         self._made = []
-
-    def _is_alone(self) -> bool:
-        """Whether there is nothing to do: one process, and no shards onto which gradients must be put."""
-        return self._shards is None and dist.get_world_size(self.group) == 1
 
     def reduce(self) -> None:
         """Average the present gradients."""
@@ -216,15 +209,13 @@ class GradientReducer:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
-    def _ask_who_has(self) -> tuple[Tensor | None, Any]:
+    def _ask_who_has(self) -> tuple[Tensor, Any]:
         """Start an int8 all-reduce that tells, per parameter, whether any rank has a gradient.
 
         Returns:
             The flags, int8 in the order of the buckets, and the handle of the all-reduce.
         """
         params = [p for b in self._buckets for p in b.params]
-        if not params:
-            return None, None
         made = {id(p) for p in self._made}
         device = params[0].device
         if self._all_there is None:
@@ -237,10 +228,8 @@ class GradientReducer:
             see("all_reduce", there, 0, "flag")
         return there, dist.all_reduce(there, dist.ReduceOp.MAX, self.group, async_op=True)
 
-    def _forget_unused(self, there: Tensor | None, work: Any) -> None:
+    def _forget_unused(self, there: Tensor, work: Any) -> None:
         """Drop the zeros that were sent for gradients that no process has."""
-        if there is None:
-            return
         work.wait()
         if self._made:
             self._made = []

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -29,27 +30,17 @@ _ALIGNED = 16  # blocks: messages and their exponents begin at multiples of 16 b
 
 @dataclass(frozen=True)
 class Messages:
-    """The layout of gradients (or of rows of gradients) in messages.
+    """The layout of gradients (or of rows of gradients) in messages."""
 
-    Attributes:
-        shapes: shapes of the gradients.
-        first: index of each gradient's first block, counted over all messages.
-        chunk: number of blocks in one message.
-        world: number of messages.
-    """
-
-    shapes: tuple[torch.Size, ...]
-    first: tuple[int, ...]
-    chunk: int
-    world: int
+    shapes: tuple[torch.Size, ...]  # of the gradients
+    first: tuple[int, ...]  # index of each gradient's first block, counted over all messages
+    chunk: int  # number of blocks in one message
+    world: int  # number of messages
 
     @classmethod
     def in_turn(cls, shapes: Sequence[torch.Size], world: int) -> Messages:
         """Gradients one after the other, for an all-reduce. A message may hold parts of several gradients."""
-        first, total = [], 0
-        for shape in shapes:
-            first.append(total)
-            total += blocks_of(shape)
+        *first, total = accumulate(map(blocks_of, shapes), initial=0)
         chunk = max(1, -(-total // (world * _ALIGNED))) * _ALIGNED
         return cls(tuple(shapes), tuple(first), chunk, world)
 
@@ -72,10 +63,8 @@ def by_rows(shapes: Sequence[torch.Size], world: int, rank: int) -> tuple[Messag
         and so on, without empty ones; and the layout of the message that process ``rank`` receives.
     """
     counts = [-(-shape[0] // world) for shape in shapes]
-    first, total = [], 0
-    for shape, count in zip(shapes, counts, strict=True):
-        first.append(total)
-        total += blocks_of(torch.Size((count, *shape[1:])))
+    blocks = [blocks_of(torch.Size((count, *shape[1:]))) for shape, count in zip(shapes, counts, strict=True)]
+    *first, total = accumulate(blocks, initial=0)
     chunk = max(1, -(-total // _ALIGNED)) * _ALIGNED
     cut: list[list[tuple[torch.Size, int]]] = []
     for process in range(world):
@@ -104,8 +93,8 @@ class Packer:
 
     def pack(self, rows: Sequence[Row], messages: Tensor) -> None:
         """Copy gradients into ``messages``, uint8 [world, bytes]; bytes without a gradient are not written."""
-        if self._kernels(messages) is not None:
-            self._fused.pack(rows, messages)
+        if fused := self._fused_packer(messages):
+            fused.pack(rows, messages)
             return
         data, exponents = self.layout.parts(messages)
         for (stored, exponent, _), place in zip(rows, self._places(messages.device), strict=True):
@@ -116,8 +105,8 @@ class Packer:
 
     def unpack(self, messages: Tensor, rows: Sequence[Row]) -> None:
         """Copy messages into gradients, and note gradients that are not finite, besides those noted already."""
-        if self._kernels(messages) is not None:
-            self._fused.unpack(messages, rows)
+        if fused := self._fused_packer(messages):
+            fused.unpack(messages, rows)
             return
         data, exponents = self.layout.parts(messages)
         for (stored, exponent, nonfinite), place in zip(rows, self._places(messages.device), strict=True):
@@ -133,11 +122,11 @@ class Packer:
             block = torch.arange(first, first + blocks_of(shape), device=device)
             yield block // self.layout.chunk, block % self.layout.chunk
 
-    def _kernels(self, messages: Tensor) -> ModuleType | None:
+    def _fused_packer(self, messages: Tensor) -> Any:
         kernels = _kernels(messages)
         if kernels is not None and self._fused is None:
             self._fused = kernels.FusedPacker(self.layout, messages.device)
-        return kernels
+        return self._fused
 
 
 def mean_of_messages(received: Tensor, layout: Messages, out: Tensor, own: tuple[int, Tensor] | None = None) -> None:

@@ -112,7 +112,7 @@ def build(
         assert isinstance(weights, ShardedWeights)
         comm = ShardAveraging(
             wire, share, sharding.world, sharding.shards, sharding.replicas, weights.gathered_matrices,
-            weights.detached_grads, low.gradient_release, observers,
+            low.gradient_release, observers,
         )  # fmt: skip
     return Columns(computation, weights, gradients, states, comm)
 
@@ -224,8 +224,6 @@ def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerState
         return Column()
     if isinstance(weights, ShardedWeights):
         gradients = Fp8Gradients(detached=True, observers=observers)
-        assert gradients.detached_grads is not None
-        weights.detached_grads = gradients.detached_grads
         weights.when_gathered.append(lambda params: gradients.cover(p for p in params if weights.is_matrix(p)))
         return gradients
     if not isinstance(states, LowBitOptimizerStates) or not states.releases:

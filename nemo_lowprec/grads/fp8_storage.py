@@ -16,6 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nemo_lowprec.column import Column
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
+from nemo_lowprec.tensors.marks import Marks
 
 _RELEASED = "gradient_release"
 
@@ -30,13 +32,10 @@ class Fp8Gradients(Column):
 
     Args:
         release: called with a parameter once its gradient is stored; steps the parameter and drops the gradient.
-        detached: whether gradients are taken off their parameters, so that FSDP2 does not reduce them.
+        detached: whether gradients become ``DETACHED_GRADS`` of their parameters, so that FSDP2 does not reduce them.
         params: returns the parameters whose gradients are stored; called before each backward pass. The parameters'
             hooks hold a reference to ``params``.
         observers: are told of each stored gradient.
-
-    Attributes:
-        detached_grads: the gradients that were taken off, by the ids of their parameters; None without ``detached``.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class Fp8Gradients(Column):
         params: Callable[[], Iterable[Tensor] | None] = tuple,
         observers: Observers = NOBODY,
     ) -> None:
-        self.release, self._params, self._observers = release, params, observers
-        self.detached_grads: dict[int, GradientTensor] | None = {} if detached else None
+        self.release, self._detached, self._params, self._observers = release, detached, params, observers
+        self._covered = Marks("fp8_gradient")  # asked for every parameter in every backward pass
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
 
@@ -59,22 +58,22 @@ class Fp8Gradients(Column):
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on, but for parameters that require no gradient yet."""
         for param in params:
-            if param.requires_grad and param not in self._handles:
+            if param.requires_grad and param not in self._covered:
+                self._covered.add(param)
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
 
     def _store(self, param: Tensor) -> None:
         grad = param.grad
-        if self.detached_grads is not None:
+        if self._detached:
             assert grad is not None
             param.grad = None
-            if id(param) in self.detached_grads:
-                self.detached_grads[id(param)].accumulate_(grad)
-            else:
-                self.detached_grads[id(param)] = GradientTensor.from_float(grad)
+            earlier = DETACHED_GRADS.get(param)
+            stored = GradientTensor.from_float(grad) if earlier is None else earlier.accumulate_(grad)
+            DETACHED_GRADS.add(param, stored)
             for see in self._observers.gradient:
-                see(param, self.detached_grads[id(param)])
+                see(param, stored)
             return
         if grad is not None and grad.requires_grad and torch.is_grad_enabled():
             # A gradient of backward(create_graph=True) keeps its graph, through which later losses reach the weights.
@@ -96,5 +95,7 @@ class Fp8Gradients(Column):
         """Remove the hooks."""
         for param, handle in self._handles.items():
             handle.remove()
+            self._covered.discard(param)
+            DETACHED_GRADS.discard(param)
             param.__dict__.pop(_RELEASED, None)
         self._handles.clear()

@@ -14,10 +14,6 @@ _STUCK = 10  # skipped steps in a row, at the smallest scale, before a warning
 class LossScale:
     """The loss scale and its counters.
 
-    Attributes:
-        scale: the loss scale of the next backward pass.
-        used: the loss scale by which the present gradients were multiplied.
-
     Source: Megatron-core's ``DynamicGradScaler``: the hysteresis is spent by overflows, however far apart, and
     restored when the scale grows.
     """
@@ -25,6 +21,7 @@ class LossScale:
     def __init__(self, config: LossScaleConfig) -> None:
         self.config = config
         self.dynamic = config.loss_scale is None
+        # Of the next backward pass; ``used`` is the loss scale by which the present gradients were multiplied.
         self.scale = float(config.initial_loss_scale if config.loss_scale is None else config.loss_scale)
         self.good_steps = 0
         self.hysteresis = config.hysteresis
@@ -71,9 +68,7 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counters."""
-        return {
-            "scale": self.scale, "used": self.used, "good_steps": self.good_steps, "hysteresis": self.hysteresis,
-        }  # fmt: skip
+        return {"scale": self.scale, "used": self.used, "good_steps": self.good_steps, "hysteresis": self.hysteresis}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load saved counters, within the bounds of ``config``; a static scale is not changed.

@@ -25,19 +25,20 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
     """
     grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     halves: list[Tensor] = []
+    params = list(params)
+    widen_fp16(params)
     for param in params:
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             continue
-        if param.grad.is_sparse:
-            grad = param.grad.float().coalesce()  # sums rows that occur twice in FP32
+        if grad.is_sparse:
+            grad = grad.float().coalesce()  # sums rows that occur twice in FP32
             _replace(param, grad)
             grads[grad.device, grad.dtype].append(grad.values())
-            continue
-        if param.grad.dtype == torch.bfloat16:  # the parameter has no master and steps in BF16
-            halves.append(param.grad.div_(scale))
-            continue
-        widen_fp16([param])
-        grads[param.grad.device, param.grad.dtype].append(local_shard(param.grad))
+        elif grad.dtype == torch.bfloat16:  # the parameter has no master and steps in BF16
+            halves.append(grad.div_(scale))
+        else:
+            grads[grad.device, grad.dtype].append(local_shard(grad))
     found = [_nonfinite(halves, device)]
     for (place, _), tensors in grads.items():
         one = torch.zeros((), device=place)

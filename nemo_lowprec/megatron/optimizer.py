@@ -33,7 +33,7 @@ from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.optim import adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
 from nemo_lowprec.tensors import GradientTensor
-from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
+from nemo_lowprec.tensors.marks import mark_part_of_matrix
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 
 INITIAL_VALUES = "initial_values"  # attribute of a parameter: the initial values of its master, FP32, on the CPU

@@ -20,7 +20,7 @@ from nemo_lowprec.formats.stochastic import round_stochastic
 from nemo_lowprec.tensors import BlockScaledTensor
 from nemo_lowprec.tensors.block_scaled_tensor import quantize_blocks_of_rows
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
-from nemo_lowprec.tensors.flat_shard import is_matrix
+from nemo_lowprec.tensors.marks import is_matrix
 
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)

@@ -14,19 +14,13 @@ from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
 
 
 class BlockScaledTensor(QuantizedTensor):
-    """Storage in E4M3 or FP16, one exponent a block, that reads as FP32.
-
-    Attributes:
-        data_blocks: the elements, contiguous, of the tensor's shape.
-        exponent: uint8 [rows, blocks of a row]; value = data_blocks * 2**(exponent - 127). See ``block_scale_128``.
-        fmt: the storage format.
-    """
+    """Storage in E4M3 or FP16, one exponent a block, that reads as FP32."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("data_blocks", "exponent")
     SETTINGS: ClassVar[tuple[str, ...]] = ("fmt",)
-    data_blocks: Tensor
-    exponent: Tensor
-    fmt: FloatFormat
+    data_blocks: Tensor  # the elements, contiguous, of the tensor's shape
+    exponent: Tensor  # uint8 [rows, blocks of a row]; value = data_blocks * 2**(exponent - 127). See block_scale_128
+    fmt: FloatFormat  # the storage format
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, fmt: FloatFormat):

@@ -16,17 +16,12 @@ from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
 
 class Fp16Weight(QuantizedTensor):
-    """FP16 storage that reads as ``dtype``.
-
-    Attributes:
-        data_fp16: float16 tensor of the same shape; bfloat16 for a frozen weight that was given in bfloat16.
-        amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
-            measured them.
-    """
+    """FP16 storage that reads as ``dtype``."""
 
     PARTS = ("data_fp16",)
+    data_fp16: Tensor  # float16, of the same shape; bfloat16 for a frozen weight that was given in bfloat16
+    # FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has measured them.
     amax_of_step: Tensor | None = None
-    data_fp16: Tensor
 
     @staticmethod
     def __new__(cls, data_fp16: Tensor, dtype: torch.dtype):

@@ -14,23 +14,15 @@ from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
 
 
 class Fp8Weight(QuantizedTensor):
-    """Per-tensor scaled FP8 storage of shape ``data_fp8.shape`` that reads as ``dtype``.
-
-    Attributes:
-        data_fp8: float8 tensor of the same shape.
-        scale_inv: FP32, shape [1]; value = data_fp8 * scale_inv.
-        fmt: the storage format.
-        margin: scales are divided by 2**margin.
-        power_of_two: scales are powers of two.
-    """
+    """Per-tensor scaled FP8 storage of shape ``data_fp8.shape`` that reads as ``dtype``."""
 
     PARTS = ("data_fp8", "scale_inv")
     SETTINGS = ("fmt", "margin", "power_of_two")
-    data_fp8: Tensor
-    scale_inv: Tensor
-    fmt: FloatFormat
-    margin: int
-    power_of_two: bool
+    data_fp8: Tensor  # float8, of the same shape
+    scale_inv: Tensor  # FP32 [1]; value = data_fp8 * scale_inv
+    fmt: FloatFormat  # the storage format
+    margin: int  # scales are divided by 2**margin
+    power_of_two: bool  # whether scales are powers of two
 
     @staticmethod
     def __new__(

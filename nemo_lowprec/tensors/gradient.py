@@ -22,39 +22,32 @@ from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
 from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
+from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
+# The ``GradientTensor`` of a parameter that FSDP2 has gathered, until it is reduced onto the shards. FSDP2 would reduce
+# the parameter's ``grad`` itself.
+DETACHED_GRADS = Marks("detached_grad")
+
 _SCALED_BY = {
-    aten.mul_.Tensor: torch.Tensor.mul_,
-    aten.mul_.Scalar: torch.Tensor.mul_,
-    aten.div_.Tensor: torch.Tensor.div_,
-    aten.div_.Scalar: torch.Tensor.div_,
+    **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), Tensor.mul_),
+    **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), Tensor.div_),
 }
 _FOREACH_SCALED_BY = {
-    aten._foreach_mul_.Scalar: torch.Tensor.mul_,
-    aten._foreach_mul_.Tensor: torch.Tensor.mul_,
-    aten._foreach_div_.Scalar: torch.Tensor.div_,
-    aten._foreach_div_.Tensor: torch.Tensor.div_,
+    **dict.fromkeys((aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor), Tensor.mul_),
+    **dict.fromkeys((aten._foreach_div_.Scalar, aten._foreach_div_.Tensor), Tensor.div_),
 }
 
 
 class GradientTensor(BlockScaledTensor):
-    """E4M3 blocks that read as FP32.
-
-    Attributes:
-        data_blocks, exponent: as in ``BlockScaledTensor``.
-        factor: FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor.
-        nonfinite: FP32 [1]; 1 where an element was not finite when it was stored, else 0.
-        multiplied: whether ``factor`` belongs to this tensor and may differ from 1; until then tensors share one.
-        additions: number of additions since values were stored, for stochastic rounding.
-    """
+    """E4M3 blocks that read as FP32."""
 
     PARTS = ("data_blocks", "exponent", "factor", "nonfinite")
     SETTINGS = ("fmt", "multiplied")
-    factor: Tensor
-    nonfinite: Tensor
-    multiplied: bool
-    additions: int = 0
+    factor: Tensor  # FP32 [1]; value = data_blocks * 2**(exponent - 127) * factor
+    nonfinite: Tensor  # FP32 [1]; 1 where an element was not finite when it was stored, else 0
+    multiplied: bool  # whether ``factor`` belongs to this tensor and may differ from 1; until then tensors share one
+    additions: int = 0  # since values were stored, for stochastic rounding
 
     @staticmethod
     def __new__(cls, data_blocks: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor):
@@ -156,7 +149,7 @@ class GradientTensor(BlockScaledTensor):
             if func in (aten.detach.default, aten.alias.default):
                 this.own_factor()  # the alias shares the factor: multiplying one multiplies the other
         if func in _FOREACH_SCALED_BY and _is_number(args[1]):
-            return _foreach(func, args, lambda grad: grad._set_factor(_FOREACH_SCALED_BY[func], args[1]))
+            return _scale_each(func, *args)
         if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
             return _norms(args[0], kwargs.get("dtype") or (args[2] if len(args) > 2 else None))
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -177,17 +170,16 @@ def _any_nonfinite(values: Tensor) -> Tensor:
     return (~values.isfinite()).any().float().reshape(1)
 
 
-def _foreach(func: Any, args: tuple[Any, ...], change: Any) -> None:
-    plain = [t for t in args[0] if not isinstance(t, GradientTensor)]
-    for tensor in args[0]:
+def _scale_each(func: Any, tensors: list[Tensor], by: Any) -> None:
+    for tensor in tensors:
         if isinstance(tensor, GradientTensor):
-            change(tensor)
+            tensor._set_factor(_FOREACH_SCALED_BY[func], by)
+    plain = [t for t in tensors if not isinstance(t, GradientTensor)]
     if plain:
-        func(plain, *args[1:])
+        func(plain, by)
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-    """The Euclidean norm of each tensor."""
     ours = [t for t in tensors if isinstance(t, GradientTensor)]
     kernels = block_kernels() if ours[0].is_cuda else None
     if kernels is not None:

@@ -7,6 +7,8 @@ from uuid import uuid4
 
 from torch import Tensor
 
+_PART = "part_of_matrix"
+
 
 class Marks:
     """A map from tensors to values, by identity. Each value is stored in an attribute of its tensor.
@@ -31,9 +33,24 @@ class Marks:
         owner, value = tensor.__dict__.get(self._name, (None, None))
         return value if owner == self._owner else None
 
-    def discard(self, tensor: Tensor) -> None:
-        """Take the mark off ``tensor``."""
+    def discard(self, tensor: Tensor) -> Any:
+        """Take the mark off ``tensor``. Returns its value; None where the tensor is not marked."""
+        value = self.get(tensor)
         tensor.__dict__.pop(self._name, None)
+        return value
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.get(tensor) is not None
+
+
+def mark_part_of_matrix(part: Tensor) -> None:
+    """Mark ``part``, a 1-D slice of a flattened matrix, whose optimizer states are stored in the formats of a matrix.
+
+    Megatron's distributed optimizer makes such slices when it cuts a gradient buffer into equal shards.
+    """
+    part.__dict__[_PART] = True
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has two dimensions or more, or is marked as a slice of a flattened matrix."""
+    return tensor.dim() > 1 or getattr(tensor, _PART, False)

@@ -11,6 +11,7 @@ from the master's values, changes the master, and rounds the weight from the mas
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
@@ -27,24 +28,19 @@ aten = torch.ops.aten
 
 
 class QuantizedTensor(Tensor):
-    """Base class. A subclass names its inner tensors, and decodes and encodes them.
+    """Base class. A subclass names its inner tensors, and decodes and encodes them."""
 
-    Attributes:
-        PARTS: names of the inner tensors; the first has the tensor's shape.
-        SETTINGS: names of the plain attributes.
-        copied_in_fp32: whether ``copy.deepcopy`` and pickle make a plain FP32 tensor of the exact values, the
-            master's where there is one: no optimizer would update a quantized copy with its master, and averages of
-            weights need FP32.
-    """
-
-    PARTS: ClassVar[tuple[str, ...]]
-    SETTINGS: ClassVar[tuple[str, ...]] = ()
+    PARTS: ClassVar[tuple[str, ...]]  # names of the inner tensors; the first has the tensor's shape
+    SETTINGS: ClassVar[tuple[str, ...]] = ()  # names of the plain attributes
+    # Whether ``copy.deepcopy`` and pickle make a plain FP32 tensor of the exact values, the master's where there is
+    # one: no optimizer would update a quantized copy with its master, and averages of weights need FP32.
     copied_in_fp32 = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])  # torch.load(weights_only=True) opens them
-        ForkingPickler.register(cls, _send)
+        # For another process the storage moves to shared memory, as torch.multiprocessing moves plain tensors.
+        ForkingPickler.register(cls, cls._as_parts)
 
     @classmethod
     def _wrap(cls, parts: tuple[Tensor, ...], settings: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -290,18 +286,15 @@ def _exact_arguments(func: Any, args: Any, kwargs: Any) -> tuple[list[Any], dict
     """Arguments of an operation that writes masters: tensors of the weight's dtype that are only read become FP32."""
     dtype = next(x for x in written_by(func, args, kwargs) if isinstance(x, QuantizedTensor)).dtype
 
-    def exact(x: Any) -> Any:
+    def exact(x: Any, writes: bool) -> Any:
         if isinstance(x, QuantizedTensor):
             return x.exact()
-        return x.float() if isinstance(x, Tensor) and x.dtype == dtype else x
-
-    def keep(x: Any) -> Any:
-        return x.exact() if isinstance(x, QuantizedTensor) else x
+        return x.float() if not writes and isinstance(x, Tensor) and x.dtype == dtype else x
 
     plain_args, plain_kwargs = list(args), dict(kwargs)
     for place, value, writes in arguments_of(func, args, kwargs):
         chosen: Any = plain_args if isinstance(place, int) else plain_kwargs
-        chosen[place] = tree_map(keep if writes else exact, value)
+        chosen[place] = tree_map(partial(exact, writes=writes), value)
     return plain_args, plain_kwargs
 
 
@@ -317,11 +310,6 @@ def _write_back(func: Any, args: Any, kwargs: Any, plain_args: Any, plain_kwargs
 
 def _as(tensor: QuantizedTensor, requires_grad: bool, parameter: bool) -> Any:
     return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
-
-
-def _send(tensor: QuantizedTensor) -> Any:
-    """Pickle a tensor for another process as torch.multiprocessing does: the storage moves to shared memory."""
-    return tensor._as_parts()
 
 
 def _rebuild(

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import E4M3, FP16, FloatFormat, cast
 from nemo_lowprec.formats.scale import compute_amax, compute_scale, power_of_two_scale
 from nemo_lowprec.kernels.loader import block_kernels, fused_kernels
-from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor
+from nemo_lowprec.tensors.block_scaled_tensor import BlockScaledTensor, quantize_blocks_of_rows
 from nemo_lowprec.tensors.fp8_weight import Fp8Weight
 from nemo_lowprec.tensors.fp16_weight import Fp16Weight
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
@@ -78,15 +78,11 @@ class Shard(QuantizedTensor):
 
 
 class HalfShard(Shard, Fp16Weight):
-    """FP16, the only copy of a matrix at MS-AMP's O1 and O2; gathered in FP16.
-
-    Attributes:
-        gathers_as: dtype that the gathered weight reads as.
-    """
+    """FP16, the only copy of a matrix at MS-AMP's O1 and O2; gathered in FP16."""
 
     PARTS = ("data_fp16",)
     SETTINGS = ("gathers_as",)
-    gathers_as: torch.dtype
+    gathers_as: torch.dtype  # that the gathered weight reads as
 
     @staticmethod
     def __new__(cls, data_fp16: Tensor, gathers_as: torch.dtype):
@@ -100,11 +96,7 @@ class HalfShard(Shard, Fp16Weight):
 
 
 class FullShard(Shard):
-    """FP32, gathered in FP32 whatever the other parameters of its FSDP2 unit are gathered in.
-
-    Attributes:
-        data_fp32: the values.
-    """
+    """FP32, gathered in FP32 whatever the other parameters of its FSDP2 unit are gathered in."""
 
     PARTS = ("data_fp32",)
     data_fp32: Tensor
@@ -130,23 +122,14 @@ class FullShard(Shard):
 
 
 class Fp8Gathered(Shard):
-    """A shard whose weight is E4M3 with one scale, computed from the amax of the whole matrix over all processes.
+    """A shard whose weight is E4M3 with one scale, computed from the amax of the whole matrix over all processes."""
 
-    Attributes:
-        scale, scale_inv: FP32 [1], set by ``set_scales`` before the first weight is gathered.
-        gathers_as: dtype that the gathered weight reads as.
-        margin: the scale is divided by 2**margin.
-        power_of_two: whether the scale is a power of two.
-        amax_of_step: FP32 scalar, amax of the values that the last fused optimizer step wrote; None where no kernel has
-            measured them.
-    """
-
-    amax_of_step: Tensor | None = None
-    scale: Tensor
-    scale_inv: Tensor
-    gathers_as: torch.dtype
-    margin: int
-    power_of_two: bool
+    amax_of_step: Tensor | None = None  # as in ``Fp16Weight``
+    scale: Tensor  # FP32 [1], set by ``set_scales`` before the first weight is gathered
+    scale_inv: Tensor  # FP32 [1], its inverse
+    gathers_as: torch.dtype  # that the gathered weight reads as
+    margin: int  # the scale is divided by 2**margin
+    power_of_two: bool  # whether the scale is a power of two
 
     def local_amax(self) -> Tensor:
         """Largest magnitude in this shard, FP32 scalar."""
@@ -193,8 +176,7 @@ class BlockShard(Fp8Gathered, BlockScaledTensor):
     @classmethod
     def of(cls, values: Tensor, gathers_as: torch.dtype, margin: int) -> BlockShard:
         """Quantize ``values``."""
-        blocks: BlockScaledTensor = BlockScaledTensor.from_float(values, FP16)
-        return cls(blocks.data_blocks, blocks.exponent, FP16, gathers_as, margin)
+        return cls(*quantize_blocks_of_rows(values.detach(), FP16), FP16, gathers_as, margin)
 
     def scaled_to_fp8(self) -> Tensor:
         kernels = block_kernels() if self.is_cuda else None

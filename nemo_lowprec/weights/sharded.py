@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nemo_lowprec.compat.distributed import forget_unreduced_grad, fsdp_units, set_local_tensor, unreduced_grad
 from nemo_lowprec.tensors import BlockShard, Fp8Gathered, FullShard, HalfShard, PlainShard, Shard
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
 from nemo_lowprec.weights.fp32_modules import kept_in_fp32
 from nemo_lowprec.weights.low_bit import is_stored
 from nemo_lowprec.weights.memory import check_memory
@@ -40,7 +41,6 @@ class ShardedWeights(WeightStore):
 
     Attributes:
         when_gathered: functions that are called with whole parameters when the store first sees the parameters.
-        detached_grads: FP8 gradients of whole matrices that wait to be reduced, by the ids of the matrices.
     """
 
     is_sharded = True
@@ -60,7 +60,6 @@ class ShardedWeights(WeightStore):
         self.low_bit, self.reads_as, self.margin = low_bit, reads_as, margin
         self.grad_dtype = grad_dtype
         self.when_gathered: list[Callable[[list[Tensor]], None]] = []
-        self.detached_grads: dict[int, Any] = {}
         self._fp8 = fp8
         self._reduce_amax, self._when_written, self._check = reduce_amax, when_written, check
         # By module (weakly, so that a module which the model has lost is freed) and by name in the module.
@@ -172,11 +171,7 @@ class ShardedWeights(WeightStore):
         return dict(found.values())
 
     def unreduced(self) -> dict[int, Tensor]:
-        found = {
-            id(sharded): self.detached_grads[id(whole)]
-            for whole, sharded in self.gathered()
-            if id(whole) in self.detached_grads
-        }
+        found = {id(s): grad for whole, s in self.gathered() if (grad := DETACHED_GRADS.get(whole)) is not None}
         for unit in self._fsdp_params():
             grad = unreduced_grad(unit)
             if grad is not None:

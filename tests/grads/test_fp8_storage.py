@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.tensors import GradientTensor
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
 
 
 def make(dtype=torch.float32):
@@ -200,3 +201,25 @@ def test_a_parameter_that_takes_the_place_of_another_in_memory_is_covered_too():
         gradients.cover([layer.weight])
         layer(torch.ones(1, 8)).sum().backward()
         assert isinstance(layer.weight.grad, GradientTensor)
+
+
+def test_a_parameter_that_is_gone_leaves_nothing_behind():
+    gradients, layer = Fp8Gradients(), nn.Linear(8, 8, bias=False)
+    gradients.cover([layer.weight])
+    assert len(gradients._handles) == 1
+    del layer
+    gc.collect()
+    assert not gradients._handles
+
+
+def test_detached_gradients_add_up_and_go_with_their_parameter():
+    gradients = Fp8Gradients(detached=True)
+    for _ in range(50):  # a later one may get the id of one that is gone
+        layer = nn.Linear(8, 8, bias=False)
+        assert layer.weight not in DETACHED_GRADS
+        gradients.cover([layer.weight])
+        for _ in range(2):
+            layer(torch.ones(1, 8)).sum().backward()
+        assert layer.weight.grad is None and (DETACHED_GRADS.get(layer.weight) == 2).all()
+    gradients.remove()
+    assert not layer.weight.__dict__

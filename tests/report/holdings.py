@@ -23,6 +23,7 @@ from nemo_lowprec.comm.buckets import Fp8ShardBucket
 from nemo_lowprec.report.traffic import Traffic
 from nemo_lowprec.tensors import Fp8Gathered, QuantizedTensor
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
 from nemo_lowprec.weights import master_of
 
 
@@ -135,10 +136,10 @@ class Most(TorchDispatchMode):
         self.found[name] = max(self.found[name], found)
 
     def look_at_gradients(self) -> None:
-        wholes = [p._unsharded_param.grad for p in self.params if hasattr(p, "_unsharded_param")]
+        wholes = [p._unsharded_param for p in self.params if hasattr(p, "_unsharded_param")]
         added_up = [getattr(p, "unsharded_accumulated_grad", None) for p in self.params]
-        apart = list((getattr(self.engine.columns.gradients, "detached_grads", None) or {}).values())
-        self._note("Whole gradients", size(wholes, added_up, apart))
+        apart = [DETACHED_GRADS.get(whole) for whole in wholes]
+        self._note("Whole gradients", size([whole.grad for whole in wholes], added_up, apart))
 
     def look(self) -> None:
         self.look_at_gradients()

@@ -12,6 +12,7 @@ from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from nemo_lowprec.tensors import QuantizedTensor
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS
 from tests.processes import on_processes
 from tests.strategies.test_sharded import ALL, Blocks, run, whole
 from tests.support import Samples, assert_same, is_low_bit, linear_optimizer, loader, plugin, plugin_on, trainer
@@ -168,11 +169,12 @@ def keeps(case, rank, reshard):
 def waiting(case, rank):
     """(the most gradients of whole matrices that were there at a time, matrices) in the first backward pass."""
     bucket, store = reducer.BUCKET_BYTES, Fp8Gradients._store
-    seen = []
+    seen, params = [], []
 
     def counted(stored, param):
         store(stored, param)
-        seen.append(len(stored.detached_grads))
+        params.append(param)
+        seen.append(sum(param in DETACHED_GRADS for param in params))
 
     reducer.BUCKET_BYTES, Fp8Gradients._store = 1, counted
     try:

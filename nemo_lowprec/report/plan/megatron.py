@@ -26,7 +26,7 @@ from nemo_lowprec.report.plan.megatron_layers import Layers
 from nemo_lowprec.report.plan.tracing import Traced
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
-from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
+from nemo_lowprec.tensors.marks import mark_part_of_matrix
 
 _RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
 _PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
