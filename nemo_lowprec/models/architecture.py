@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -57,12 +56,8 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
     _check_activation(made, prefix)
 
 
-def _names(kind: type) -> set[str]:
-    if dataclasses.is_dataclass(kind):
-        names = {field.name for field in dataclasses.fields(kind)}
-    else:
-        names = {*inspect.signature(kind.__init__).parameters} - {"self", "kwargs", "args"}  # type: ignore[misc]
-    return names | set(getattr(kind, "attribute_map", {}))
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
 
 
 def _check_range(label: str, name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
-from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
+from nemo_lowprec.checkpoint.writing import sync_file, writing
 from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
 from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
@@ -125,23 +125,18 @@ def export_checkpoint(
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        if tokenizer is not None:
-            _write_tokenizer(part, model, tokenizer)
-        if model is not None:
-            written = _write_transformers(part, model, saved, cast)
-        else:
-            written = _write_bare(part, saved, cast)
-        for file in part.glob("*.safetensors"):
-            _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
-        files = sorted(part.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
-        write_checksums(part, [file.name for file in files])
-        _sync(part)
-        part.rename(target)
-    except Exception as error:
-        raise_not_written(out, error, "; nothing is left of it.")
-        raise
+        with writing(out, "; nothing is left of it."):
+            part.mkdir(parents=True)
+            if tokenizer is not None:
+                _write_tokenizer(part, model, tokenizer)
+            written = _write_bare(part, saved, cast) if model is None else _write_transformers(part, model, saved, cast)
+            files = sorted(part.glob("*.safetensors"))
+            for file in files:
+                _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
+            size = sum(file.stat().st_size for file in files)
+            write_checksums(part, [file.name for file in files])
+            _sync(part)
+            part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return ExportResult(
@@ -198,7 +193,7 @@ def _model_of(hparams: Mapping[str, Any]) -> Any:
 
 def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast) -> int:
     """Config, weights and index as transformers writes them; returns the number of elements."""
-    tied = _tied_names(model)
+    tied = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}  # equal for tied tensors
     _check_names(model, saved, tied)
     first: dict[int, str] = {}
     weights: dict[str, Tensor] = {}
@@ -234,11 +229,6 @@ def _bars_on_terminals() -> Iterator[None]:
     finally:
         if hidden:
             logging.enable_progress_bar()
-
-
-def _tied_names(model: nn.Module) -> dict[str, int]:
-    """Names of the model's ``state_dict``, with a number that is equal for tied tensors."""
-    return {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) -> None:

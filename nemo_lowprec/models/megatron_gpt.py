@@ -201,7 +201,8 @@ def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """The weights of a transformers model on the disk, mapped into memory."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -212,8 +213,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
     check_sums(folder, [path.name for path in files])  # in a folder of nemo-lowprec export
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
-                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state |= load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged, or cut short: {error}. Copy it again.") from error
     return state

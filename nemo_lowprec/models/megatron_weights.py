@@ -21,7 +21,7 @@ from torch import Tensor
 from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_llama import GptArchitecture
 
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
@@ -68,7 +68,7 @@ def _layout(architecture: GptArchitecture, vocab_size: int) -> dict[str, _Fused]
     hidden, ffn, head = config["hidden_size"], config["ffn_hidden_size"], config["kv_channels"]
     groups, queries = config["num_query_groups"], config["num_attention_heads"] * head
     qkv = {"q_proj": queries, "k_proj": groups * head, "v_proj": groups * head}
-    layout = {_EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
+    layout = {EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
     for i in range(config["num_layers"]):
         block, attention, mlp = f"model.layers.{i}", f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         to_attention, to_mlp = f"decoder.layers.{i}.self_attention", f"decoder.layers.{i}.mlp"
@@ -116,7 +116,7 @@ def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture
     state = _without_tied_head(state, _HF_HEAD, _HF_EMBEDDING, _HEAD not in layout)
     _check(state, {name: shape for fused in layout.values() for name, shape in fused.sources.items()})
     full = {name: fused.join(state) for name, fused in layout.items()}
-    for name in (_EMBEDDING, _HEAD):
+    for name in (EMBEDDING, _HEAD):
         if name in full and given < rows:
             full[name] = F.pad(full[name], (0, 0, 0, rows - given))
     return full
@@ -142,9 +142,9 @@ def to_transformers(
     rows = architecture.gpt["vocab_size"]
     wanted = rows if vocab_size is None else vocab_size
     if not 0 < wanted <= rows:
-        raise ValueError(f"vocab_size={vocab_size}, and {_EMBEDDING} has {rows} rows.")
+        raise ValueError(f"vocab_size={vocab_size}, and {EMBEDDING} has {rows} rows.")
     layout = _layout(architecture, rows)
-    state = _without_tied_head(state, _HEAD, _EMBEDDING, _HEAD not in layout)
+    state = _without_tied_head(state, _HEAD, EMBEDDING, _HEAD not in layout)
     _check(state, {name: fused.shape for name, fused in layout.items()})
     out = {source: part for name, fused in layout.items() for source, part in fused.split(state[name]).items()}
     if wanted < rows:
@@ -222,7 +222,7 @@ def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int)
     for name in names:
         source = _LAYER.sub(lambda number: str(int(number[0]) + first_layer), name)
         if source == _HEAD and _HEAD not in full:
-            source = _EMBEDDING
+            source = EMBEDDING
         if source not in full:
             raise ValueError(f"The state lacks {source}.")
         found[name] = full[source]
