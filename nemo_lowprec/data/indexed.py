@@ -33,10 +33,7 @@ def quiet_megatron() -> Iterator[None]:
 
 
 def import_megatron(name: str) -> Any:
-    """Imports `megatron.core.<name>`, quietly.
-
-    Args:
-        name: Dotted name below `megatron.core`, such as `datasets.indexed_dataset`.
+    """Imports `megatron.core.<name>`, such as `datasets.indexed_dataset`, quietly.
 
     Raises:
         ImportError: Megatron-core, or a package that it imports (0.19: Triton), is not installed.
@@ -147,4 +144,4 @@ def _check_documents(idx: Path, sequences: int, bounds: int) -> None:
 
 def _truncated(path: Path, expected: int, found: int) -> str:
     state = "truncated" if found < expected else "longer than its index says"
-    return f"{path} is {state}: {expected} bytes expected, {found} found. {_AGAIN[0].upper()}{_AGAIN[1:]}"
+    return f"{path} is {state}: {expected} bytes expected, {found} found. {_AGAIN.capitalize()}"

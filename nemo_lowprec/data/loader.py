@@ -175,10 +175,7 @@ def validation_loader(
     """Whole batches in the dataset's order, from the beginning at each `iter()`.
 
     Every rank gets the same number of batches, because the ranks of a sharded model run each batch together. The last
-    samples, which do not fill a batch on all ranks, are left out.
-
-    Args:
-        dataset, micro_batch_size, rank, world_size, num_workers, pin_memory: As for `ResumableLoader`.
+    samples, which do not fill a batch on all ranks, are left out. The arguments are those of `ResumableLoader`.
 
     Returns:
         A torch DataLoader; on several ranks with a DistributedSampler, which Lightning keeps.

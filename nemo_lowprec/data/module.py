@@ -40,9 +40,8 @@ class TextDataModule(LightningDataModule):
         validation_fraction: Fraction of the source's files that preparing keeps for validation; None: the fraction of
             the prepared data, or 0.02.
         max_bytes: Bytes of the source that preparing takes; None: as the data are prepared, or all.
-        train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data to use in place of
-            `data_dir`.
-        validation_prefix: Path, without the ending, of the validation data.
+        train_prefix, validation_prefix: Paths, without the ending, of existing Megatron or NeMo .bin/.idx data to use
+            in place of `data_dir`.
         validation_samples: Largest number of samples to validate on, a random choice, the same for every seed; None:
             all samples.
         pin_memory: Whether batches come in page-locked memory; None: where there is a GPU.
@@ -70,7 +69,14 @@ class TextDataModule(LightningDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
-        self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
+        if (train_prefix is None) != (validation_prefix is None):
+            raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
+        self._prefixes = None if train_prefix is None else (str(train_prefix), str(validation_prefix))
+        if self._prefixes is not None and (source is not None or max_bytes is not None):
+            raise ValueError(
+                "source and max_bytes are for preparing data, and train_prefix names data that are prepared: pass one "
+                "or the other."
+            )
         if self._prefixes is None and vocab_size is not None:
             check_vocab_size(vocab_size)
         self.data_dir = Path(data_dir)
@@ -222,16 +228,3 @@ class TextDataModule(LightningDataModule):
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
-
-
-def _check_prefixes(train: Any, validation: Any, source: Any, max_bytes: int | None) -> tuple[str, str] | None:
-    if train is None and validation is None:
-        return None
-    if train is None or validation is None:
-        raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
-    if source is not None or max_bytes is not None:
-        raise ValueError(
-            "source and max_bytes are for preparing data, and train_prefix names data that are prepared: pass one or "
-            "the other."
-        )
-    return str(train), str(validation)

@@ -60,12 +60,7 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A folder of prepared data, as its `prepared.json` describes it.
-
-    Attributes:
-        path: The folder.
-        record: The contents of `prepared.json`.
-    """
+    """A folder of prepared data at `path`; `record` is the contents of its `prepared.json`."""
 
     path: Path
     record: dict[str, Any]
@@ -256,24 +251,20 @@ def _reuse(target: Path, source: str | None, given: dict[str, Any]) -> PreparedD
         for name, value in given.items()
         if recorded.get(name) != value
     ]
-    other += _source_difference(prepared.record, source)
+    there = recorded["source"]
+    same_files = there == source
+    if there is not None and source is not None and Path(source).exists():
+        same_files = listing_fingerprint(source_files(source)) == prepared.record["source_fingerprint"]
+    if not same_files and there == source:
+        other.append(f"the files of {source} have changed since")
+    elif not same_files:
+        other.append(f"source is {there!r} there and {source!r} now")
     if other:
         raise ValueError(
             f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use that one with its own "
             "arguments."
         )
     return prepared
-
-
-def _source_difference(record: dict[str, Any], source: str | None) -> list[str]:
-    recorded = record["arguments"]["source"]
-    same_path = recorded == source
-    if recorded is not None and source is not None and Path(source).exists():
-        if listing_fingerprint(source_files(source)) == record["source_fingerprint"]:
-            return []
-        if same_path:
-            return [f"the files of {source} have changed since"]
-    return [] if same_path else [f"source is {recorded!r} there and {source!r} now"]
 
 
 def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: int) -> Tokenizer:

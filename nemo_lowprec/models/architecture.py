@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, Lt, MinLen
 
 from nemo_lowprec.arguments import AtLeast0, check_value
 from nemo_lowprec.lines import one_line
@@ -68,15 +68,11 @@ def _check_range(label: str, name: str, value: Any) -> None:
         check_value(label, value, AtLeast0 | Annotated[list[AtLeast0], MinLen(1), "a list of them"])
         return
     if isinstance(value, int) and not name.endswith(("dropout", "pdrop", "_range")):
-        top = _MAX_LAYERS if name in _LAYERS else 2**31 - 1
-        if not 1 <= value <= top:
-            raise ValueError(f"{label}={value!r} must be an integer from 1 to {top}.")
+        check_value(label, value, Annotated[int, Ge(1), Le(_MAX_LAYERS if name in _LAYERS else 2**31 - 1)])
     if isinstance(value, float):
-        check_value(label, value, float)
-        if not 0 <= value <= _MAX_NUMBER:
-            raise ValueError(f"{label}={value!r} must be a number from 0 to {_MAX_NUMBER:g}.")
-    if isinstance(value, int | float) and name.endswith(_DROPOUTS) and not 0 <= value < 1:
-        raise ValueError(f"{label}={value!r} must be a number from 0 to below 1.")
+        check_value(label, value, Annotated[float, Ge(0), Le(_MAX_NUMBER), f"a finite number from 0 to {_MAX_NUMBER:g}"])
+    if isinstance(value, int | float) and name.endswith(_DROPOUTS):
+        check_value(label, value, Annotated[float, Ge(0), Lt(1), "a number from 0 to below 1"])
 
 
 def _check_activation(made: Any, prefix: str) -> None:

@@ -46,8 +46,7 @@ class CausalLM(LightningModule):
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
         weight_decay: of matrices, embeddings included; biases and norms do not decay.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas, eps: AdamW's.
         warmup_steps: optimizer steps of linear warm-up; None: a tenth of the run, at most 2,000.
         schedule_steps: optimizer steps until ``min_lr``; None: the Trainer's whole run.
         fused: torch's fused AdamW; None: where the parameters are on a GPU.
@@ -236,8 +235,6 @@ class CausalLM(LightningModule):
 
     def on_validation_start(self) -> None:
         self.token_rate.pause()
-
-    def on_validation_epoch_start(self) -> None:
         self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -249,7 +246,7 @@ class CausalLM(LightningModule):
     def on_validation_end(self) -> None:
         self.token_rate.resume()
 
-    on_test_epoch_start = on_validation_epoch_start
+    on_test_start = on_validation_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:

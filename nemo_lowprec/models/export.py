@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,8 @@ def export_checkpoint(
     model = _model_of(hparams) if isinstance(hparams, Mapping) and hparams.keys() >= _OWN else None
     if model is None and tokenizer is not None:
         raise ValueError(f"{checkpoint} is of no CausalLM, and a tokenizer beside it has no use: leave it out.")
-    level = _level_of(saved)
+    plugin = saved.rest.get(LowPrecision.__qualname__)
+    level = CHART.get(plugin.get("level", "")) if isinstance(plugin, dict) else None
     source = _source(level)
     metadata = {"level": level.name if level else "unknown", "source": source, "dtype": dtype}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -158,11 +159,6 @@ def export_checkpoint(
 # The checkpoint
 
 
-def _level_of(saved: SavedWeights) -> PrecisionLevel | None:
-    state = saved.rest.get(LowPrecision.__qualname__)
-    return CHART.get(state.get("level", "")) if isinstance(state, dict) else None
-
-
 def _source(level: PrecisionLevel | None) -> str:
     """The column of the level that the saved weights come from (see ``weights/saved_form.py``)."""
     if level is None:
@@ -193,6 +189,8 @@ def _model_of(hparams: Mapping[str, Any]) -> Any:
 
 def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast) -> int:
     """Config, weights and index as transformers writes them; returns the number of elements."""
+    from transformers.utils import logging
+
     tied = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}  # equal for tied tensors
     _check_names(model, saved, tied)
     first: dict[int, str] = {}
@@ -211,24 +209,12 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
     # transformers recognises tied weights by their shared storage.
     weights |= {name: weights[first[number]] for name, number in tied.items()}
     model.to(cast.dtype)
-    with _bars_on_terminals():
+    with ExitStack() as after:
+        if logging.is_progress_bar_enabled() and not sys.stderr.isatty():  # a log would get control characters
+            logging.disable_progress_bar()
+            after.callback(logging.enable_progress_bar)
         model.save_pretrained(part, state_dict=weights, max_shard_size=_MAX_SHARD_SIZE)
     return count
-
-
-@contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars on a terminal only, because a log would get control characters."""
-    from transformers.utils import logging
-
-    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hidden:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hidden:
-            logging.enable_progress_bar()
 
 
 def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) -> None:
