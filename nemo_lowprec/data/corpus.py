@@ -22,8 +22,7 @@ class Document:
     """One text, not yet read; or one file of a source.
 
     Attributes:
-        name: Unique in the corpus: `email/parser.py`, the path below the source, or `shard.jsonl:7` for its line 7
-            (from 0).
+        name: Unique in the corpus: the path below the source, or `shard.jsonl:7` for its line 7 (from 0).
         group: Documents of one group are never split between training and validation. The name of the file; in a
             source that is one .jsonl file, the document's own name.
         size: Bytes on disk, the JSON around a text included.
@@ -139,11 +138,9 @@ def listing_fingerprint(files: Sequence[Document]) -> str:
 
 
 def list_documents(source: str | Path | None = None, text_field: str = "text") -> list[Document]:
-    """All documents of a source, in the order of the files' names and of the lines in a file.
+    """All documents of a source (see `source_files`), in the order of the files' names and of the lines in a file.
 
-    Args:
-        source: As for `source_files`.
-        text_field: Key of the text in the lines of .jsonl files.
+    `text_field` is the key of the text in the lines of .jsonl files.
 
     Raises:
         ValueError: As for `source_files`; or a .jsonl file cannot be read or has only blank lines.

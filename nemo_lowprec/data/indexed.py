@@ -76,7 +76,7 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
     found = idx.stat().st_size
     with idx.open("rb") as stream:
         header = stream.read(_HEADER_BYTES)
-    if header[:9] != _MAGIC[: len(header[:9])] or not header:
+    if not header or not _MAGIC.startswith(header[:9]):
         raise ValueError(f"{idx} is not a Megatron index (it starts with {header[:9]!r}).")
     if len(header) < _HEADER_BYTES:
         raise ValueError(_truncated(idx, _HEADER_BYTES, found))

@@ -29,14 +29,12 @@ class ResumableLoader:
     rank order, the micro-batches of all ranks are the micro-batches that a single rank would see one after another. An
     epoch leaves out the last samples, fewer than a global batch; every epoch but the first leaves out other samples.
 
-    Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when the loader yields the
-    batch, not when a worker has read the batch. The default random generator of torch is not used.
-
     Epoch 0 has the dataset's own order, which `PackedDataset` has shuffled as Megatron does. The order of every later
     epoch is a permutation drawn from the seed and the number of the epoch.
 
-    The loader wraps a torch DataLoader and is none, so Lightning adds no sampler, whatever `use_distributed_sampler`
-    says.
+    Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when the loader yields the
+    batch, not when a worker has read the batch. The default random generator of torch is not used. The loader wraps a
+    torch DataLoader and is none, so Lightning adds no sampler, whatever `use_distributed_sampler` says.
 
     Args:
         dataset: Map-style, with a length, each sample a dict of tensors.

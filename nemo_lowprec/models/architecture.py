@@ -12,7 +12,8 @@ from nemo_lowprec.arguments import AtLeast0, check_value
 from nemo_lowprec.lines import one_line
 
 _MAX_LAYERS = 10_000
-_MAX_NUMBER = 1e12  # the base of RoPE is the largest number in a config
+_Number = Annotated[float, Ge(0), Le(1e12), "a finite number from 0 to 1e+12"]  # the largest is the base of RoPE
+_Dropout = Annotated[float, Ge(0), Lt(1), "a number from 0 to below 1"]
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _DROPOUTS = ("dropout", "pdrop", "drop")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -70,9 +71,9 @@ def _check_range(label: str, name: str, value: Any) -> None:
     if isinstance(value, int) and not name.endswith(("dropout", "pdrop", "_range")):
         check_value(label, value, Annotated[int, Ge(1), Le(_MAX_LAYERS if name in _LAYERS else 2**31 - 1)])
     if isinstance(value, float):
-        check_value(label, value, Annotated[float, Ge(0), Le(_MAX_NUMBER), f"a finite number from 0 to {_MAX_NUMBER:g}"])
+        check_value(label, value, _Number)
     if isinstance(value, int | float) and name.endswith(_DROPOUTS):
-        check_value(label, value, Annotated[float, Ge(0), Lt(1), "a number from 0 to below 1"])
+        check_value(label, value, _Dropout)
 
 
 def _check_activation(made: Any, prefix: str) -> None:

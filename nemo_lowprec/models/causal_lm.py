@@ -60,6 +60,7 @@ class CausalLM(LightningModule):
     """
 
     model: nn.Module | None
+    _eval_sums: Tensor  # float64 [2]: the loss summed over tokens, and the number of tokens
 
     @checked
     def __init__(
@@ -96,7 +97,6 @@ class CausalLM(LightningModule):
             self._model_type, self._fields = model_type, config
         self.model = None
         self.token_rate = TokenRate()
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)  # loss summed over tokens, number of tokens
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -191,23 +191,23 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
     """Config, weights and index as transformers writes them; returns the number of elements."""
     from transformers.utils import logging
 
-    tied = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}  # equal for tied tensors
+    # Names in the checkpoint, with a number that is equal for tied tensors.
+    tied = {name: id(tensor) for name, tensor in model.state_dict(prefix=_PREFIX, keep_vars=True).items()}
     _check_names(model, saved, tied)
     first: dict[int, str] = {}
-    weights: dict[str, Tensor] = {}
-    names = [_PREFIX + name for name in tied if _PREFIX + name in saved.tensors]
+    kept: dict[str, Tensor] = {}
     # The second name of a tied tensor is only compared, so that its elements are not counted twice.
     again = Cast(cast.name)
-    for key, tensor in saved.read(names):
-        name = key.removeprefix(_PREFIX)
+    for name, tensor in saved.read(name for name in tied if name in saved.tensors):
         one = first.setdefault(tied[name], name)
         if one == name:
-            weights[name] = cast(key, tensor)
-        elif not _same_bits(again(key, tensor), weights[one]):
-            raise ValueError(f"{saved.path} holds other values for {key} than for {_PREFIX + one}, which are tied.")
-    count = sum(tensor.numel() for tensor in weights.values())
+            kept[name] = cast(name, tensor)
+        elif not _same_bits(again(name, tensor), kept[one]):
+            raise ValueError(f"{saved.path} holds other values for {name} than for {one}, which are tied.")
+    count = sum(tensor.numel() for tensor in kept.values())
     # transformers recognises tied weights by their shared storage.
-    weights |= {name: weights[first[number]] for name, number in tied.items()}
+    weights = {name.removeprefix(_PREFIX): kept[first[number]] for name, number in tied.items()}
+    kept.clear()  # transformers frees a weight that is written
     model.to(cast.dtype)
     with ExitStack() as after:
         if logging.is_progress_bar_enabled() and not sys.stderr.isatty():  # a log would get control characters
@@ -218,22 +218,21 @@ def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast)
 
 
 def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) -> None:
-    keys = {_PREFIX + name for name in tied}
-    unexpected = [name for name in saved.tensors if name not in keys]
+    unexpected = [name for name in saved.tensors if name not in tied]
     if unexpected:
         raise ValueError(
             f"{saved.path} holds {abbreviate(unexpected)}, which a {type(model).__name__} does not have: its "
             "hyperparameters say CausalLM, but it is another module."
         )
-    there = {number for name, number in tied.items() if _PREFIX + name in saved.tensors}
-    missing = [_PREFIX + name for name, number in tied.items() if number not in there]
+    there = {number for name, number in tied.items() if name in saved.tensors}
+    missing = [name for name, number in tied.items() if number not in there]
     if missing:
         raise ValueError(f"{saved.path} lacks {abbreviate(missing)} of its {type(model).__name__}.")
-    for name, tensor in model.state_dict().items():
-        found = saved.tensors.get(_PREFIX + name)
+    for name, tensor in model.state_dict(prefix=_PREFIX).items():
+        found = saved.tensors.get(name)
         if found is not None and found.shape != tensor.shape:
             raise ValueError(
-                f"{_PREFIX + name} is {tuple(found.shape)} in {saved.path} and {tuple(tensor.shape)} in the "
+                f"{name} is {tuple(found.shape)} in {saved.path} and {tuple(tensor.shape)} in the "
                 f"{type(model).__name__} of its hyperparameters."
             )
 

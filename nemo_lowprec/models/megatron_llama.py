@@ -30,15 +30,10 @@ _FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_
 
 @dataclass(frozen=True)
 class GptArchitecture:
-    """One architecture in Megatron-core's terms.
+    """One architecture in Megatron-core's terms."""
 
-    Attributes:
-        transformer: the fields of ``TransformerConfig`` that follow from the architecture.
-        gpt: the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``.
-    """
-
-    transformer: dict[str, Any]
-    gpt: dict[str, Any]
+    transformer: dict[str, Any]  # the fields of ``TransformerConfig`` that follow from the architecture
+    gpt: dict[str, Any]  # the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``
 
     def with_vocab_size(self, rows: int) -> GptArchitecture:
         """The same architecture with ``rows`` rows in the embedding and the head; Megatron-core itself pads nothing."""

@@ -29,17 +29,11 @@ _STACKED = re.compile(r"(decoder\.layers)\.(?!\d)(.+)")
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """The weights of one checkpoint; ``read`` loads their values.
+    """The weights of one checkpoint; ``read`` loads their values."""
 
-    Attributes:
-        tensors: tensors by name, of which only shape and dtype may be read.
-        rest: the checkpoint without weights and optimizer states: hyperparameters, the plugin's state.
-        path: path of the checkpoint.
-    """
-
-    tensors: dict[str, Tensor]
-    rest: dict[str, Any]
-    path: Path
+    tensors: dict[str, Tensor]  # by name; only shape and dtype may be read
+    rest: dict[str, Any]  # the checkpoint without weights and optimizer states: hyperparameters, the plugin's state
+    path: Path  # of the checkpoint
     _read: Callable[[dict[str, Tensor]], Iterable[tuple[str, Tensor]]]
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -119,15 +113,19 @@ def _open_megatron(path: Path) -> SavedWeights:
         return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
     def read(wanted: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        tensors = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in stored.values()}
-        read_tensors(CheckedReader(path), tensors, alone=True)
-        full = renamed({name: tensors[key] for name, (key, _) in stored.items()})
+        full = renamed(_read_stored(path, stored))
         for name in wanted:
             yield name, full[name]
 
     kind = max((meta.properties.dtype for _, meta in stored.values()), key=lambda dtype: dtype.itemsize)
     empty = {name: torch.empty(meta.size, dtype=kind, device="meta") for name, (_, meta) in stored.items()}
     return SavedWeights(renamed(empty), rest, path, read)
+
+
+def _read_stored(path: Path, stored: Mapping[str, tuple[str, TensorStorageMetadata]]) -> dict[str, Tensor]:
+    tensors = {key: torch.empty(meta.size, dtype=meta.properties.dtype) for key, meta in stored.values()}
+    read_tensors(CheckedReader(path), tensors, alone=True)
+    return {name: tensors[key] for name, (key, _) in stored.items()}
 
 
 def _unstacked(state: Mapping[str, Tensor], architecture: GptArchitecture) -> dict[str, Tensor]:
