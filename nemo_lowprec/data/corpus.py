@@ -18,20 +18,11 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
-class SourceFile:
-    """One file of a source: its `/`-separated name below the source, where it is, its bytes."""
-
-    name: str
-    path: Path
-    size: int
-
-
-@dataclass(frozen=True)
 class Document:
-    """One text, not yet read.
+    """One text, not yet read; or one file of a source.
 
     Attributes:
-        name: Unique in the corpus: `email/parser.py`, or `shard.jsonl:7` for its line 7 (from 0).
+        name: Unique in the corpus: the path below the source, or `shard.jsonl:7` for its line 7 (from 0).
         group: Documents of one group are never split between training and validation. The name of the file; in a
             source that is one .jsonl file, the document's own name.
         size: Bytes on disk, the JSON around a text included.
@@ -90,7 +81,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
-def source_files(source: str | Path | None = None) -> list[SourceFile]:
+def source_files(source: str | Path | None = None) -> list[Document]:
     """The files of a source, sorted by name; empty and hidden ones are left out.
 
     Args:
@@ -116,10 +107,10 @@ def source_files(source: str | Path | None = None) -> list[SourceFile]:
                 f"{root} is a single text, and nothing of it could be kept for validation: "
                 "pass a folder of text files or a .jsonl file as source."
             )
-        files = [SourceFile(root.name, root, root.stat().st_size)]
-        files = [file for file in files if file.size]
+        file = Document(root.name, root.name, root.stat().st_size, root)
+        files = [file] if file.size else []
     elif root.is_dir():
-        files = list(_walk(root, {"__pycache__"}))
+        files = _walk(root, {"__pycache__"})
         files = [file for file in files if file.name.endswith(".jsonl")] or files
     else:
         raise ValueError(f"The source {root} does not exist: pass a folder of text files or a .jsonl file.")
@@ -128,29 +119,28 @@ def source_files(source: str | Path | None = None) -> list[SourceFile]:
     return files
 
 
-def _walk(root: Path, skipped: set[str]) -> Iterator[SourceFile]:
+def _walk(root: Path, skipped: set[str]) -> list[Document]:
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in skipped and not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file() and (size := path.stat().st_size):
-                found.append(SourceFile(path.relative_to(root).as_posix(), path, size))
-    yield from sorted(found, key=lambda file: file.name)
+                below_root = path.relative_to(root).as_posix()
+                found.append(Document(below_root, below_root, size, path))
+    return sorted(found, key=lambda file: file.name)
 
 
-def listing_fingerprint(files: Sequence[SourceFile]) -> str:
+def listing_fingerprint(files: Sequence[Document]) -> str:
     """SHA-256 (hex) of the files' names and sizes; contents are not read."""
     listing = "".join(f"{file.name}\0{file.size}\n" for file in files)
     return hashlib.sha256(listing.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def list_documents(source: str | Path | None = None, text_field: str = "text") -> list[Document]:
-    """All documents of a source, in the order of the files' names and of the lines in a file.
+    """All documents of a source (see `source_files`), in the order of the files' names and of the lines in a file.
 
-    Args:
-        source: As for `source_files`.
-        text_field: Key of the text in the lines of .jsonl files.
+    `text_field` is the key of the text in the lines of .jsonl files.
 
     Raises:
         ValueError: As for `source_files`; or a .jsonl file cannot be read or has only blank lines.
@@ -158,16 +148,13 @@ def list_documents(source: str | Path | None = None, text_field: str = "text") -
     documents: list[Document] = []
     by_line = source is not None and Path(source).is_file()
     for file in source_files(source):
-        if file.name.endswith(".jsonl"):
-            documents += _list_lines(file, text_field, by_line)
-        else:
-            documents.append(Document(file.name, file.name, file.size, file.path))
+        documents += _list_lines(file, text_field, by_line) if file.name.endswith(".jsonl") else [file]
     if not documents:
         raise ValueError(f"The source {source} has only blank lines: pass one with text in it.")
     return documents
 
 
-def _list_lines(file: SourceFile, text_field: str, by_line: bool) -> Iterator[Document]:
+def _list_lines(file: Document, text_field: str, by_line: bool) -> Iterator[Document]:
     offset = 0
     with _open(file.path) as stream:
         for number, line in enumerate(stream):

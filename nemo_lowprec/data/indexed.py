@@ -1,4 +1,4 @@
-"""Checks that Megatron's .bin/.idx pairs are complete, and opens them.
+"""Checks that Megatron's .bin/.idx pairs are complete, and opens them with Megatron-core.
 
 `PREFIX.bin` holds the token ids of all documents one after another. `PREFIX.idx` holds, in this order and
 little-endian: magic `MMIDIDX\\0\\0`, version 1 (uint64), dtype code (uint8), number of sequences n (uint64), number of
@@ -6,19 +6,47 @@ document bounds d (uint64), n lengths (int32, tokens), n byte offsets into .bin 
 sequence numbers), and for multimodal data n modes (int8).
 """
 
+import importlib
 import struct
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nemo_lowprec.data.megatron import import_megatron, quiet_megatron
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER_BYTES = 34
 _AT_ONCE = 1 << 22  # entries of the index
 _AGAIN = "copy it again, or move it away and prepare the data again."
+
+
+@contextmanager
+def quiet_megatron() -> Iterator[None]:
+    """Hides Megatron-core's warnings about packages that reading data does not need."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+        # Megatron-core's logger (0.19) warns where torch.distributed is not initialized.
+        warnings.filterwarnings("ignore", message="Could not determine (rank|world size)")
+        yield
+
+
+def import_megatron(name: str) -> Any:
+    """Imports `megatron.core.<name>`, such as `datasets.indexed_dataset`, quietly.
+
+    Raises:
+        ImportError: Megatron-core, or a package that it imports (0.19: Triton), is not installed.
+    """
+    with quiet_megatron():
+        try:
+            return importlib.import_module(f"megatron.core.{name}")
+        except ModuleNotFoundError as error:
+            missing = "megatron-core" if error.name in ("megatron", "megatron.core") else error.name
+            raise ImportError(
+                f"Megatron's .bin/.idx data files need Megatron-core, which does not import without {missing} here: "
+                f"pip install {missing}."
+            ) from error
 
 
 def open_indexed(prefix: str | Path) -> Any:
@@ -31,9 +59,8 @@ def open_indexed(prefix: str | Path) -> Any:
         The IndexedDataset, memory-mapped: `dataset[i]` is a 1-D array of the i-th sequence's ids.
 
     Raises:
-        ValueError: A file is missing, is not of this format, holds no tokens or no ids, is truncated or otherwise not
-            as long as the index says, or the index does not describe the sequences one after another. The check reads
-            the whole index, in parts, and the length of .bin.
+        ValueError: A file is missing, is not of this format, holds no tokens or no ids, or is not as long as the index
+            says; or the index, which is read whole, does not describe the sequences one after another.
     """
     prefix = str(prefix)
     indexed_dataset = import_megatron("datasets.indexed_dataset")
@@ -49,7 +76,7 @@ def _check_files(idx: Path, data: Path, dtypes: Any) -> None:
     found = idx.stat().st_size
     with idx.open("rb") as stream:
         header = stream.read(_HEADER_BYTES)
-    if header[:9] != _MAGIC[: len(header[:9])] or not header:
+    if not header or not _MAGIC.startswith(header[:9]):
         raise ValueError(f"{idx} is not a Megatron index (it starts with {header[:9]!r}).")
     if len(header) < _HEADER_BYTES:
         raise ValueError(_truncated(idx, _HEADER_BYTES, found))
@@ -117,4 +144,4 @@ def _check_documents(idx: Path, sequences: int, bounds: int) -> None:
 
 def _truncated(path: Path, expected: int, found: int) -> str:
     state = "truncated" if found < expected else "longer than its index says"
-    return f"{path} is {state}: {expected} bytes expected, {found} found. {_AGAIN[0].upper()}{_AGAIN[1:]}"
+    return f"{path} is {state}: {expected} bytes expected, {found} found. {_AGAIN.capitalize()}"

@@ -5,18 +5,14 @@ epochs: Lightning's epochs end early with `limit_train_batches`, and after a res
 batches. So a resumed run goes on with the next batch, wherever the checkpoint was taken, with any number of workers,
 and at any world size that keeps the global batch size.
 
-`ResumableLoader` has `state_dict` and `load_state_dict`, so Lightning saves and restores the position before the first
-batch. After a checkpoint from the end of an epoch, in a run bounded by epochs, Lightning only tells the sampler the
-epoch; with `limit_train_batches` the epoch is not enough. `TextDataModule` therefore saves the position in its own
-state, and Lightning always restores that state.
-
-`ResumableLoader` wraps a torch DataLoader and is none, so Lightning keeps its sampler, whatever
-`use_distributed_sampler` says.
+Lightning restores the state of a loader before the first batch, but not after a checkpoint from the end of an epoch in
+a run bounded by epochs. `TextDataModule` therefore saves the position in its own state, which Lightning always
+restores.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,59 +22,6 @@ from torch.utils.data.distributed import DistributedSampler
 Batch = dict[str, Tensor]
 
 
-class SizedDataset(Protocol):
-    """A map-style dataset with a length."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def __getitem__(self, index: int) -> Any:
-        """One sample."""
-
-
-class EpochOrder:
-    """The order of the samples in each epoch.
-
-    Epoch 0 is the dataset's own order, which `PackedDataset` has shuffled as Megatron does. Every later epoch is a
-    permutation drawn from the seed and the number of the epoch.
-
-    Args:
-        samples: Number of samples, n.
-        seed: Seed of the permutations.
-    """
-
-    def __init__(self, samples: int, seed: int) -> None:
-        self.samples = samples
-        self.seed = seed
-        self.on_set_epoch: Callable[[int], None] | None = None
-
-    def __call__(self, epoch: int) -> Tensor:
-        """Sample indices of the epoch, int64 of shape [n]."""
-        if epoch == 0:
-            return torch.arange(self.samples)
-        # Not seed + epoch, which would give neighbouring seeds nearly the same epochs.
-        seed = (self.seed * 0x9E3779B97F4A7C15 + epoch) % 2**63
-        return torch.randperm(self.samples, generator=torch.Generator().manual_seed(seed))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of each of its epochs."""
-        if self.on_set_epoch is not None:
-            self.on_set_epoch(epoch)
-
-
-class _Slices:
-    """A batch sampler that yields `size` entries of `order` from each start."""
-
-    def __init__(self, order: Tensor, starts: range, size: int) -> None:
-        self.order, self.starts, self.size = order, starts, size
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (self.order[start : start + self.size].tolist() for start in self.starts)
-
-
 class ResumableLoader:
     """Training batches from a dataset, with a position that is saved and restored.
 
@@ -86,8 +29,12 @@ class ResumableLoader:
     rank order, the micro-batches of all ranks are the micro-batches that a single rank would see one after another. An
     epoch leaves out the last samples, fewer than a global batch; every epoch but the first leaves out other samples.
 
+    Epoch 0 has the dataset's own order, which `PackedDataset` has shuffled as Megatron does. The order of every later
+    epoch is a permutation drawn from the seed and the number of the epoch.
+
     Iterating goes on at the position, also in a second `iter()`. A batch counts as taken when the loader yields the
-    batch, not when a worker has read the batch. The default random generator of torch is not used.
+    batch, not when a worker has read the batch. The default random generator of torch is not used. The loader wraps a
+    torch DataLoader and is none, so Lightning adds no sampler, whatever `use_distributed_sampler` says.
 
     Args:
         dataset: Map-style, with a length, each sample a dict of tensors.
@@ -110,7 +57,7 @@ class ResumableLoader:
 
     def __init__(
         self,
-        dataset: SizedDataset,
+        dataset: Sized,
         micro_batch_size: int,
         seed: int = 0,
         rank: int = 0,
@@ -144,8 +91,7 @@ class ResumableLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.stop_at_epoch_end = stop_at_epoch_end
-        self.sampler = EpochOrder(len(dataset), seed)
-        self.sampler.on_set_epoch = self._start_at_epoch
+        self._seed = seed
         self._in_flight = in_flight
         self._epoch_samples = len(dataset) // global_batch_size * global_batch_size
         self._epoch = self._taken = 0
@@ -166,18 +112,31 @@ class ResumableLoader:
                 return
 
     def _rest_of_epoch(self) -> Iterator[Batch]:
-        first = self.rank * self.batch_size
-        starts = range(
-            first + self._taken, first + self._epoch_samples - self.samples_per_step + 1, self.samples_per_step
-        )
-        batches = _Slices(self.sampler(self._epoch), starts, self.batch_size)
+        order = self._order(self._epoch)[self._taken : self._epoch_samples]
+        steps = order.unfold(0, self.samples_per_step, self.samples_per_step)  # [steps, samples of all ranks]
+        own = steps[:, self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+        batches = (own[step].tolist() for step in range(len(own)))
         for batch in _torch_loader(self._dataset, self.num_workers, self.pin_memory, batch_sampler=batches):
             self._untouched = False
             self._taken += self.samples_per_step
             yield batch
 
-    def _start_at_epoch(self, epoch: int) -> None:
-        # Lightning's epoch counts only until the loader has a position of its own.
+    def _order(self, epoch: int) -> Tensor:
+        """Sample indices of an epoch, int64 of shape [samples]."""
+        samples = len(self._dataset)
+        if epoch == 0:
+            return torch.arange(samples)
+        # Not seed + epoch, which would give neighbouring seeds nearly the same epochs.
+        generator = torch.Generator().manual_seed((self._seed * 0x9E3779B97F4A7C15 + epoch) % 2**63)
+        return torch.randperm(samples, generator=generator)
+
+    @property
+    def sampler(self) -> "ResumableLoader":
+        """The loader, because Lightning calls `sampler.set_epoch` at the start of each of its epochs."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Starts at Lightning's epoch, unless the loader has a position of its own already."""
         if self._untouched:
             self._epoch, self._taken = epoch, 0
 
@@ -186,12 +145,12 @@ class ResumableLoader:
         taken = self._taken
         if self._in_flight is not None:
             taken = max(0, taken - self._in_flight() * self.samples_per_step)
-        return {"epoch": self._epoch, "taken": taken, "samples": self.sampler.samples, "seed": self.sampler.seed}
+        return {"epoch": self._epoch, "taken": taken, "samples": len(self._dataset), "seed": self._seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restores a saved position; warns and ignores a position of other data or of another seed."""
         self._untouched = False
-        here = {"samples": self.sampler.samples, "seed": self.sampler.seed}
+        here = {"samples": len(self._dataset), "seed": self._seed}
         there = {name: state[name] for name in here}
         if here != there:
             warnings.warn(
@@ -204,7 +163,7 @@ class ResumableLoader:
 
 
 def validation_loader(
-    dataset: SizedDataset,
+    dataset: Sized,
     micro_batch_size: int,
     rank: int = 0,
     world_size: int = 1,
@@ -214,10 +173,7 @@ def validation_loader(
     """Whole batches in the dataset's order, from the beginning at each `iter()`.
 
     Every rank gets the same number of batches, because the ranks of a sharded model run each batch together. The last
-    samples, which do not fill a batch on all ranks, are left out.
-
-    Args:
-        dataset, micro_batch_size, rank, world_size, num_workers, pin_memory: As for `ResumableLoader`.
+    samples, which do not fill a batch on all ranks, are left out. The arguments are those of `ResumableLoader`.
 
     Returns:
         A torch DataLoader; on several ranks with a DistributedSampler, which Lightning keeps.
@@ -240,7 +196,7 @@ def validation_loader(
     return _torch_loader(dataset, num_workers, pin_memory, **options)
 
 
-def _torch_loader(dataset: SizedDataset, num_workers: int, pin_memory: bool, **options: Any) -> DataLoader[Batch]:
+def _torch_loader(dataset: Sized, num_workers: int, pin_memory: bool, **options: Any) -> DataLoader[Batch]:
     # A generator of its own: an iterator draws the seed of the workers, and a draw from the default generator would
     # change the dropout after a resume.
     return DataLoader(

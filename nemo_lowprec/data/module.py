@@ -1,5 +1,7 @@
 """The data of a pretraining run as one LightningDataModule."""
 
+from collections.abc import Sized
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Subset
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.data.loader import Batch, ResumableLoader, SizedDataset, validation_loader
+from nemo_lowprec.data.loader import Batch, ResumableLoader, validation_loader
 from nemo_lowprec.data.packed import PackedDataset
 from nemo_lowprec.data.prepare import DEFAULT_VOCAB_SIZE, PreparedData, is_prepared, open_prepared, prepare_data
 from nemo_lowprec.data.tokenizer import check_vocab_size, load_tokenizer
@@ -38,9 +40,8 @@ class TextDataModule(LightningDataModule):
         validation_fraction: Fraction of the source's files that preparing keeps for validation; None: the fraction of
             the prepared data, or 0.02.
         max_bytes: Bytes of the source that preparing takes; None: as the data are prepared, or all.
-        train_prefix: Path, without the ending, of existing Megatron or NeMo .bin/.idx training data to use in place of
-            `data_dir`.
-        validation_prefix: Path, without the ending, of the validation data.
+        train_prefix, validation_prefix: Paths, without the ending, of existing Megatron or NeMo .bin/.idx data to use
+            in place of `data_dir`.
         validation_samples: Largest number of samples to validate on, a random choice, the same for every seed; None:
             all samples.
         pin_memory: Whether batches come in page-locked memory; None: where there is a GPU.
@@ -68,7 +69,14 @@ class TextDataModule(LightningDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
-        self._prefixes = _check_prefixes(train_prefix, validation_prefix, source, max_bytes)
+        if (train_prefix is None) != (validation_prefix is None):
+            raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
+        self._prefixes = None if train_prefix is None else (str(train_prefix), str(validation_prefix))
+        if self._prefixes is not None and (source is not None or max_bytes is not None):
+            raise ValueError(
+                "source and max_bytes are for preparing data, and train_prefix names data that are prepared: pass one "
+                "or the other."
+            )
         if self._prefixes is None and vocab_size is not None:
             check_vocab_size(vocab_size)
         self.data_dir = Path(data_dir)
@@ -89,9 +97,8 @@ class TextDataModule(LightningDataModule):
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self.prepared: PreparedData | None = None
         self._vocab_size = vocab_size
-        self._tokenizer: Tokenizer | None = None
         self._train: PackedDataset | None = None
-        self._validation: SizedDataset | None = None
+        self._validation: PackedDataset | None = None
         self._loader: ResumableLoader | None = None
         self._position: dict[str, int] | None = None
 
@@ -109,21 +116,19 @@ class TextDataModule(LightningDataModule):
             return int(self.tokenizer.get_vocab_size())
         return open_prepared(self.data_dir).vocab_size if is_prepared(self.data_dir) else DEFAULT_VOCAB_SIZE
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the data, of the `tokenizers` library; loaded at the first access.
 
         Raises:
             ValueError: The data are not prepared yet, or have no tokenizer.json beside them.
         """
-        if self._tokenizer is None:
-            path = self._tokenizer_file
-            if not path.is_file():
-                raise ValueError(
-                    f"{path} does not exist: call prepare_data() first, or put the tokenizer of the data there."
-                )
-            self._tokenizer = load_tokenizer(path)
-        return self._tokenizer
+        path = self._tokenizer_file
+        if not path.is_file():
+            raise ValueError(
+                f"{path} does not exist: call prepare_data() first, or put the tokenizer of the data there."
+            )
+        return load_tokenizer(path)
 
     def prepare_data(self) -> None:
         """Prepares a missing `data_dir`; Lightning calls this method in one process of each node."""
@@ -150,22 +155,16 @@ class TextDataModule(LightningDataModule):
         validation = PackedDataset(prefixes[1], self.seq_length, 0, self.vocab_size)
         for data in (train, validation):
             data.check_ids()
-        self._validation = validation
-        if self.validation_samples is not None and self.validation_samples < len(validation):
-            self._validation = Subset(validation, range(self.validation_samples))
-        self._train = train
+        self._train, self._validation = train, validation
 
     def agreement(self) -> dict[str, Any]:
         """Values that must be equal on every process: settings, and after `setup` the fingerprints of the corpus."""
-        names = ("vocab_size", "seq_length", "micro_batch_size", "seed", "validation_samples")
-        settings = {name: getattr(self, name) for name in names if name != "vocab_size" or self._train is not None}
-        for name in ("train", "validation"):
-            dataset = getattr(self, f"_{name}")
-            while isinstance(dataset, Subset):
-                dataset = dataset.dataset
-            if dataset is not None:
-                settings[f"{name} corpus"] = dataset.fingerprint
-        return settings
+        names = ("seq_length", "micro_batch_size", "seed", "validation_samples")
+        settings = {name: getattr(self, name) for name in names}
+        if self._train is None or self._validation is None:
+            return settings
+        corpora = {"train corpus": self._train.fingerprint, "validation corpus": self._validation.fingerprint}
+        return {"vocab_size": self.vocab_size, **settings, **corpora}
 
     def train_dataloader(self) -> ResumableLoader | DataLoader[Batch]:
         """Training batches from the restored position on.
@@ -200,7 +199,7 @@ class TextDataModule(LightningDataModule):
         """Validation batches, the same ones each time."""
         self.setup()
         assert self._validation is not None
-        return self._in_order(self._validation)
+        return self._in_order(Subset(self._validation, range(len(self._validation))[: self.validation_samples]))
 
     test_dataloader = val_dataloader
 
@@ -213,7 +212,7 @@ class TextDataModule(LightningDataModule):
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self._position = state_dict.get("position")
 
-    def _in_order(self, dataset: SizedDataset) -> DataLoader[Batch]:
+    def _in_order(self, dataset: Sized) -> DataLoader[Batch]:
         rank, world_size = self._shard()
         return validation_loader(dataset, self.micro_batch_size, rank, world_size, self.num_workers, self.pin_memory)
 
@@ -229,16 +228,3 @@ class TextDataModule(LightningDataModule):
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.ready - progress.processed)
-
-
-def _check_prefixes(train: Any, validation: Any, source: Any, max_bytes: int | None) -> tuple[str, str] | None:
-    if train is None and validation is None:
-        return None
-    if train is None or validation is None:
-        raise ValueError("Pass both train_prefix and validation_prefix, or neither.")
-    if source is not None or max_bytes is not None:
-        raise ValueError(
-            "source and max_bytes are for preparing data, and train_prefix names data that are prepared: pass one or "
-            "the other."
-        )
-    return str(train), str(validation)

@@ -81,10 +81,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Sample `index` of the shuffled order."""
-        start = int(self._samples[index]) * self.seq_length
-        window = self._window(start, start + self.seq_length + 1)
-        self._check_ids(window)
-        tokens = torch.from_numpy(window)
+        tokens = torch.from_numpy(self._tokens(int(self._samples[index])))
         return {"input_ids": tokens[:-1].clone(), "labels": tokens[1:].clone()}
 
     def check_ids(self) -> None:
@@ -94,22 +91,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             ValueError: An id is below 0 or not below `vocab_size`.
         """
         for sample in np.linspace(0, len(self) - 1, min(len(self), _CHECKED), dtype=np.int64):
-            start = int(sample) * self.seq_length
-            self._check_ids(self._window(start, start + self.seq_length + 1))
+            self._tokens(int(sample))
 
-    def _check_ids(self, tokens: np.ndarray) -> None:
-        if self.vocab_size is None:
-            return
-        if (largest := int(tokens.max())) >= self.vocab_size:
-            raise ValueError(
-                f"{self.prefix} has id {largest}, which is not below vocab_size={self.vocab_size}: pass the vocab_size "
-                "of the tokenizer that made the data."
-            )
-        if (smallest := int(tokens.min())) < 0:
-            raise ValueError(f"{self.prefix}.bin has id {smallest}: ids are not negative. Prepare the data again.")
-
-    def _window(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the stream of shuffled documents, int64."""
+    def _tokens(self, sample: int) -> np.ndarray:
+        """The seq_length + 1 tokens of a sample in the order of the stream, int64, with checked ids."""
+        start = sample * self.seq_length
+        stop = start + self.seq_length + 1
         parts = []
         position = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
@@ -121,4 +108,12 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
                 parts.append(self.data.get(document, offset=offset, length=length))
             start += length
             position += 1
-        return np.concatenate(parts, dtype=np.int64)
+        tokens = np.concatenate(parts, dtype=np.int64)
+        if self.vocab_size is not None and (largest := int(tokens.max())) >= self.vocab_size:
+            raise ValueError(
+                f"{self.prefix} has id {largest}, which is not below vocab_size={self.vocab_size}: pass the vocab_size "
+                "of the tokenizer that made the data."
+            )
+        if self.vocab_size is not None and (smallest := int(tokens.min())) < 0:
+            raise ValueError(f"{self.prefix}.bin has id {smallest}: ids are not negative. Prepare the data again.")
+        return tokens

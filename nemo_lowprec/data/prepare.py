@@ -9,19 +9,21 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from nemo_lowprec.arguments import checked
-from nemo_lowprec.checkpoint.writing import raise_not_written, writing
+from nemo_lowprec.checkpoint.writing import writing
 from nemo_lowprec.data.corpus import (
     Document,
     in_hash_order,
@@ -31,9 +33,7 @@ from nemo_lowprec.data.corpus import (
     source_files,
     split_documents,
 )
-from nemo_lowprec.data.indexed import open_indexed
-from nemo_lowprec.data.megatron import import_megatron
-from nemo_lowprec.data.progress import progress_bar
+from nemo_lowprec.data.indexed import import_megatron, open_indexed
 from nemo_lowprec.data.tokenizer import (
     END_OF_DOCUMENT,
     MIN_VOCAB_SIZE,
@@ -56,17 +56,11 @@ _DEFAULTS: dict[str, Any] = {
     "text_field": "text",
     "tokenizer_bytes": 8_000_000,
 }
-_NOTHING_LEFT = "; nothing is left of it."
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A folder of prepared data, as its `prepared.json` describes it.
-
-    Attributes:
-        path: The folder.
-        record: The contents of `prepared.json`.
-    """
+    """A folder of prepared data at `path`; `record` is the contents of its `prepared.json`."""
 
     path: Path
     record: dict[str, Any]
@@ -160,38 +154,34 @@ def prepare_data(
     if max_bytes is not None:
         documents = limit_bytes(documents, max_bytes, seed)
     train, validation = split_documents(documents, arguments["validation_fraction"], seed)
-    with writing(target, _NOTHING_LEFT):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, arguments["tokenizer_bytes"])
-        tokenizer.save(str(partial / "tokenizer.json"))
-        record = {
-            "format": _FORMAT,
-            "arguments": arguments,
-            "source_fingerprint": listing_fingerprint(source_files(source)),
-            "vocab_size": tokenizer.get_vocab_size(),
-            "end_of_document": tokenizer.token_to_id(END_OF_DOCUMENT),
-            "train": _write_indexed(partial / "train", tokenizer, train),
-            "validation": _write_indexed(partial / "validation", tokenizer, validation),
-            "versions": {
-                "python": sys.version.split()[0],
-                "tokenizers": version("tokenizers"),
-                "megatron-core": version("megatron-core"),
-            },
-        }
-        (partial / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
-        _make_readable(partial)
-        try:
-            partial.rename(target)
-        except OSError:
-            if not target.is_dir() or not any(target.iterdir()):
-                raise
-            # Another process was faster, or the folder was filled meanwhile.
-            return _reuse(target, path, given)
-    except Exception as error:
-        raise_not_written(target, error, _NOTHING_LEFT)
-        raise
+        with writing(target, "; nothing is left of it."):
+            partial.mkdir(parents=True)
+            tokenizer = _train_tokenizer(in_hash_order(train, seed), vocab_size, arguments["tokenizer_bytes"])
+            tokenizer.save(str(partial / "tokenizer.json"))
+            record = {
+                "format": _FORMAT,
+                "arguments": arguments,
+                "source_fingerprint": listing_fingerprint(source_files(source)),
+                "vocab_size": tokenizer.get_vocab_size(),
+                "end_of_document": tokenizer.token_to_id(END_OF_DOCUMENT),
+                "train": _write_indexed(partial / "train", tokenizer, train),
+                "validation": _write_indexed(partial / "validation", tokenizer, validation),
+                "versions": {
+                    "python": sys.version.split()[0],
+                    "tokenizers": version("tokenizers"),
+                    "megatron-core": version("megatron-core"),
+                },
+            }
+            (partial / _RECORD).write_text(json.dumps(record, indent=2) + "\n")
+            try:
+                partial.rename(target)
+            except OSError:
+                if not target.is_dir() or not any(target.iterdir()):
+                    raise
+                # Another process was faster, or the folder was filled meanwhile.
+                return _reuse(target, path, given)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     prepared = PreparedData(target, record)
@@ -261,26 +251,20 @@ def _reuse(target: Path, source: str | None, given: dict[str, Any]) -> PreparedD
         for name, value in given.items()
         if recorded.get(name) != value
     ]
-    other += _source_difference(prepared.record, source)
+    there = recorded["source"]
+    same_files = there == source
+    if there is not None and source is not None and Path(source).exists():
+        same_files = listing_fingerprint(source_files(source)) == prepared.record["source_fingerprint"]
+    if not same_files and there == source:
+        other.append(f"the files of {source} have changed since")
+    elif not same_files:
+        other.append(f"source is {there!r} there and {source!r} now")
     if other:
         raise ValueError(
             f"{target} was prepared otherwise ({'; '.join(other)}): pass a new folder, or use that one with its own "
             "arguments."
         )
     return prepared
-
-
-def _source_difference(record: dict[str, Any], source: str | None) -> list[str]:
-    recorded = record["arguments"]["source"]
-    if recorded is None and source is None:
-        return []
-    same_path = recorded == source
-    if recorded is not None and source is not None and Path(source).exists():
-        if listing_fingerprint(source_files(source)) == record["source_fingerprint"]:
-            return []
-        if same_path:
-            return [f"the files of {source} have changed since"]
-    return [] if same_path else [f"source is {recorded!r} there and {source!r} now"]
 
 
 def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: int) -> Tokenizer:
@@ -290,21 +274,24 @@ def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: 
             break
         taken.append(document)
         total += document.size
-    with progress_bar("Reading for the tokenizer", total) as advance:
-        texts = (text[:max_bytes] for text in _read(taken, advance, []))
-        # The trainer allocates memory for all ids at once; beyond the 256 bytes, an id takes at least a byte of text.
-        return train_tokenizer(texts, min(vocab_size, MIN_VOCAB_SIZE + total))
+    texts = (text[:max_bytes] for text in _read(taken, "Reading for the tokenizer", []))
+    # The trainer allocates memory for all ids at once; beyond the 256 bytes, an id takes at least a byte of text.
+    return train_tokenizer(texts, min(vocab_size, MIN_VOCAB_SIZE + total))
 
 
-def _read(documents: Iterable[Document], advance: Callable[[int], None], skipped: list[str]) -> Iterator[str]:
-    """The texts of the UTF-8 documents; the names of the other documents are appended to `skipped`."""
-    for document in documents:
-        text = document.read()
-        advance(document.size)
-        if text is None:
-            skipped.append(document.name)
-        elif text:
-            yield text
+def _read(documents: Sequence[Document], task: str, skipped: list[str]) -> Iterator[str]:
+    """The texts of the UTF-8 documents, with a bar on a terminal; names of other documents are added to `skipped`."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        shown = bar.add_task(task, total=sum(document.size for document in documents))
+        for document in documents:
+            text = document.read()
+            bar.advance(shown, document.size)
+            if text is None:
+                skipped.append(document.name)
+            elif text:
+                yield text
 
 
 def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Document]) -> dict[str, Any]:
@@ -314,12 +301,10 @@ def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Docum
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     skipped: list[str] = []
     written = tokens = 0
-    total = sum(document.size for document in documents)
-    with progress_bar(f"Encoding {prefix.name}", total) as advance:
-        for ids in encode_documents(tokenizer, _read(documents, advance, skipped)):
-            builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
-            written += 1
-            tokens += len(ids)
+    for ids in encode_documents(tokenizer, _read(documents, f"Encoding {prefix.name}", skipped)):
+        builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
+        written += 1
+        tokens += len(ids)
     builder.finalize(f"{prefix}.idx")
     if not written:
         raise ValueError(
@@ -327,10 +312,3 @@ def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Docum
             f"{documents[0].name}): convert them, or pass another source."
         )
     return {"documents": written, "tokens": tokens, "not_utf8": skipped}
-
-
-def _make_readable(folder: Path) -> None:
-    """Gives a folder of mkdtemp (0700) the permissions of an ordinary new folder."""
-    mask = os.umask(0)
-    os.umask(mask)
-    folder.chmod(0o777 & ~mask)

@@ -98,17 +98,13 @@ def load_transformers_tokenizer(path: Path) -> Any:
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
     """The ids of each text in order, with the end of a document appended; uses all cores.
 
-    The characters `<|endoftext|>` in a text are encoded as characters, never as the end of a document.
+    The tokenizer then encodes the characters `<|endoftext|>` in a text as characters, not as the end of a document.
     """
     end = tokenizer.get_vocab()[END_OF_DOCUMENT]
-    before = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True
-    try:
-        for batch in _batches(texts, characters=1 << 21):
-            for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-                yield [*encoding.ids, end]
-    finally:
-        tokenizer.encode_special_tokens = before
+    for batch in _batches(texts, characters=1 << 21):
+        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            yield [*encoding.ids, end]
 
 
 def _batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:

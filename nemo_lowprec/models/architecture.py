@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, Lt, MinLen
 
 from nemo_lowprec.arguments import AtLeast0, check_value
 from nemo_lowprec.lines import one_line
 
 _MAX_LAYERS = 10_000
-_MAX_NUMBER = 1e12  # the base of RoPE is the largest number in a config
+_Number = Annotated[float, Ge(0), Le(1e12), "a finite number from 0 to 1e+12"]  # the largest is the base of RoPE
+_Dropout = Annotated[float, Ge(0), Lt(1), "a number from 0 to below 1"]
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _DROPOUTS = ("dropout", "pdrop", "drop")
 _TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -57,12 +57,8 @@ def check_architecture(model_type: str, fields: Mapping[str, Any], prefix: str =
     _check_activation(made, prefix)
 
 
-def _names(kind: type) -> set[str]:
-    if dataclasses.is_dataclass(kind):
-        names = {field.name for field in dataclasses.fields(kind)}
-    else:
-        names = {*inspect.signature(kind.__init__).parameters} - {"self", "kwargs", "args"}  # type: ignore[misc]
-    return names | set(getattr(kind, "attribute_map", {}))
+def _names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
 
 
 def _check_range(label: str, name: str, value: Any) -> None:
@@ -73,15 +69,11 @@ def _check_range(label: str, name: str, value: Any) -> None:
         check_value(label, value, AtLeast0 | Annotated[list[AtLeast0], MinLen(1), "a list of them"])
         return
     if isinstance(value, int) and not name.endswith(("dropout", "pdrop", "_range")):
-        top = _MAX_LAYERS if name in _LAYERS else 2**31 - 1
-        if not 1 <= value <= top:
-            raise ValueError(f"{label}={value!r} must be an integer from 1 to {top}.")
+        check_value(label, value, Annotated[int, Ge(1), Le(_MAX_LAYERS if name in _LAYERS else 2**31 - 1)])
     if isinstance(value, float):
-        check_value(label, value, float)
-        if not 0 <= value <= _MAX_NUMBER:
-            raise ValueError(f"{label}={value!r} must be a number from 0 to {_MAX_NUMBER:g}.")
-    if isinstance(value, int | float) and name.endswith(_DROPOUTS) and not 0 <= value < 1:
-        raise ValueError(f"{label}={value!r} must be a number from 0 to below 1.")
+        check_value(label, value, _Number)
+    if isinstance(value, int | float) and name.endswith(_DROPOUTS):
+        check_value(label, value, _Dropout)
 
 
 def _check_activation(made: Any, prefix: str) -> None:

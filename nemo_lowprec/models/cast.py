@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_NAMES = {dtype: name.upper() for name, dtype in DTYPES.items()}
 _CHUNK = 1 << 20  # elements compared at a time, so that temporaries stay in the cache
 
 
@@ -46,7 +47,7 @@ class Cast:
             return tensor.contiguous()
         if tensor.dtype.itemsize < 2:
             raise ValueError(f"{name} is {tensor.dtype}: bare FP8 without its scale is no weight that can be exported.")
-        kind = _name_of(tensor.dtype)
+        kind = _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
         self.found[kind] = self.found.get(kind, 0) + tensor.numel()
         exact = tensor.contiguous()
         out = exact if exact.dtype == self.dtype else torch.empty(exact.shape, dtype=self.dtype)
@@ -82,8 +83,3 @@ class Cast:
         wider = "bf16" if largest <= torch.finfo(torch.bfloat16).max and self.name == "fp16" else "fp32"
         text = f"{name} reaches {largest:g}, beyond {torch.finfo(self.dtype).max:g}, the largest of {self.name.upper()}"
         return f"{text}." if self.name == "fp32" else f"{text}: use --dtype {wider} (dtype={wider!r} in Python)."
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    known = {own: name.upper() for name, own in DTYPES.items()}
-    return known.get(dtype, str(dtype).removeprefix("torch."))

@@ -46,8 +46,7 @@ class CausalLM(LightningModule):
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
         weight_decay: of matrices, embeddings included; biases and norms do not decay.
-        betas: AdamW's.
-        eps: AdamW's.
+        betas, eps: AdamW's.
         warmup_steps: optimizer steps of linear warm-up; None: a tenth of the run, at most 2,000.
         schedule_steps: optimizer steps until ``min_lr``; None: the Trainer's whole run.
         fused: torch's fused AdamW; None: where the parameters are on a GPU.
@@ -61,6 +60,7 @@ class CausalLM(LightningModule):
     """
 
     model: nn.Module | None
+    _eval_sums: Tensor  # float64 [2]: the loss summed over tokens, and the number of tokens
 
     @checked
     def __init__(
@@ -97,8 +97,6 @@ class CausalLM(LightningModule):
             self._model_type, self._fields = model_type, config
         self.model = None
         self.token_rate = TokenRate()
-        self._eval_loss: Tensor | None = None
-        self._eval_tokens: Tensor | None = None
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +146,10 @@ class CausalLM(LightningModule):
         fields = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         check_architecture(self._model_type, {**self._fields, "vocab_size": vocab_size})
         config = AutoConfig.for_model(self._model_type, **{**fields, **self._fields, "vocab_size": vocab_size})
-        self._check_positions(config)
+        sequence = getattr(self._datamodule(), "seq_length", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        if sequence is not None and positions is not None and sequence > positions:
+            raise ValueError(f"Samples of {sequence} tokens are longer than the model's {positions} positions.")
         return config
 
     def _build(self, auto: Any, config: Any) -> nn.Module:
@@ -179,12 +180,6 @@ class CausalLM(LightningModule):
             raise ValueError(f"vocab_size={wanted} is too small for the data, whose tokenizer has {data} ids.")
         self.hparams["vocab_size"] = wanted
         return wanted if wanted == fixed else math.ceil(wanted / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-
-    def _check_positions(self, config: Any) -> None:
-        sequence = getattr(self._datamodule(), "seq_length", None)
-        positions = getattr(config, "max_position_embeddings", None)
-        if sequence is not None and positions is not None and sequence > positions:
-            raise ValueError(f"Samples of {sequence} tokens are longer than the model's {positions} positions.")
 
     def _datamodule(self) -> Any:
         return getattr(self._trainer, "datamodule", None)
@@ -233,23 +228,17 @@ class CausalLM(LightningModule):
             self.log("train/tokens_per_sec", rate * data_parallel_size(self.trainer), prog_bar=True)
 
     def _end_eval(self, stage: str) -> None:
-        reduce = self.trainer.strategy.reduce
-        loss = reduce(self._eval_loss, reduce_op="sum") / reduce(self._eval_tokens, reduce_op="sum").clamp(min=1)
+        total, tokens = self.trainer.strategy.reduce(self._eval_sums, reduce_op="sum")
+        loss = total / tokens.clamp(min=1)
         self.log(f"{stage}/loss", loss.float(), prog_bar=True)
         self.log(f"{stage}/perplexity", loss.exp().float())
 
     def on_validation_start(self) -> None:
         self.token_rate.pause()
-
-    def on_validation_epoch_start(self) -> None:
-        self._eval_loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._eval_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._eval_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        assert self._eval_loss is not None and self._eval_tokens is not None
-        total, tokens = self._loss_sum(batch)
-        self._eval_loss += total
-        self._eval_tokens += tokens
+        self._eval_sums += torch.stack([value.double() for value in self._loss_sum(batch)])
 
     def on_validation_epoch_end(self) -> None:
         self._end_eval("val")
@@ -257,7 +246,7 @@ class CausalLM(LightningModule):
     def on_validation_end(self) -> None:
         self.token_rate.resume()
 
-    on_test_epoch_start = on_validation_epoch_start
+    on_test_start = on_validation_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:

@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.checkpoint.dcp_folder import write_checksums
-from nemo_lowprec.checkpoint.writing import raise_not_written, sync_file
+from nemo_lowprec.checkpoint.writing import sync_file, writing
 from nemo_lowprec.data.tokenizer import load_transformers_tokenizer
 from nemo_lowprec.lines import abbreviate, pair_lines
 from nemo_lowprec.models.cast import Cast
@@ -119,29 +119,25 @@ def export_checkpoint(
     model = _model_of(hparams) if isinstance(hparams, Mapping) and hparams.keys() >= _OWN else None
     if model is None and tokenizer is not None:
         raise ValueError(f"{checkpoint} is of no CausalLM, and a tokenizer beside it has no use: leave it out.")
-    level = _level_of(saved)
+    plugin = saved.rest.get(LowPrecision.__qualname__)
+    level = CHART.get(plugin.get("level", "")) if isinstance(plugin, dict) else None
     source = _source(level)
     metadata = {"level": level.name if level else "unknown", "source": source, "dtype": dtype}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        if tokenizer is not None:
-            _write_tokenizer(part, model, tokenizer)
-        if model is not None:
-            written = _write_transformers(part, model, saved, cast)
-        else:
-            written = _write_bare(part, saved, cast)
-        for file in part.glob("*.safetensors"):
-            _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
-        files = sorted(part.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
-        write_checksums(part, [file.name for file in files])
-        _sync(part)
-        part.rename(target)
-    except Exception as error:
-        raise_not_written(out, error, "; nothing is left of it.")
-        raise
+        with writing(out, "; nothing is left of it."):
+            part.mkdir(parents=True)
+            if tokenizer is not None:
+                _write_tokenizer(part, model, tokenizer)
+            written = _write_bare(part, saved, cast) if model is None else _write_transformers(part, model, saved, cast)
+            files = sorted(part.glob("*.safetensors"))
+            for file in files:
+                _add_metadata(file, {f"nemo_lowprec.{key}": value for key, value in metadata.items()})
+            size = sum(file.stat().st_size for file in files)
+            write_checksums(part, [file.name for file in files])
+            _sync(part)
+            part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return ExportResult(
@@ -161,11 +157,6 @@ def export_checkpoint(
 
 
 # The checkpoint
-
-
-def _level_of(saved: SavedWeights) -> PrecisionLevel | None:
-    state = saved.rest.get(LowPrecision.__qualname__)
-    return CHART.get(state.get("level", "")) if isinstance(state, dict) else None
 
 
 def _source(level: PrecisionLevel | None) -> str:
@@ -198,66 +189,50 @@ def _model_of(hparams: Mapping[str, Any]) -> Any:
 
 def _write_transformers(part: Path, model: Any, saved: SavedWeights, cast: Cast) -> int:
     """Config, weights and index as transformers writes them; returns the number of elements."""
-    tied = _tied_names(model)
+    from transformers.utils import logging
+
+    # Names in the checkpoint, with a number that is equal for tied tensors.
+    tied = {name: id(tensor) for name, tensor in model.state_dict(prefix=_PREFIX, keep_vars=True).items()}
     _check_names(model, saved, tied)
     first: dict[int, str] = {}
-    weights: dict[str, Tensor] = {}
-    names = [_PREFIX + name for name in tied if _PREFIX + name in saved.tensors]
+    kept: dict[str, Tensor] = {}
     # The second name of a tied tensor is only compared, so that its elements are not counted twice.
     again = Cast(cast.name)
-    for key, tensor in saved.read(names):
-        name = key.removeprefix(_PREFIX)
+    for name, tensor in saved.read(name for name in tied if name in saved.tensors):
         one = first.setdefault(tied[name], name)
         if one == name:
-            weights[name] = cast(key, tensor)
-        elif not _same_bits(again(key, tensor), weights[one]):
-            raise ValueError(f"{saved.path} holds other values for {key} than for {_PREFIX + one}, which are tied.")
-    count = sum(tensor.numel() for tensor in weights.values())
+            kept[name] = cast(name, tensor)
+        elif not _same_bits(again(name, tensor), kept[one]):
+            raise ValueError(f"{saved.path} holds other values for {name} than for {one}, which are tied.")
+    count = sum(tensor.numel() for tensor in kept.values())
     # transformers recognises tied weights by their shared storage.
-    weights |= {name: weights[first[number]] for name, number in tied.items()}
+    weights = {name.removeprefix(_PREFIX): kept[first[number]] for name, number in tied.items()}
+    kept.clear()  # transformers frees a weight that is written
     model.to(cast.dtype)
-    with _bars_on_terminals():
+    with ExitStack() as after:
+        if logging.is_progress_bar_enabled() and not sys.stderr.isatty():  # a log would get control characters
+            logging.disable_progress_bar()
+            after.callback(logging.enable_progress_bar)
         model.save_pretrained(part, state_dict=weights, max_shard_size=_MAX_SHARD_SIZE)
     return count
 
 
-@contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """Show transformers' progress bars on a terminal only, because a log would get control characters."""
-    from transformers.utils import logging
-
-    hidden = logging.is_progress_bar_enabled() and not sys.stderr.isatty()
-    if hidden:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if hidden:
-            logging.enable_progress_bar()
-
-
-def _tied_names(model: nn.Module) -> dict[str, int]:
-    """Names of the model's ``state_dict``, with a number that is equal for tied tensors."""
-    return {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
 def _check_names(model: nn.Module, saved: SavedWeights, tied: dict[str, int]) -> None:
-    keys = {_PREFIX + name for name in tied}
-    unexpected = [name for name in saved.tensors if name not in keys]
+    unexpected = [name for name in saved.tensors if name not in tied]
     if unexpected:
         raise ValueError(
             f"{saved.path} holds {abbreviate(unexpected)}, which a {type(model).__name__} does not have: its "
             "hyperparameters say CausalLM, but it is another module."
         )
-    there = {number for name, number in tied.items() if _PREFIX + name in saved.tensors}
-    missing = [_PREFIX + name for name, number in tied.items() if number not in there]
+    there = {number for name, number in tied.items() if name in saved.tensors}
+    missing = [name for name, number in tied.items() if number not in there]
     if missing:
         raise ValueError(f"{saved.path} lacks {abbreviate(missing)} of its {type(model).__name__}.")
-    for name, tensor in model.state_dict().items():
-        found = saved.tensors.get(_PREFIX + name)
+    for name, tensor in model.state_dict(prefix=_PREFIX).items():
+        found = saved.tensors.get(name)
         if found is not None and found.shape != tensor.shape:
             raise ValueError(
-                f"{_PREFIX + name} is {tuple(found.shape)} in {saved.path} and {tuple(tensor.shape)} in the "
+                f"{name} is {tuple(found.shape)} in {saved.path} and {tuple(tensor.shape)} in the "
                 f"{type(model).__name__} of its hyperparameters."
             )
 

@@ -29,16 +29,13 @@ class MegatronGPT(CausalLM):
     batch, and ``train/grad_norm`` its gradient's norm before clipping.
 
     Args:
-        preset: an architecture of ``models/presets.py``.
+        preset, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps,
+            activation_checkpointing: as in ``CausalLM``.
         model_type: transformers' name of another architecture of the family: ``llama``, ``mistral``, ``qwen2``,
             ``qwen3``.
-        config: fields of the transformers config, on top of the preset's.
-        vocab_size: ids of the tokenizer; as in ``CausalLM``.
         weights: folder of a transformers model to start from; None: Megatron-core's own random weights.
         transformer: further fields of TransformerConfig, such as ``recompute_granularity``; not the fields that the
             plugin sets for the level, or the strategy for the parallel sizes.
-        lr, min_lr, weight_decay, betas, eps, warmup_steps, schedule_steps: as in ``CausalLM``.
-        activation_checkpointing: recompute each layer in backward in place of keeping its activations.
         init_seed: seed of the random weights.
 
     Raises:
@@ -157,11 +154,9 @@ class MegatronGPT(CausalLM):
 
 
 def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequence: int | None) -> None:
-    """Raise ValueError where layers or sequences do not divide among the processes.
+    """Raise ValueError where layers, or samples of ``sequence`` tokens (None: unknown), do not divide among processes.
 
-    Args:
-        fields: of TransformerConfig.
-        sequence: tokens of a sample; None if the data module has no ``seq_length``.
+    ``fields`` are those of TransformerConfig.
     """
     layers, stages = architecture.transformer["num_layers"], fields["pipeline_model_parallel_size"]
     parts = stages * (fields["virtual_pipeline_model_parallel_size"] or 1)
@@ -180,12 +175,7 @@ def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequen
 
 
 def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
-    """Copy the values of the whole GPTModel into this process's part.
-
-    Args:
-        part: a GPTModel, before it is wrapped.
-        full: the whole model's parameters under Megatron-core's names, of any float dtype.
-    """
+    """Copy the whole GPTModel's parameters, of any float dtype, into this process's part, before it is wrapped."""
     from megatron.core import parallel_state
 
     from nemo_lowprec.megatron.chunks import start_from
@@ -201,7 +191,8 @@ def load_weights(part: nn.Module, full: Mapping[str, Tensor]) -> None:
 
 def _read(folder: Path) -> dict[str, Tensor]:
     """The weights of a transformers model on the disk, mapped into memory."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -212,8 +203,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
     check_sums(folder, [path.name for path in files])  # in a folder of nemo-lowprec export
     for path in files:
         try:
-            with safe_open(path, framework="pt") as file:
-                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            state |= load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged, or cut short: {error}. Copy it again.") from error
     return state

@@ -17,25 +17,23 @@ _FAMILY: dict[str, dict[str, bool]] = {
     "qwen3": {"qk_layernorm": True},
 }
 
+# Fields of a transformers config that GPTModel follows at one value only.
+_PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
+
 # RotaryEmbedding of Megatron-core (0.16 to 0.19) takes the factor only, and has these values fixed.
 _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
-# Fused kernels, no part of the architecture: SwiGLU and residual addition are compiled by torch; RoPE is Transformer
-# Engine's kernel, which rotates in FP32 whatever the dtype of queries and keys.
+# Fused kernels, on by default and no part of the architecture: SwiGLU and residual addition are compiled by torch; RoPE
+# is Transformer Engine's kernel, which rotates in FP32 whatever the dtype of queries and keys.
 _FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
 
 
 @dataclass(frozen=True)
 class GptArchitecture:
-    """One architecture in Megatron-core's terms.
+    """One architecture in Megatron-core's terms."""
 
-    Attributes:
-        transformer: the fields of ``TransformerConfig`` that follow from the architecture.
-        gpt: the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``.
-    """
-
-    transformer: dict[str, Any]
-    gpt: dict[str, Any]
+    transformer: dict[str, Any]  # the fields of ``TransformerConfig`` that follow from the architecture
+    gpt: dict[str, Any]  # the arguments of ``GPTModel`` that follow from the architecture, with ``vocab_size``
 
     def with_vocab_size(self, rows: int) -> GptArchitecture:
         """The same architecture with ``rows`` rows in the embedding and the head; Megatron-core itself pads nothing."""
@@ -55,7 +53,10 @@ def gpt_architecture(hf_config: Any) -> GptArchitecture:
     kind = hf_config.model_type
     if kind not in _FAMILY:
         raise ValueError(f"No GPTModel is made of model_type {kind!r}: {', '.join(_FAMILY)} work.")
-    _check_layers(hf_config)
+    for name, value in _PLAIN.items():
+        found = getattr(hf_config, name, value)
+        if found != value:
+            raise ValueError(f"{name}={found!r} has no counterpart in the GPTModel that is made here: set {value!r}.")
     heads = hf_config.num_attention_heads
     transformer = {
         "num_layers": hf_config.num_hidden_layers,
@@ -86,14 +87,6 @@ def gpt_architecture(hf_config: Any) -> GptArchitecture:
     return GptArchitecture(transformer, gpt)
 
 
-def _check_layers(hf_config: Any) -> None:
-    plain = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "sliding_window": None}
-    for name, value in plain.items():
-        found = getattr(hf_config, name, value)
-        if found != value:
-            raise ValueError(f"{name}={found!r} has no counterpart in the GPTModel that is made here: set {value!r}.")
-
-
 def _rope(rope: dict[str, Any]) -> dict[str, Any]:
     """GPTModel's arguments of transformers' ``rope_parameters``."""
     kind = rope["rope_type"]
@@ -122,7 +115,7 @@ def build_gpt(
     post_process: bool = True,
     vp_stage: int | None = None,
 ) -> Any:
-    """Build this rank's part of the model on its GPU, with Transformer Engine's layers and random weights.
+    """Build this rank's part of the GPTModel on its GPU, with Transformer Engine's layers and random weights.
 
     The caller has initialized ``megatron.core.parallel_state`` and Megatron-core's random states
     (``model_parallel_cuda_manual_seed``). The logits of the last stage have the shape [batch, sequence, vocabulary /
@@ -130,14 +123,10 @@ def build_gpt(
 
     Args:
         architecture: of the whole model.
-        fields: the other fields of ``TransformerConfig``: dtypes, parallel sizes, recomputation. The fusions of
-            SwiGLU, residual and RoPE are on unless a field turns a fusion off.
+        fields: the other fields of ``TransformerConfig``: dtypes, parallel sizes, recomputation, fusions to turn off.
         pre_process: whether the part has the embedding, as the first pipeline stage does.
         post_process: whether the part has the last norm and the head, as the last pipeline stage does.
         vp_stage: index of the virtual pipeline stage; None without virtual stages.
-
-    Returns:
-        A ``GPTModel``.
 
     Raises:
         ValueError: the vocabulary does not divide by the tensor-parallel ranks, or TransformerConfig refuses a value.

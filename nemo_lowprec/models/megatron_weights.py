@@ -21,28 +21,28 @@ from torch import Tensor
 from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.megatron_llama import GptArchitecture
 
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _HF_EMBEDDING, _HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
-# How tensor parallelism splits a parameter, by the end of its name; dimension 0 of a weight is the output.
-_WHOLE = ("layer_norm_weight", "layernorm.weight")
-_DIM_1 = ("linear_proj.weight", "linear_fc2.weight")
-_DIM_0 = ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight")
-_DIM_0_OF_HALVES = ("linear_fc1.weight",)
+# How tensor parallelism splits a parameter, by the end of its name: the dimension (0: a weight's output; None: no
+# split), and the number of equal parts that are split one by one. Queries, key and value of a group are adjacent rows,
+# so ranks that divide the groups get whole groups. With more ranks than groups, Megatron-core splits the rows of a
+# group evenly and gathers the output.
+_SPLITS: dict[tuple[str, ...], tuple[int | None, int]] = {
+    ("layer_norm_weight", "layernorm.weight"): (None, 1),
+    ("linear_proj.weight", "linear_fc2.weight"): (1, 1),
+    ("linear_qkv.weight", "linear_qkv.bias", "word_embeddings.weight", "output_layer.weight"): (0, 1),
+    ("linear_fc1.weight",): (0, 2),
+}
 
 
 @dataclass(frozen=True)
 class _Fused:
-    """One fused parameter: the rows of each source, in order, group by group.
+    """One fused parameter: the rows of each source, in order, group by group."""
 
-    Attributes:
-        sources: shapes of transformers' parameters by name.
-        groups: number of equal parts of every source's rows.
-    """
-
-    sources: Mapping[str, tuple[int, ...]]
-    groups: int = 1
+    sources: Mapping[str, tuple[int, ...]]  # shapes of transformers' parameters by name
+    groups: int = 1  # number of equal parts of every source's rows
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def _layout(architecture: GptArchitecture, vocab_size: int) -> dict[str, _Fused]
     hidden, ffn, head = config["hidden_size"], config["ffn_hidden_size"], config["kv_channels"]
     groups, queries = config["num_query_groups"], config["num_attention_heads"] * head
     qkv = {"q_proj": queries, "k_proj": groups * head, "v_proj": groups * head}
-    layout = {_EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
+    layout = {EMBEDDING: _Fused({_HF_EMBEDDING: (vocab_size, hidden)})}
     for i in range(config["num_layers"]):
         block, attention, mlp = f"model.layers.{i}", f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
         to_attention, to_mlp = f"decoder.layers.{i}.self_attention", f"decoder.layers.{i}.mlp"
@@ -116,7 +116,7 @@ def from_transformers(state: Mapping[str, Tensor], architecture: GptArchitecture
     state = _without_tied_head(state, _HF_HEAD, _HF_EMBEDDING, _HEAD not in layout)
     _check(state, {name: shape for fused in layout.values() for name, shape in fused.sources.items()})
     full = {name: fused.join(state) for name, fused in layout.items()}
-    for name in (_EMBEDDING, _HEAD):
+    for name in (EMBEDDING, _HEAD):
         if name in full and given < rows:
             full[name] = F.pad(full[name], (0, 0, 0, rows - given))
     return full
@@ -130,21 +130,19 @@ def to_transformers(
     Tied embedding and head are one tensor under both names, as in transformers' own. Otherwise no two share memory.
 
     Args:
-        state: the whole GPTModel's parameters. The state of a tied model may have a head, because the last pipeline
-            stage has a head.
-        architecture: architecture of the GPTModel.
+        state: the whole GPTModel's parameters. A tied model may have a head, as its last pipeline stage does.
+        architecture: of the GPTModel.
         vocab_size: rows of the embedding and the head to return; None: all.
 
     Raises:
-        ValueError: a parameter is missing, unexpected or of a wrong shape; a head that should be tied is another;
-            ``vocab_size`` is more than there is.
+        ValueError: as for ``from_transformers``; ``vocab_size`` is more than there is.
     """
     rows = architecture.gpt["vocab_size"]
     wanted = rows if vocab_size is None else vocab_size
     if not 0 < wanted <= rows:
-        raise ValueError(f"vocab_size={vocab_size}, and {_EMBEDDING} has {rows} rows.")
+        raise ValueError(f"vocab_size={vocab_size}, and {EMBEDDING} has {rows} rows.")
     layout = _layout(architecture, rows)
-    state = _without_tied_head(state, _HEAD, _EMBEDDING, _HEAD not in layout)
+    state = _without_tied_head(state, _HEAD, EMBEDDING, _HEAD not in layout)
     _check(state, {name: fused.shape for name, fused in layout.items()})
     out = {source: part for name, fused in layout.items() for source, part in fused.split(state[name]).items()}
     if wanted < rows:
@@ -185,23 +183,16 @@ def part_of(name: str, full: Tensor, tp_rank: int, tp_size: int) -> Tensor:
     Raises:
         ValueError: an unknown name, or a parameter that does not split into ``tp_size`` parts.
     """
-    dim, halves = _split_of(name)
+    found = [split for ends, split in _SPLITS.items() if name.endswith(ends)]
+    if not found:
+        raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")
+    dim, halves = found[0]
     if dim is None:
         return full
     if full.shape[dim] % (halves * tp_size):
         raise ValueError(f"{name} of shape {tuple(full.shape)} does not split over {tp_size} tensor-parallel ranks.")
     parts = [half.chunk(tp_size, dim)[tp_rank] for half in full.chunk(halves, dim)]
     return (torch.cat(parts, dim) if halves > 1 else parts[0]).contiguous()
-
-
-def _split_of(name: str) -> tuple[int | None, int]:
-    """The dimension of the split (None: no split), and the number of equal parts that are split one by one."""
-    # Queries, key and value of a group are adjacent rows, so ranks that divide the groups get whole groups. With more
-    # ranks than groups, Megatron-core splits the rows of a group evenly and gathers the output.
-    for ends, split in ((_WHOLE, (None, 1)), (_DIM_0, (0, 1)), (_DIM_0_OF_HALVES, (0, 2)), (_DIM_1, (1, 1))):
-        if name.endswith(ends):
-            return split
-    raise ValueError(f"{name} is no parameter of a Llama-family GPTModel.")
 
 
 # Pipeline stages: every stage numbers its layers from 0
@@ -213,7 +204,7 @@ def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int)
     Args:
         full: the whole model's parameters.
         names: the parameter names of the stage. A head that ``full`` lacks is tied to the embedding.
-        first_layer: how many layers come before the stage: ``model.decoder.layers[0].layer_number - 1``.
+        first_layer: number of layers before the stage.
 
     Raises:
         ValueError: ``full`` lacks a parameter.
@@ -222,7 +213,7 @@ def of_stage(full: Mapping[str, Tensor], names: Iterable[str], first_layer: int)
     for name in names:
         source = _LAYER.sub(lambda number: str(int(number[0]) + first_layer), name)
         if source == _HEAD and _HEAD not in full:
-            source = _EMBEDDING
+            source = EMBEDDING
         if source not in full:
             raise ValueError(f"The state lacks {source}.")
         found[name] = full[source]

@@ -12,12 +12,8 @@ from torch import nn
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: weight decay applies to matrices, and not to parameters of one dimension (biases, norms).
 
-    This is the rule of Megatron-LM, so weight decay applies to embeddings, too. A tied parameter is listed once, and a
-    frozen parameter is left out.
-
-    Args:
-        module: the module with the parameters; empty groups are dropped.
-        weight_decay: AdamW's decoupled decay for the matrices.
+    This is the rule of Megatron-LM, so weight decay applies to embeddings, too. A tied parameter is listed once. Frozen
+    parameters and empty groups are left out.
     """
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -38,9 +34,6 @@ def warmup_cosine(warmup_steps: int, total_steps: int, floor: float) -> Callable
     The factor rises linearly to 1 over ``warmup_steps`` (the first step has 1/warmup_steps of the peak), falls along
     half a cosine to ``floor`` at ``total_steps``, and stays at ``floor``.
 
-    The result is a plain function, because LambdaLR saves the attributes of a callable object, and a resumed run with
-    another ``max_steps`` would keep the old number of steps.
-
     Args:
         warmup_steps: optimizer steps of the warm-up, 0 for none.
         total_steps: optimizer steps of the run.
@@ -52,6 +45,7 @@ def warmup_cosine(warmup_steps: int, total_steps: int, floor: float) -> Callable
     if warmup_steps < 0 or (warmup_steps and warmup_steps >= total_steps):
         raise ValueError(f"warmup_steps={warmup_steps} must be at least 0 and less than the run's {total_steps} steps.")
 
+    # Not a callable object: LambdaLR would save its attributes, and a resumed run keep the old number of steps.
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps

@@ -16,12 +16,10 @@ class TokenRate:
     """
 
     def __init__(self) -> None:
-        self._tokens = 0
-        self._seconds = 0.0
+        self._tokens = self._total_tokens = 0
+        self._seconds = self._total_seconds = 0.0
         self._started = False
-        self._since: float | None = None
-        self._total_tokens = 0
-        self._total_seconds = 0.0
+        self._since: float | None = None  # the time at which the clock was started; None while the clock is stopped
 
     def add(self, tokens: int) -> None:
         """Counts the tokens of one micro-batch."""
@@ -40,16 +38,15 @@ class TokenRate:
 
     def read(self) -> float | None:
         """Returns the tokens per second since the last reading, and resets the count; None at the first reading."""
-        now = _now()
-        if self._since is not None:
-            self._seconds += now - self._since
+        self.pause()
         rate = None
         if self._started and self._seconds > 0:
             rate = self._tokens / self._seconds
             self._total_tokens += self._tokens
             self._total_seconds += self._seconds
         self._started = True
-        self._tokens, self._seconds, self._since = 0, 0.0, now
+        self._tokens, self._seconds = 0, 0.0
+        self.resume()
         return rate
 
     @property

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_lowprec.data.megatron import import_megatron
+from nemo_lowprec.data.indexed import import_megatron
 from nemo_lowprec.data.prepare import PreparedData, prepare_data
 
 WORDS = ["def", "return", "self", "for", "in", "range", "the", "scale", "überträge", "次元", "\t\n"]

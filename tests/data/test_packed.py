@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_lowprec.data import TextDataModule
-from nemo_lowprec.data.indexed import open_indexed
-from nemo_lowprec.data.megatron import import_megatron
+from nemo_lowprec.data.indexed import import_megatron, open_indexed
 from nemo_lowprec.data.packed import PackedDataset
 
 

@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM
 
 from nemo_lowprec.models import CausalLM, export_checkpoint
 from nemo_lowprec.models.megatron_llama import gpt_architecture
-from nemo_lowprec.models.megatron_saved import is_of_megatron
 from nemo_lowprec.models.megatron_weights import from_transformers
+from nemo_lowprec.models.saved_weights import is_of_megatron
 
 ARGUMENTS = {
     "preset": "llama_tiny", "model_type": None, "config": {"num_hidden_layers": 3, "tie_word_embeddings": False},

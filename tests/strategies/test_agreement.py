@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
 from nemo_lowprec.data import TextDataModule
+from nemo_lowprec.data.indexed import import_megatron
 from nemo_lowprec.data.loader import ResumableLoader
-from nemo_lowprec.data.megatron import import_megatron
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy
 from tests.processes import on_processes
