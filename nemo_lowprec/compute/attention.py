@@ -6,8 +6,7 @@ builds a plan for every new shape, which a run with sequences of many lengths wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,22 +23,17 @@ def check_attention(attention: str, device: torch.device) -> None:
         raise ValueError("attention='cudnn' needs an NVIDIA GPU of compute capability 9.0. Use attention='auto' here.")
 
 
-@contextmanager
-def prefer_attention(attention: str) -> Iterator[None]:
+def prefer_attention(attention: str) -> AbstractContextManager[Any]:
     """Let cuDNN's kernels come first, the others where these cannot."""
-    if attention == "auto":
-        yield
-        return
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        yield
+    return nullcontext() if attention == "auto" else sdpa_kernel(order, set_priority=True)
 
 
 def prefer_attention_in(model: nn.Module, attention: str) -> None:
     """``prefer_attention`` in each forward pass of ``model`` and in its backward pass, for a loop of the user's own."""
     if attention != "auto":
         passes = _Passes(attention)
-        model.register_forward_pre_hook(passes.before_forward, prepend=True)
+        model.register_forward_pre_hook(passes.enter, prepend=True)
         model.register_forward_hook(passes.after_forward, always_call=True)
 
 
@@ -53,12 +47,9 @@ class _Passes:
         self._attention = attention
         self._stack = ExitStack()
 
-    def _enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         self._stack.close()  # of a pass that an exception has ended
         self._stack.enter_context(prefer_attention(self._attention))
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        self._enter()
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.close()
@@ -67,5 +58,5 @@ class _Passes:
                 leaf.register_hook(self._before_backward)
 
     def _before_backward(self, _: Tensor) -> None:
-        self._enter()
+        self.enter()
         after_backward(self._stack.close)

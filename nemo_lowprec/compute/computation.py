@@ -16,13 +16,8 @@ from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
-from nemo_lowprec.compute.convert import (
-    Conversion,
-    convert_layers,
-    gemm_plans,
-    take_fp32_input,
-    take_fp32_input_outside_autocast,
-)
+from nemo_lowprec.compute.convert import Conversion, convert_layers, gemm_plans, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
@@ -90,7 +85,6 @@ class Computation(Column):
         return choose_backend(self.options.backend, self.options.recipe, device)
 
     def install(self, model: nn.Module, training: bool) -> None:
-        """Convert the layers of ``model``."""
         assert self.backend is not None
         self._model = model
         on_cpu = self.device.type == "cpu"
@@ -115,7 +109,7 @@ class Computation(Column):
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
-            self.amaxes.append(TEAmaxes([model]))
+            self.amaxes.append(TEAmaxes(model))
 
     def settle(self) -> None:
         self.own_amaxes.settle(self.device, self._gathered_as)

@@ -1,8 +1,7 @@
 """Convert the layers of a model in place.
 
-Conversion changes the class of a layer and adds a few attributes (``class_swap``). Parents, parameters, hooks and other
-attributes stay; a module with two parents is converted once; a layer that cannot be converted is left as it is, with
-the reason in ``Conversion.kept``.
+Conversion changes the class of a layer and adds a few attributes (``class_swap``). A module with two parents is
+converted once; a layer that cannot be converted is left as it is, with the reason in ``Conversion.kept``.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
-from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
+from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
-from nemo_lowprec.compute.patterns import LowPrecisionLayerNorm, LowPrecisionRMSNorm, apply_patterns, candidates
+from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
@@ -96,27 +96,13 @@ def convert_layers(
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
+            if half_backend is None and _is_conv1d(module):  # which has no form like HalfLinear
+                continue
             if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
-            plan = GemmPlan(half_backend, half, name=item, observers=observers)  # type: ignore[arg-type]
-            if half_backend is not None:
-                _plan(module, weight, plan)
-            elif _is_conv1d(module):
-                continue
-            elif isinstance(module, nn.Linear):
-                swap(module, HalfLinear, half_plan=plan)
-            elif isinstance(module, LowPrecisionMultiheadAttention):
-                module.half_plans[weight] = plan
+            _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
             result.half.append(item)
     return result
-
-
-def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
-    """Let unconverted layers of ``model`` with half weights take FP32 input."""
-    for module in model.modules():
-        cls = fp32_input_class(module, on_cpu)
-        if cls is not None:
-            swap(module, cls)
 
 
 def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
@@ -130,9 +116,9 @@ def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
 
 
 def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
-    """The plans of a converted module by the names of its weights."""
+    """The plans by which backends compute a converted module, by the names of its weights."""
     if isinstance(module, LowPrecisionMultiheadAttention):
-        return module.gemm_plans
+        return {name: plan for name, plan in module.gemm_plans.items() if plan.backend is not None}
     return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
 
 
@@ -152,7 +138,7 @@ def _call_layers(module: nn.Module) -> None:
         if isinstance(module, kind) and getattr(module, name, value) != value:
             swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, half_plans={})
+        swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
@@ -172,7 +158,7 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
         swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
     else:
-        swap(module, LowPrecisionLinear, gemm_plan=plan)
+        swap(module, HalfLinear if plan.backend is None else LowPrecisionLinear, gemm_plan=plan)
 
 
 def _convert_low(
@@ -188,11 +174,10 @@ def _convert_low(
 ) -> None:
     linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
     found = candidates(model)
-    norms = {name: one.module for name, one in found.items() if not one.pattern.is_parent}
+    norms = {name: module for name, (module, patterns) in found.items() if not patterns[0].is_parent}
     refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
-    for name, candidate in found.items():
-        candidate.recognise(refused.get(name))
+    recognised = {name: recognise(*candidate, refused.get(name)) for name, candidate in found.items()}
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -213,9 +198,8 @@ def _convert_low(
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]
-        keys = {f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds}
-        histories.add_all(keys)
-        slots = {key: histories.slots[key] for key in keys}
+        histories.add_all({f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds})
+        slots |= histories.slots
         if weight_scales is not None:
             for item, (_, module, weight) in chosen.items():
                 others = [slots[f"{item}.{kind}"] for kind in kinds]
@@ -227,7 +211,7 @@ def _convert_low(
         _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)
-    apply_patterns(found, refused, backend, result)
+    apply_patterns(model, recognised, refused, backend, result)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.backends.base import is_transformed
-from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, among_rows, wgrad_dtype
+from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
+from nemo_lowprec.compute.double_backward import among_rows
+from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, wgrad_dtype
 
 
 class HalfLinear(nn.Linear):
@@ -23,13 +23,13 @@ class HalfLinear(nn.Linear):
     In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
 
     Attributes:
-        half_plan: announces the operands; None for a layer that was made without ``convert``.
+        gemm_plan: announces the operands; None for a layer that was made without ``convert``.
     """
 
-    half_plan: GemmPlan | None = None
+    gemm_plan: GemmPlan | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias, None, self.half_plan)
+        return half_linear(input, self.weight, self.bias, None, self.gemm_plan)
 
 
 def half_linear(

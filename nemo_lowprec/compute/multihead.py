@@ -8,14 +8,14 @@ nested tensors of ``nn.TransformerEncoder`` bypass the layers of a whole block; 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_lowprec.compute.half_linear import half_linear
-from nemo_lowprec.compute.linear import GemmPlan, _apply
+from nemo_lowprec.compute.linear import GemmPlan, apply_plan
 
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
@@ -29,13 +29,6 @@ def projection_weights(module: nn.MultiheadAttention) -> list[str]:
     return ["in_proj_weight"] if module.in_proj_weight is not None else [f"{x}_proj_weight" for x in "qkv"]
 
 
-class _Planned(NamedTuple):
-    """The attributes of a layer that ``linear._apply`` reads, for a projection without a layer of its own."""
-
-    gemm_plan: GemmPlan
-    training: bool
-
-
 class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose input projections have a ``GemmPlan``. Conversion makes it of torch's module.
 
@@ -44,12 +37,10 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     ``scaled_dot_product_attention``, or with ``need_weights`` the operations of torch's module.
 
     Attributes:
-        gemm_plans: by the name of the weight; a projection without one is computed in half precision.
-        half_plans: announce the operands of the other projections, by the name of the weight.
+        gemm_plans: by the name of the weight; a projection without a backend is computed in half precision.
     """
 
     gemm_plans: dict[str, GemmPlan]
-    half_plans: dict[str, GemmPlan]
 
     def forward(
         self,
@@ -118,9 +109,9 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
     def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
-        if plan is None:
-            return half_linear(x, weight, bias, rows, self.half_plans.get(name))
-        return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
+        if plan is None or plan.backend is None:
+            return half_linear(x, weight, bias, rows, plan)
+        return apply_plan(x, weight, bias, plan, self.training, part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projection in the layout [batch, heads, length, head_dim]."""

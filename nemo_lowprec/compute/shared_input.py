@@ -95,10 +95,10 @@ class _Quantized(NamedTuple):
     columnwise: bool
     delayed: bool
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether the history behind a delayed scale is still in use."""
-        return not (self.delayed and self.operand.slot.cold)
+    def fits(self, key: tuple[Any, ...], rowwise: bool, columnwise: bool) -> bool:
+        """Whether a reader can use ``data``, and the history behind a delayed scale is still in use."""
+        oriented = self.rowwise >= rowwise and self.columnwise >= columnwise
+        return self.key == key and oriented and not (self.delayed and self.operand.slot.cold)
 
 
 class SharedInput:
@@ -113,11 +113,8 @@ class SharedInput:
         self._quantized = _Latest()
         self._gradient = _Latest()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput()  # no engine renews the scales of a copied model
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedInput, ()
+        return SharedInput, ()  # no engine renews the scales of a copied model
 
     def quantize(
         self, backend: Backend, source: Tensor, values: Tensor, operand: Operand, *,
@@ -135,11 +132,9 @@ class SharedInput:
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
-        fits = there is not None and there.key == key and there.rowwise >= rowwise and there.columnwise >= columnwise
-        if there is not None and fits and there.is_valid:
-            first = there.operand
-            if record and operand.slot is not None and first.slot is not None and self._histories is not None:
-                self._histories.share(operand.slot, first.slot)
+        if there is not None and there.fits(key, rowwise, columnwise):
+            if record and self._histories is not None:
+                self._histories.share(operand.slot, there.operand.slot)
             return backend.copy_operand(there.data)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)
@@ -152,7 +147,7 @@ class SharedInput:
         """Hand over the quantized operand of a tensor that the caller has produced; its readers then quantize nothing.
 
         The producer quantizes with the scale of ``operand`` and, where ``record``, has entered the amax into
-        ``operand.slot``. An operand that does not fit a reader's backend, dtype or orientation is not read.
+        ``operand.slot``.
 
         Args:
             backend: the readers' ``gemm_plan.backend``.
@@ -162,8 +157,7 @@ class SharedInput:
             operand: the ``input`` operand of one of the readers.
             shape: (rows, features) that were quantized, rows padded to a multiple of ``backend.row_multiple``.
             dtype: the readers' half dtype, from which the values were rounded.
-            rowwise, columnwise: orientations of ``data``. The forward GEMM reads rowwise data, the weight gradient
-                columnwise data.
+            rowwise, columnwise: orientations of ``data``; a reader that trains needs both.
             record: whether the readers train (``module.training``).
         """
         if not _may_change_unseen(source):

@@ -7,6 +7,8 @@ to half and accumulate in FP32, as tensor cores do. (On CPUs without half-precis
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,6 @@ from nemo_lowprec.formats import (
     BlockScaledMatrix,
     cast,
     compute_amax,
-    compute_scale,
     decode,
     dequantize_blocks,
     quantize_blocks,
@@ -26,19 +27,16 @@ from nemo_lowprec.tensors import Fp8Weight
 
 
 class ReferenceBackend(Backend):
-    """Quantize with ``formats``, multiply in FP32."""
+    """Quantizes with ``formats`` to ``QuantizedOperand``, multiplies in FP32."""
 
     name = "reference"
     row_multiple = 16  # so that the Hadamard blocks of NVFP4's wgrad are whole; zero rows change nothing
-    scalings = frozenset({"delayed", "current", "blockwise", "mxfp8", "nvfp4"})
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
         return None
 
-    def quantize(
-        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
-    ) -> QuantizedOperand:
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         if operand.layout is None:
             part = self._per_tensor(values, operand, record)
             return self._orient(part, rowwise, columnwise)
@@ -48,13 +46,7 @@ class ReferenceBackend(Backend):
         )
 
     def _per_tensor(self, values: Tensor, operand: Operand, record: bool) -> Orientation:
-        amax = compute_amax(values)
-        if operand.slot is not None:
-            if record:
-                operand.slot.record(amax)
-            scale = operand.slot.current_scale(amax)
-        else:
-            scale = compute_scale(amax.reshape(1), operand.fmt.max, operand.margin)
+        scale = operand.scale(compute_amax(values), record)
         return Orientation(cast(values.float() * scale, operand.fmt), scale.reciprocal(), None)
 
     def _blocks(self, values: Tensor, operand: Operand, columnwise: bool) -> Orientation:
@@ -64,10 +56,8 @@ class ReferenceBackend(Backend):
             if columnwise and operand.kind != "weight":
                 values = _hadamard(values.float())
             if operand.kind == "grad_output":
-                device = values.device
-                generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else (
-                    torch.default_generator
-                )  # fmt: skip
+                generators = torch.cuda.default_generators if values.is_cuda else (torch.default_generator,)
+                generator = generators[values.device.index or 0]
         quantized = quantize_blocks(values, operand.fmt, operand.layout, generator)
         return Orientation(quantized.data, quantized.scale_inv, operand.layout)
 
@@ -79,23 +69,15 @@ class ReferenceBackend(Backend):
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
         return self._orient(Orientation(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
 
-    def fprop(
-        self, x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         out = _gemm(x.rowwise, weight.rowwise)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
-    def dgrad(
-        self,
-        grad_output: QuantizedOperand,
-        weight: QuantizedOperand,
-        out_dtype: torch.dtype,
-        total: Tensor | None = None,
-    ) -> Tensor:
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         dx = _gemm(grad_output.rowwise, weight.columnwise)
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
-    def wgrad(self, grad_output: QuantizedOperand, x: QuantizedOperand, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
