@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import cover_new_modules, install_hooks, remove_hooks
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import Widened
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of the parameters that change their storage
+
+
+def is_lazy(param: Tensor) -> bool:
+    """Whether the first batch will give the parameter its shape; it stays FP32."""
+    return isinstance(param, nn.parameter.UninitializedParameter)
 
 
 class HalfStore(WeightStore):
@@ -30,6 +38,10 @@ class HalfStore(WeightStore):
         self._widened = Widened()
         self._came_as = Marks("frozen")  # the dtypes in which frozen parameters came
         self._frozen = ChosenParams(self._came_as.__contains__)
+
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        if training:
+            check_memory(model)
 
     def install(self, model: nn.Module, training: bool) -> None:
         super().install(model, training)

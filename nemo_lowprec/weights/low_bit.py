@@ -24,14 +24,12 @@ from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.averaging import averages_in
 from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
-from nemo_lowprec.weights.half import HalfStore
-from nemo_lowprec.weights.memory import check_memory
+from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
 _ORIGINAL = "_lowprec_original"  # attribute of a parameter in an evaluation: its values before the rounding
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LowBitWeights(HalfStore):
@@ -47,10 +45,23 @@ class LowBitWeights(HalfStore):
         super().__init__(fp8, margin)
         self.reads_as = reads_as
 
+    @torch.no_grad()
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
-        check_low_bit(model)
-        if training:
-            check_memory(model)
+        """Raise ValueError where ``model`` cannot be stored in low precision.
+
+        Raises:
+            ValueError: a complex parameter, a trained FP64 parameter, a parameter with values beyond FP16's range, in
+                a graph that is alive or with a weak reference to it, or an embedding with sparse gradients.
+        """
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"{path} has sparse gradients, which have no low-bit form. Build it with sparse=False."
+                )
+            for own, param in module.named_parameters(recurse=False):
+                if not is_lazy(param):
+                    _check(f"{path}.{own}" if path else own, param, in_fp32=needs_plain_fp32(module))
+        super().check(model, device, training)
 
     def _fp8_params(self) -> list[nn.Parameter]:
         assert self.model is not None
@@ -58,7 +69,7 @@ class LowBitWeights(HalfStore):
         return [param for param in params if param.requires_grad]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
-        if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, QuantizedTensor):
+        if param.dtype not in FLOATS or is_lazy(param) or isinstance(param, QuantizedTensor):
             return
         if not _is_matrix(param) or needs_plain_fp32(module):
             self._widened.add(param)
@@ -168,49 +179,33 @@ class LowBitWeights(HalfStore):
             param.grad_dtype = param.dtype
 
 
-@torch.no_grad()
-def check_low_bit(model: nn.Module) -> None:
-    """Raise ValueError where ``model`` cannot be stored in low precision; changes nothing.
-
-    Raises:
-        ValueError: a complex parameter, a trained FP64 parameter, a parameter with values beyond FP16's range, in a
-            graph that is alive or with a weak reference to it, or an embedding with sparse gradients.
-    """
-    plain: set[int] = set()
-    for name, module in model.named_modules():
-        if needs_plain_fp32(module):
-            plain.update(map(id, module.parameters(recurse=False)))
-        for own, param in module.named_parameters(recurse=False):
-            if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
-                where = f"{name}.{own}" if name else own
-                raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False.")
-    for name, param in model.named_parameters():
-        if _is_lazy(param):
-            continue
-        if param.is_complex():
-            raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
-        if param.dtype == torch.float64 and param.requires_grad:
-            raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
-        if _is_matrix(param) and param.numel() and not param.is_meta and float(compute_amax(param.detach())) > FP16.max:
-            raise ValueError(
-                f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
-                "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
-            )
-        # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-        if _is_matrix(param) and id(param) not in plain and use_count(param) > 2:
-            raise ValueError(
-                f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
-                "Delete these first."
-            )
+def _check(name: str, param: nn.Parameter, in_fp32: bool) -> None:
+    if param.is_complex():
+        raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
+    if param.dtype == torch.float64 and param.requires_grad:
+        raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
+    if not _is_matrix(param):
+        return
+    if param.numel() and not param.is_meta and float(compute_amax(param.detach())) > FP16.max:
+        raise ValueError(
+            f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its weights. "
+            "Use a level with FP32 masters, such as bf16_with_fp8_mixed."
+        )
+    if not in_fp32 and getweakrefs(param):
+        raise ValueError(f"Somebody holds a weak reference to {name}, which cannot change its storage so.")
+    # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
+    if not in_fp32 and use_count(param) > 2:
+        raise ValueError(
+            f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
+            "Delete these first."
+        )
 
 
 def is_stored(param: Tensor) -> bool:
     """Whether a parameter is in low-bit storage: a tensor subclass, or a plain FP16 matrix."""
     if isinstance(param, QuantizedTensor):
         return True
-    return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
+    return not is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -222,13 +217,8 @@ def _stored(values: Tensor, as_master: bool) -> Tensor:
     return BlockScaledTensor.from_float(values, FP16).dequantize() if as_master else values.half().float()
 
 
-def _is_lazy(param: Tensor) -> bool:
-    """Whether the first batch will give the parameter its shape; it stays FP32."""
-    return isinstance(param, nn.parameter.UninitializedParameter)
-
-
 def _is_matrix(param: Tensor) -> bool:
-    return param.dim() > 1 and param.dtype in _FLOATS
+    return param.dim() > 1 and param.dtype in FLOATS
 
 
 def _is_transformer_engine(module: nn.Module) -> bool:
