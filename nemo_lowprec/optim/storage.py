@@ -8,7 +8,7 @@ number of the format, except in blocks of zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -66,7 +66,7 @@ class StateFormats:
         """Format of the state ``name`` of ``param``."""
         if not is_matrix(param) and not (self.vectors and name in ("exp_avg", "exp_avg_sq")):
             return "fp32"
-        found: StateFormat = {f.name: getattr(self, f.name) for f in fields(self)}[name]
+        found: StateFormat = getattr(self, name)
         return found
 
 

@@ -11,8 +11,7 @@ from torch import nn
 class ChosenParams:
     """The parameters of a model that satisfy a condition.
 
-    Holds the modules weakly, and the names of the parameters in the modules. A parameter that the model has replaced
-    is not kept alive.
+    Modules are held weakly, and parameters by name: a parameter that the model has replaced is not kept alive.
 
     Args:
         wanted: the condition. Call ``renew`` where a parameter satisfies it that did not before.

@@ -26,9 +26,8 @@ def is_lazy(param: Tensor) -> bool:
 class HalfStore(WeightStore):
     """Base of ``MasterWeights`` and ``LowBitWeights``, which store parameters in half precision or FP8.
 
-    Args:
-        fp8: names of the parameters that are stored in FP8.
-        margin: FP8 scales are divided by 2**margin.
+    A frozen parameter that the user writes, as an average of other weights, becomes FP32 in ``before_forward``: the
+    next update of the average would be too small for 16 bits.
     """
 
     def __init__(self, fp8: Callable[[], list[str]], margin: int) -> None:

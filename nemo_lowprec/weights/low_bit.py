@@ -7,8 +7,6 @@ updates below 0.0005 of a norm's weight of 1.
 
 A frozen matrix has no master at any level: a BF16 matrix stays BF16, every other one is FP16. A frozen matrix that is
 unfrozen is stored as the trained matrices are. A frozen vector is saved and given back in the dtype in which it came.
-
-Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
 
 from __future__ import annotations
@@ -113,11 +111,7 @@ class LowBitWeights(HalfStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Store parameters that were unfrozen as trained parameters are.
-
-        A frozen parameter that the user writes, as an average of other weights, becomes plain FP32: the next update of
-        the average would be too small for 16 bits.
-        """
+        """Store parameters that were unfrozen as trained parameters are, and frozen ones that were written in FP32."""
         for _, param in self._frozen.of(self.model):
             if param.requires_grad:
                 self._came_as.discard(param)
@@ -135,7 +129,6 @@ class LowBitWeights(HalfStore):
         self._widened.follow()
 
     def note_frozen(self) -> None:
-        """Note the versions of frozen parameters, which the engine has just written."""
         for _, param in self._frozen.of(self.model):
             note_frozen(param)
 
@@ -147,13 +140,11 @@ class LowBitWeights(HalfStore):
     def _to_fp8(self, param: nn.Parameter) -> None:
         self._before_storing(param)
         master = BlockScaledTensor.from_float(_values(param), FP16)
-        reads_as = self.reads_as
-        stored = Fp8Weight.from_float(master.dequantize(), E4M3, reads_as, self._margin, power_of_two=True)
+        stored = Fp8Weight.from_float(master.dequantize(), E4M3, self.reads_as, self._margin, power_of_two=True)
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
         setattr(param, MASTER, master)
 
     def matrices(self) -> Iterator[nn.Parameter]:
-        """The model's parameters in low-bit storage, each once."""
         assert self.model is not None
         return filter(is_stored, self.model.parameters())
 

@@ -133,11 +133,7 @@ class MasterWeights(HalfStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Refresh copies whose masters were written, and give unfrozen parameters their masters.
-
-        A frozen parameter that came in another dtype and that the user writes, as an average of other weights, is FP32
-        from then on: the next update of the average would be too small for a half copy.
-        """
+        """Refresh copies whose masters were written, and give unfrozen parameters their masters."""
         self._widened.follow()
         copies = with_masters(param for _, param in self._copies.of(self.model))
         written = [param for param, master in copies if master_was_written(master) and not was_written(param, master)]
@@ -160,7 +156,6 @@ class MasterWeights(HalfStore):
                 _to_plain(param, master)
 
     def note_frozen(self) -> None:
-        """Note that frozen parameters agree with their original values: both were written together."""
         for param, master in with_masters(param for _, param in self._frozen.of(self.model)):
             if not isinstance(param, Fp8Weight):
                 note(param, master)
@@ -256,10 +251,6 @@ class MasterWeights(HalfStore):
             self._hooks.enter_context(handle)
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
-        """Whether a copy was written through ``.data`` since the last step: a bool scalar on the device.
-
-        Compares all elements at steps 1, 2, 4, 8 and so on, and samples at the other steps.
-        """
         found = with_masters(param for group in optimizer.param_groups for param in group["params"])
         plain = [(p, m) for p, m in found if p not in self._came_as and not isinstance(p, Fp8Weight)]
         pairs = [(p, m) for p, m in plain if not was_written(p, m)]
@@ -271,11 +262,6 @@ class MasterWeights(HalfStore):
         return compared.differ(samples=steps & (steps - 1) != 0)
 
     def refuse_written(self) -> None:
-        """Name the copy that was written through ``.data``.
-
-        Raises:
-            RuntimeError: always.
-        """
         assert self._compared is not None
         name = self._name(self._compared.which())
         raise RuntimeError(

@@ -48,8 +48,7 @@ def remove_hooks(model: nn.Module) -> None:
 def cover_new_modules(model: nn.Module) -> list[Any]:
     """Call ``install_hooks`` for modules that take over parameters of ``model`` later, such as parametrizations.
 
-    Returns:
-        The handles of the two hooks of ``model``.
+    Returns the handles of two hooks of ``model``.
     """
     return [model.register_state_dict_pre_hook(_cover), model.register_load_state_dict_pre_hook(_cover)]
 

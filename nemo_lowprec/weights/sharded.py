@@ -138,7 +138,6 @@ class ShardedWeights(WeightStore):
                 unit.complete = True
 
     def meet_root(self) -> None:
-        """Meet the parameters of the root module, which are gathered around a whole step."""
         assert self.model is not None
         self._before_module(self.model, None)
 
@@ -184,12 +183,10 @@ class ShardedWeights(WeightStore):
         return found
 
     def _fsdp_params(self) -> Iterator[Any]:
-        """FSDP2's record (``FSDPParam``) of each parameter."""
         for _, unit in fsdp_units(self.model) if self.model is not None else ():
             yield from unit.params()
 
     def is_matrix(self, param: Tensor) -> bool:
-        """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
         return self.low_bit and is_stored(local_shard(param))
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
@@ -258,7 +255,6 @@ class _Unit:
 
 
 def _units(model: nn.Module) -> MutableMapping[nn.Module, _Unit]:
-    """The unit of each module of ``model``."""
     from torch.distributed.fsdp import FSDPModule
 
     units: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()
