@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +46,17 @@ class HalfStore(WeightStore):
         super().install(model, training)
         self._training, self._widened = training, Widened(training)
         average_masters()
-        averages = averages_in(model)
-        for module in model.modules():
-            if any(param is not None and id(param) not in averages for param in module._parameters.values()):
+        for module, params in self._own_params():
+            if params:
                 install_hooks(module)
         for hook in cover_new_modules(model):
             self._hooks.enter_context(hook)
+
+    def _own_params(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """(module, its own parameters) of every module, without parameters that are averages of others."""
+        averages = averages_in(self.model)
+        for module in self.model.modules():
+            yield module, [p for p in module._parameters.values() if p is not None and id(p) not in averages]
 
     def _add_frozen(self, param: nn.Parameter) -> None:
         self._came_as.add(param, param.dtype)
@@ -68,7 +73,6 @@ class HalfStore(WeightStore):
     @torch.no_grad()
     def remove(self) -> None:
         """Give the parameters their exact values and their original dtype back."""
-        assert self.model is not None
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         remove_hooks(self.model)
         for param in list(self.stored()):

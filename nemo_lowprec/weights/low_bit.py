@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.tensors import use_count
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
-from nemo_lowprec.weights.averaging import averages_in
 from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.saved_form import MASTER, master_of
@@ -62,7 +61,6 @@ class LowBitWeights(HalfStore):
         super().check(model, device, training)
 
     def _fp8_params(self) -> list[nn.Parameter]:
-        assert self.model is not None
         params = map(self.model.get_parameter, self._fp8())
         return [param for param in params if param.requires_grad]
 
@@ -91,17 +89,14 @@ class LowBitWeights(HalfStore):
 
         ``install`` changes no parameter yet, since other columns may still refuse the model.
         """
-        assert self.model is not None
-        averages = averages_in(self.model)
-        fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
-        for module in self.model.modules():
+        in_fp8 = {id(param) for param in self._fp8_params()}
+        for module, params in self._own_params():
             self._widened.add_statistics(module)
-            for stored in module._parameters.values():
-                if stored is not None and id(stored) not in fp8 and id(stored) not in averages:
-                    self._store(stored, module)
-        for param in fp8.values():
-            if not isinstance(param, Fp8Weight):
-                self._to_fp8(param)
+            for param in params:
+                if id(param) not in in_fp8:
+                    self._store(param, module)
+                elif not isinstance(param, Fp8Weight):
+                    self._to_fp8(param)
         for param in self.matrices():
             master = master_of(param)
             if master is not None and master.device != param.device:
@@ -145,7 +140,6 @@ class LowBitWeights(HalfStore):
         setattr(param, MASTER, master)
 
     def matrices(self) -> Iterator[nn.Parameter]:
-        assert self.model is not None
         return filter(is_stored, self.model.parameters())
 
     stored = matrices

@@ -25,7 +25,6 @@ from nemo_lowprec.compat.modules import call_first
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
-from nemo_lowprec.weights.averaging import averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_fp32
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
@@ -66,7 +65,7 @@ class MasterWeights(HalfStore):
     ) -> None:
         super().__init__(fp8, margin)
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
-        self._copies = ChosenParams(_has_master)
+        self._copies = ChosenParams(lambda param: master_of(param) is not None)
         self._comparisons: WeakKeyDictionary[Optimizer, Comparison] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared: Comparison | None = None
@@ -76,15 +75,13 @@ class MasterWeights(HalfStore):
     def install(self, model: nn.Module, training: bool) -> None:
         """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
         super().install(model, training)
-        averages = averages_in(model)
-        for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
-            for param in own:
+        for module, params in self._own_params():
+            for param in params:
                 if needs_fp32(module):
                     self._widened.add(param)
                 else:
                     self._split(param)
-            if own:
+            if params:
                 self._widened.add_statistics(module)
 
     def _split(self, param: nn.Parameter) -> None:
@@ -119,11 +116,9 @@ class MasterWeights(HalfStore):
     @torch.no_grad()
     def settle(self) -> None:
         """Store the FP8 parameters in FP8, and move the masters of trained parameters to the parameters' device."""
-        assert self.model is not None
-        for name in self._fp8():
-            param = self.model.get_parameter(name)
-            if not isinstance(param, Fp8Weight) and master_of(param) is not None:
-                self._to_fp8(param)
+        for param, master in with_masters(map(self.model.get_parameter, self._fp8())):
+            if not isinstance(param, Fp8Weight):
+                self._to_fp8(param, master)
         for param, master in with_masters(self.model.parameters()):
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)
@@ -166,10 +161,9 @@ class MasterWeights(HalfStore):
             for param in self.stored():
                 self._set_grad_dtype(param)
 
-    def stored(self) -> Iterator[nn.Parameter]:
+    def stored(self) -> list[nn.Parameter]:
         """The model's parameters that have a master, each once."""
-        assert self.model is not None
-        return filter(_has_master, self.model.parameters())
+        return [param for param, _ in with_masters(self.model.parameters())]
 
     @torch.no_grad()
     def refresh(self, params: list[Tensor]) -> None:
@@ -222,9 +216,7 @@ class MasterWeights(HalfStore):
             take_over_written(param, master)
             _to_plain(param, master)
 
-    def _to_fp8(self, param: nn.Parameter) -> None:
-        master = master_of(param)
-        assert master is not None
+    def _to_fp8(self, param: nn.Parameter, master: Tensor) -> None:
         stored = Fp8Weight.from_float(master.to(param.device), E4M3, self.half, self._margin)
         param.grad = None
         forget(param)
@@ -333,10 +325,6 @@ class MasterWeights(HalfStore):
                 del master._copy_of
                 if master in optimizer.state:
                     optimizer.state[param] = optimizer.state.pop(master)
-
-
-def _has_master(param: Tensor) -> bool:
-    return master_of(param) is not None
 
 
 def _to_plain(param: nn.Parameter, master: Tensor) -> None:

@@ -138,7 +138,6 @@ class ShardedWeights(WeightStore):
                 unit.complete = True
 
     def meet_root(self) -> None:
-        assert self.model is not None
         self._before_module(self.model, None)
 
     def _meet(self, module: nn.Module) -> bool:
@@ -165,7 +164,7 @@ class ShardedWeights(WeightStore):
     def named(self) -> dict[str, Any]:
         """The sharded parameters by name, each once, also while whole parameters are in the modules."""
         found: dict[int, tuple[str, Any]] = {}
-        for path, module in self.model.named_modules() if self.model is not None else ():
+        for path, module in self.model.named_modules():
             for name, param in self._sharded.get(module, {}).items():
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
         return dict(found.values())
@@ -183,7 +182,7 @@ class ShardedWeights(WeightStore):
         return found
 
     def _fsdp_params(self) -> Iterator[Any]:
-        for _, unit in fsdp_units(self.model) if self.model is not None else ():
+        for _, unit in fsdp_units(self.model):
             yield from unit.params()
 
     def is_matrix(self, param: Tensor) -> bool:
@@ -192,7 +191,7 @@ class ShardedWeights(WeightStore):
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every parameter that was gathered so far, each once, in the model's order."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for module in self.model.modules() if self.model is not None else ():
+        for module in self.model.modules():
             for name, whole in self._whole.get(module, {}).items():
                 sharded = self.sharded(module, name)
                 if sharded is not None:
@@ -201,7 +200,6 @@ class ShardedWeights(WeightStore):
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far, used by its module's forward or not."""
-        assert self.model is not None
         for module in self.model.modules():
             self._meet(module)
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
