@@ -61,10 +61,7 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def scale_to_blocks(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor]:
-    """Scale ``values`` (FP32, any shape) by blocks, without rounding.
-
-    Args:
-        positive: as in ``quantize_rows``.
+    """Scale ``values`` (FP32, any shape) by blocks, without rounding; ``positive`` as in ``quantize_rows``.
 
     Returns:
         FP32 of the same shape, NaN for non-finite elements; and exponents, uint8 [rows, blocks of a row].

@@ -20,6 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
@@ -273,8 +274,7 @@ class DelayedScaling:
                 continue
             slot.restarted = False
             recent = saved["amax_history"][-self.history_len :].cpu()
-            column = torch.zeros(self.history_len)
-            column[self.history_len - len(recent) :] = recent
+            column = F.pad(recent, (self.history_len - len(recent), 0))
             columns[:, i] = torch.roll(column, oldest, 0)
             scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
             amax[i], slot.cold = saved["amax"], bool(saved["cold"])

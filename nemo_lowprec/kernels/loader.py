@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
-
-
-def fused_kernels() -> ModuleType | None:
-    """The module of the per-tensor scaling kernels; None without Triton or without a supported GPU."""
-    return _load("nemo_lowprec.kernels.triton_cast")
-
-
-def block_kernels() -> ModuleType | None:
-    """The module of the kernels for tensors in blocks; None likewise."""
-    return _load("nemo_lowprec.kernels.triton_blocks")
-
-
-def copy_kernels() -> ModuleType | None:
-    """The module of the kernel that copies masters into half weights; None likewise."""
-    return _load("nemo_lowprec.kernels.triton_copy")
 
 
 @lru_cache(maxsize=3)
 def _load(name: str) -> ModuleType | None:
+    """A module of kernels; None without Triton or without a supported GPU."""
     try:
         cast = importlib.import_module("nemo_lowprec.kernels.triton_cast")
         return importlib.import_module(name) if cast.is_supported() else None
     except ImportError:
         return None
+
+
+fused_kernels = partial(_load, "nemo_lowprec.kernels.triton_cast")  # per-tensor scaling
+block_kernels = partial(_load, "nemo_lowprec.kernels.triton_blocks")  # tensors in blocks
+copy_kernels = partial(_load, "nemo_lowprec.kernels.triton_copy")  # copies masters into half weights

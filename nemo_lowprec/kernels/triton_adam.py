@@ -15,14 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from nemo_lowprec.kernels.triton_blocks import (
-    GROUP,
-    block_amax,
-    exponents_of,
-    keep_positive,
-    power_of_two,
-    to_stored,
-)
+from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, keep_positive, power_of_two, to_stored
 from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 

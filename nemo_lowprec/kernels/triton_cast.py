@@ -120,35 +120,6 @@ def amax(values: Tensor) -> Tensor:
 
 
 def quantize(
-    values: Tensor, scale: Tensor, fmt: FloatFormat, rowwise: bool, columnwise: bool, record: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Quantize in one pass over the tensor.
-
-    Args:
-        values: [rows, cols], FP32 or half, any strides, on a GPU.
-        scale: FP32 [1].
-        fmt: format of the result.
-        rowwise, columnwise: orientations that are wanted.
-        record: FP32 [1], raised to the tensor's amax where the amax is larger.
-
-    Returns:
-        [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
-    """
-    return _cast(values, scale, fmt, rowwise, columnwise, record=record)
-
-
-def quantize_current(
-    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool, out: Tensor | None = None
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """``quantize`` with the scale of the tensor's own amax, in two passes and without a host sync.
-
-    Args:
-        out: contiguous [rows, cols], filled with the rowwise result.
-    """
-    return _cast(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
-
-
-def _cast(
     values: Tensor,
     scale: Tensor,
     fmt: FloatFormat,
@@ -158,10 +129,23 @@ def _cast(
     margin: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Quantize in one pass over the tensor.
+
+    Args:
+        values: [rows, cols], FP32 or half, any strides, on a GPU.
+        scale: FP32 [1]; with ``margin`` the amax of ``values``, from which the kernel computes the scale.
+        fmt: format of the result.
+        rowwise, columnwise: orientations that are wanted.
+        record: FP32 [1], raised to the tensor's amax where the amax is larger.
+        out: contiguous [rows, cols], filled with the rowwise result.
+
+    Returns:
+        [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
+    """
     rows, cols = values.shape
     if columnwise and values.dtype == torch.float32:
         # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
-        row, _, scale_inv = _cast(values, scale, fmt, True, False, record, margin, out)
+        row, _, scale_inv = quantize(values, scale, fmt, True, False, record, margin, out)
         assert row is not None
         return row if rowwise else None, row.t().contiguous(), scale_inv
     row = out
@@ -180,6 +164,13 @@ def _cast(
         ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None,
     )  # fmt: skip
     return row, col, scale_inv
+
+
+def quantize_current(
+    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool, out: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """``quantize`` with the scale of the tensor's own amax, in two passes and without a host sync."""
+    return quantize(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
 
 
 def _launch(kernel: Any, values: Tensor, *args: Any, **constants: Any) -> None:

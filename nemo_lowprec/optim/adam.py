@@ -69,18 +69,15 @@ class LowBitStates(Optimizer):
         self._places: dict[int, tuple[int, int]] = {}
         # By a master in ``state``: the version of its weight after the last step.
         self._written: MutableMapping[Tensor, tuple[int, int]] = WeakIdKeyDictionary()
-        self._check_groups()
+        for group in self.param_groups:
+            _check_group(group)
+            _check_params(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torch's constructor adds the first groups before their settings are complete: ``_setup`` checks them again.
         _check_group(param_group)
         super().add_param_group(param_group)
         _check_params(self.param_groups[-1])
-
-    def _check_groups(self) -> None:
-        for group in self.param_groups:
-            _check_group(group)
-            _check_params(group)
 
     # Steps
 
@@ -156,12 +153,10 @@ class LowBitStates(Optimizer):
             self._init_state(param, state)
         if self._keeps_master(param):
             self._renew_master(param, state)
-        if not param.numel():
-            return None
-        states = (state["step"], local_shard(state["exp_avg"]), local_shard(state["exp_avg_sq"]))
         shard = local_shard(param)
         if not shard.numel():
             return None
+        states = (state["step"], local_shard(state["exp_avg"]), local_shard(state["exp_avg_sq"]))
         return Update(shard, local_shard(param.grad), *states, _master(param, state), index + _stream_of_rank(param))
 
     def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
@@ -226,13 +221,7 @@ class LowBitStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         adopted = {ORIGINAL: self.__dict__[ORIGINAL]} if ORIGINAL in self.__dict__ else {}
-        return {
-            **super().__getstate__(),
-            "formats": self.formats,
-            "_fused": FusedStep(),
-            "_places": {},
-            **adopted,
-        }
+        return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), "_places": {}, **adopted}
 
 
 class _Kept:

@@ -13,12 +13,7 @@ from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import exponent_rule
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
-from nemo_lowprec.optim.reference import (
-    STREAMS,
-    StepInputs,
-    Update,
-    step_by_reference,
-)
+from nemo_lowprec.optim.reference import STREAMS, StepInputs, Update, step_by_reference
 from nemo_lowprec.optim.storage import stands_still
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor, stored_data
 
@@ -28,27 +23,21 @@ _BLOCKS, _WARPS = 8, 2
 class _Tables:
     """Tensors on the device that the launches for one kind of parameters keep from step to step."""
 
-    tiles: TileTable
-    coefficients: Tensor
-    salts: Tensor
-    amax: Tensor
-    changed: Tensor
-    index: Tensor
+    made_for: Any = None
 
     def __init__(self) -> None:
-        self.made_for: Any = None
         self.pointers = PointerTable()
 
-    def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> TileTable:
-        """The tile table of these parameters; all tables are made anew where the last step had other parameters."""
+    def fit(self, updates: list[Update], blocked: bool, device: torch.device) -> None:
+        """Make the tables for these parameters, where the last step had other parameters."""
         wanted = device, [(u.param.shape, u.index) for u in updates]
         if wanted != self.made_for:
+            self.made_for = wanted
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
-            self.made_for, self.tiles = wanted, TileTable(shapes, _BLOCKS, device)
+            self.tiles = TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
             self.salts, self.amax, self.changed = torch.zeros(3, len(updates), dtype=torch.int32, device=device)
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)
-        return self.tiles
 
 
 class FusedStep:
@@ -77,7 +66,8 @@ class FusedStep:
         device = one.param.device
         blocks = {name: isinstance(getattr(one, name), BlockScaledTensor) for name in ("grad", *_STATES, "master")}
         blocks["weight"] = isinstance(one.param, BlockScaledTensor)
-        tiles = tables.fit(updates, any(blocks.values()), device)
+        tables.fit(updates, any(blocks.values()), device)
+        tiles = tables.tiles
         rows = [_row(u) for u in updates]
         addresses = tables.pointers.get(rows, device)
         aligned = tiles.aligned and tables.pointers.aligned

@@ -8,7 +8,7 @@ number of the format, except in blocks of zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -26,7 +26,6 @@ StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
 _BLOCKS = {"fp16": FP16, "fp8": E4M3}
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_MASTERS = (None, "fp16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class StateFormats:
         for name in ("exp_avg", "exp_avg_sq"):
             if getattr(self, name) not in _FORMATS:
                 raise ValueError(f"{name}_dtype={getattr(self, name)!r} must be one of: {', '.join(_FORMATS)}.")
-        if self.master_weight not in _MASTERS:
+        if self.master_weight not in (None, "fp16", "fp32"):
             raise ValueError(f"master_weight_dtype={self.master_weight!r} must be one of: None, 'fp16', 'fp32'.")
         if not isinstance(self.stochastic_rounding, bool):
             raise ValueError(f"stochastic_rounding={self.stochastic_rounding!r} must be True or False.")
@@ -66,7 +65,7 @@ class StateFormats:
         """Format of the state ``name`` of ``param``."""
         if not is_matrix(param) and not (self.vectors and name in ("exp_avg", "exp_avg_sq")):
             return "fp32"
-        found: StateFormat = {f.name: getattr(self, f.name) for f in fields(self)}[name]
+        found: StateFormat = getattr(self, name)
         return found
 
 

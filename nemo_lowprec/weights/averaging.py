@@ -1,8 +1,4 @@
-"""Makes averages of weights (EMA, SWA) from masters, not from half or FP8 copies.
-
-``torch.optim.swa_utils.AveragedModel.update_parameters`` reads ``model.parameters()``. It is given an ``ExactWeights``
-in place of the model, whose ``parameters()`` are the masters.
-"""
+"""Makes averages of weights (EMA, SWA) from masters, not from half or FP8 copies."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ _DONE = "_lowprec_exact"
 
 
 class ExactWeights:
-    """A model whose ``parameters()`` are the masters where there are any, and FP32 views of FP16 matrices."""
+    """Takes a model's place in ``update_parameters``: ``parameters()`` are masters, and FP32 views of FP16 matrices."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -11,8 +11,7 @@ from torch import nn
 class ChosenParams:
     """The parameters of a model that satisfy a condition.
 
-    Holds the modules weakly, and the names of the parameters in the modules. A parameter that the model has replaced
-    is not kept alive.
+    Modules are held weakly, and parameters by name: a parameter that the model has replaced is not kept alive.
 
     Args:
         wanted: the condition. Call ``renew`` where a parameter satisfies it that did not before.
@@ -26,12 +25,12 @@ class ChosenParams:
         """Walk through the model at the next ``of``."""
         self._places = None
 
-    def of(self, model: nn.Module | None) -> list[tuple[nn.Module, nn.Parameter]]:
+    def of(self, model: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
         """(module, parameter) of each parameter of ``model`` that satisfies the condition, once."""
         found = self._look()
         if found is None:
             places: dict[int, tuple[ReferenceType[nn.Module], str]] = {}
-            for module in model.modules() if model is not None else ():
+            for module in model.modules():
                 for name, param in module._parameters.items():
                     if param is not None and self._wanted(param):
                         places.setdefault(id(param), (ref(module), name))

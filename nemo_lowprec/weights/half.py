@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import cover_new_modules, install_hooks, remove_hooks
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import Widened
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of the parameters that change their storage
+
+
+def is_lazy(param: Tensor) -> bool:
+    """Whether the first batch will give the parameter its shape; it stays FP32."""
+    return isinstance(param, nn.parameter.UninitializedParameter)
 
 
 class HalfStore(WeightStore):
     """Base of ``MasterWeights`` and ``LowBitWeights``, which store parameters in half precision or FP8.
 
-    Args:
-        fp8: names of the parameters that are stored in FP8.
-        margin: FP8 scales are divided by 2**margin.
+    A frozen parameter that the user writes, as an average of other weights, becomes FP32 in ``before_forward``: the
+    next update of the average would be too small for 16 bits.
     """
 
     def __init__(self, fp8: Callable[[], list[str]], margin: int) -> None:
@@ -31,16 +38,25 @@ class HalfStore(WeightStore):
         self._came_as = Marks("frozen")  # the dtypes in which frozen parameters came
         self._frozen = ChosenParams(self._came_as.__contains__)
 
+    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
+        if training:
+            check_memory(model)
+
     def install(self, model: nn.Module, training: bool) -> None:
         super().install(model, training)
         self._training, self._widened = training, Widened(training)
         average_masters()
-        averages = averages_in(model)
-        for module in model.modules():
-            if any(param is not None and id(param) not in averages for param in module._parameters.values()):
+        for module, params in self._own_params():
+            if params:
                 install_hooks(module)
         for hook in cover_new_modules(model):
             self._hooks.enter_context(hook)
+
+    def _own_params(self) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """(module, its own parameters) of every module, without parameters that are averages of others."""
+        averages = averages_in(self.model)
+        for module in self.model.modules():
+            yield module, [p for p in module._parameters.values() if p is not None and id(p) not in averages]
 
     def _add_frozen(self, param: nn.Parameter) -> None:
         self._came_as.add(param, param.dtype)
@@ -57,7 +73,6 @@ class HalfStore(WeightStore):
     @torch.no_grad()
     def remove(self) -> None:
         """Give the parameters their exact values and their original dtype back."""
-        assert self.model is not None
         replaced: dict[nn.Parameter, nn.Parameter] = {}
         remove_hooks(self.model)
         for param in list(self.stored()):

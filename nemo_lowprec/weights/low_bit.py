@@ -7,8 +7,6 @@ updates below 0.0005 of a norm's weight of 1.
 
 A frozen matrix has no master at any level: a BF16 matrix stays BF16, every other one is FP16. A frozen matrix that is
 unfrozen is stored as the trained matrices are. A frozen vector is saved and given back in the dtype in which it came.
-
-Parameters keep their identity: optimizer groups, tying and hooks stay.
 """
 
 from __future__ import annotations
@@ -22,16 +20,13 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.tensors import use_count
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
-from nemo_lowprec.weights.averaging import averages_in
 from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
-from nemo_lowprec.weights.half import HalfStore
-from nemo_lowprec.weights.memory import check_memory
+from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.written import frozen_was_written, note_frozen
 
 _ORIGINAL = "_lowprec_original"  # attribute of a parameter in an evaluation: its values before the rounding
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LowBitWeights(HalfStore):
@@ -47,18 +42,30 @@ class LowBitWeights(HalfStore):
         super().__init__(fp8, margin)
         self.reads_as = reads_as
 
+    @torch.no_grad()
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
-        check_low_bit(model)
-        if training:
-            check_memory(model)
+        """Raise ValueError where ``model`` cannot be stored in low precision.
+
+        Raises:
+            ValueError: a complex parameter, a trained FP64 parameter, a parameter with values beyond FP16's range, in
+                a graph that is alive or with a weak reference to it, or an embedding with sparse gradients.
+        """
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+                raise ValueError(
+                    f"{path} has sparse gradients, which have no low-bit form. Build it with sparse=False."
+                )
+            for own, param in module.named_parameters(recurse=False):
+                if not is_lazy(param):
+                    _check(f"{path}.{own}" if path else own, param, in_fp32=needs_plain_fp32(module))
+        super().check(model, device, training)
 
     def _fp8_params(self) -> list[nn.Parameter]:
-        assert self.model is not None
         params = map(self.model.get_parameter, self._fp8())
         return [param for param in params if param.requires_grad]
 
     def _store(self, param: nn.Parameter, module: nn.Module) -> None:
-        if param.dtype not in _FLOATS or _is_lazy(param) or isinstance(param, QuantizedTensor):
+        if param.dtype not in FLOATS or is_lazy(param) or isinstance(param, QuantizedTensor):
             return
         if not _is_matrix(param) or needs_plain_fp32(module):
             self._widened.add(param)
@@ -82,17 +89,14 @@ class LowBitWeights(HalfStore):
 
         ``install`` changes no parameter yet, since other columns may still refuse the model.
         """
-        assert self.model is not None
-        averages = averages_in(self.model)
-        fp8 = {id(p): p for p in self._fp8_params() if id(p) not in averages}
-        for module in self.model.modules():
+        in_fp8 = {id(param) for param in self._fp8_params()}
+        for module, params in self._own_params():
             self._widened.add_statistics(module)
-            for stored in module._parameters.values():
-                if stored is not None and id(stored) not in fp8 and id(stored) not in averages:
-                    self._store(stored, module)
-        for param in fp8.values():
-            if not isinstance(param, Fp8Weight):
-                self._to_fp8(param)
+            for param in params:
+                if id(param) not in in_fp8:
+                    self._store(param, module)
+                elif not isinstance(param, Fp8Weight):
+                    self._to_fp8(param)
         for param in self.matrices():
             master = master_of(param)
             if master is not None and master.device != param.device:
@@ -102,11 +106,7 @@ class LowBitWeights(HalfStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Store parameters that were unfrozen as trained parameters are.
-
-        A frozen parameter that the user writes, as an average of other weights, becomes plain FP32: the next update of
-        the average would be too small for 16 bits.
-        """
+        """Store parameters that were unfrozen as trained parameters are, and frozen ones that were written in FP32."""
         for _, param in self._frozen.of(self.model):
             if param.requires_grad:
                 self._came_as.discard(param)
@@ -124,7 +124,6 @@ class LowBitWeights(HalfStore):
         self._widened.follow()
 
     def note_frozen(self) -> None:
-        """Note the versions of frozen parameters, which the engine has just written."""
         for _, param in self._frozen.of(self.model):
             note_frozen(param)
 
@@ -136,14 +135,11 @@ class LowBitWeights(HalfStore):
     def _to_fp8(self, param: nn.Parameter) -> None:
         self._before_storing(param)
         master = BlockScaledTensor.from_float(_values(param), FP16)
-        reads_as = self.reads_as
-        stored = Fp8Weight.from_float(master.dequantize(), E4M3, reads_as, self._margin, power_of_two=True)
+        stored = Fp8Weight.from_float(master.dequantize(), E4M3, self.reads_as, self._margin, power_of_two=True)
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
         setattr(param, MASTER, master)
 
     def matrices(self) -> Iterator[nn.Parameter]:
-        """The model's parameters in low-bit storage, each once."""
-        assert self.model is not None
         return filter(is_stored, self.model.parameters())
 
     stored = matrices
@@ -168,49 +164,33 @@ class LowBitWeights(HalfStore):
             param.grad_dtype = param.dtype
 
 
-@torch.no_grad()
-def check_low_bit(model: nn.Module) -> None:
-    """Raise ValueError where ``model`` cannot be stored in low precision; changes nothing.
-
-    Raises:
-        ValueError: a complex parameter, a trained FP64 parameter, a parameter with values beyond FP16's range, in a
-            graph that is alive or with a weak reference to it, or an embedding with sparse gradients.
-    """
-    plain: set[int] = set()
-    for name, module in model.named_modules():
-        if needs_plain_fp32(module):
-            plain.update(map(id, module.parameters(recurse=False)))
-        for own, param in module.named_parameters(recurse=False):
-            if not needs_plain_fp32(module) and not _is_lazy(param) and _is_matrix(param) and getweakrefs(param):
-                where = f"{name}.{own}" if name else own
-                raise ValueError(f"Somebody holds a weak reference to {where}, which cannot change its storage so.")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(f"{name} has sparse gradients, which have no low-bit form. Build it with sparse=False.")
-    for name, param in model.named_parameters():
-        if _is_lazy(param):
-            continue
-        if param.is_complex():
-            raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
-        if param.dtype == torch.float64 and param.requires_grad:
-            raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
-        if _is_matrix(param) and param.numel() and not param.is_meta and float(compute_amax(param.detach())) > FP16.max:
-            raise ValueError(
-                f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its "
-                "weights. Use a level with FP32 masters, such as bf16_with_fp8_mixed."
-            )
-        # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
-        if _is_matrix(param) and id(param) not in plain and use_count(param) > 2:
-            raise ValueError(
-                f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
-                "Delete these first."
-            )
+def _check(name: str, param: nn.Parameter, in_fp32: bool) -> None:
+    if param.is_complex():
+        raise ValueError(f"{name} is complex, which has no low-bit form. Use a level with FP32 masters.")
+    if param.dtype == torch.float64 and param.requires_grad:
+        raise ValueError(f"{name} is FP64, which this level would train in FP32. Use model.float().")
+    if not _is_matrix(param):
+        return
+    if param.numel() and not param.is_meta and float(compute_amax(param.detach())) > FP16.max:
+        raise ValueError(
+            f"{name} has values beyond {FP16.max:.0f}, the largest of FP16, in which this level keeps its weights. "
+            "Use a level with FP32 masters, such as bf16_with_fp8_mixed."
+        )
+    if not in_fp32 and getweakrefs(param):
+        raise ValueError(f"Somebody holds a weak reference to {name}, which cannot change its storage so.")
+    # torch.utils.swap_tensors takes a parameter that is counted once, or twice after a forward pass of it.
+    if not in_fp32 and use_count(param) > 2:
+        raise ValueError(
+            f"{name} is held by a view or the graph of an earlier forward pass, and cannot change its storage. "
+            "Delete these first."
+        )
 
 
 def is_stored(param: Tensor) -> bool:
     """Whether a parameter is in low-bit storage: a tensor subclass, or a plain FP16 matrix."""
     if isinstance(param, QuantizedTensor):
         return True
-    return not _is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
+    return not is_lazy(param) and param.dim() > 1 and param.dtype == torch.float16
 
 
 def _values(tensor: Tensor) -> Tensor:
@@ -222,13 +202,8 @@ def _stored(values: Tensor, as_master: bool) -> Tensor:
     return BlockScaledTensor.from_float(values, FP16).dequantize() if as_master else values.half().float()
 
 
-def _is_lazy(param: Tensor) -> bool:
-    """Whether the first batch will give the parameter its shape; it stays FP32."""
-    return isinstance(param, nn.parameter.UninitializedParameter)
-
-
 def _is_matrix(param: Tensor) -> bool:
-    return param.dim() > 1 and param.dtype in _FLOATS
+    return param.dim() > 1 and param.dtype in FLOATS
 
 
 def _is_transformer_engine(module: nn.Module) -> bool:

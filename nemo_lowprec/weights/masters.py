@@ -25,17 +25,14 @@ from nemo_lowprec.compat.modules import call_first
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
-from nemo_lowprec.weights.averaging import averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_fp32
-from nemo_lowprec.weights.half import HalfStore
-from nemo_lowprec.weights.memory import check_memory
-from nemo_lowprec.weights.saved_form import MASTER, master_of
+from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
+from nemo_lowprec.weights.saved_form import MASTER, master_of, with_masters
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import note_original_dtype, to_original_dtype
 from nemo_lowprec.weights.written import (
-    FullComparison,
-    Samples,
+    Comparison,
     copy_exactly,
     forget,
     master_was_written,
@@ -46,7 +43,6 @@ from nemo_lowprec.weights.written import (
     was_written,
 )
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _COPY = "_lowprec_copy"  # attribute of a master that the optimizer steps: the half copy whose place it has
 
 
@@ -71,33 +67,27 @@ class MasterWeights(HalfStore):
     ) -> None:
         super().__init__(fp8, margin)
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
-        self._copies = ChosenParams(_has_master)
-        self._samples: WeakKeyDictionary[Optimizer, Samples] = WeakKeyDictionary()
+        self._copies = ChosenParams(lambda param: master_of(param) is not None)
+        self._comparisons: WeakKeyDictionary[Optimizer, Comparison] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._compared: Samples | FullComparison | None = None
+        self._compared: Comparison | None = None
         self._copier: Any = None
-
-    def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
-        if training:
-            check_memory(model)
 
     @torch.no_grad()
     def install(self, model: nn.Module, training: bool) -> None:
         """Turn the floating-point parameters of ``model`` into half copies of FP32 masters."""
         super().install(model, training)
-        averages = averages_in(model)
-        for module in model.modules():
-            own = [p for p in module._parameters.values() if p is not None and id(p) not in averages]
-            for param in own:
+        for module, params in self._own_params():
+            for param in params:
                 if needs_fp32(module):
                     self._widened.add(param)
                 else:
                     self._split(param)
-            if own:
+            if params:
                 self._widened.add_statistics(module)
 
     def _split(self, param: nn.Parameter) -> None:
-        if param.dtype not in _FLOATS or isinstance(param, nn.parameter.UninitializedParameter):
+        if param.dtype not in FLOATS or is_lazy(param):
             return
         if not param.requires_grad:
             if param not in self._came_as:
@@ -128,14 +118,10 @@ class MasterWeights(HalfStore):
     @torch.no_grad()
     def settle(self) -> None:
         """Store the FP8 parameters in FP8, and move the masters of trained parameters to the parameters' device."""
-        assert self.model is not None
-        for name in self._fp8():
-            param = self.model.get_parameter(name)
-            if not isinstance(param, Fp8Weight) and master_of(param) is not None:
-                self._to_fp8(param)
-        for param in self.stored():
-            master = master_of(param)
-            assert master is not None
+        for param, master in with_masters(map(self.model.get_parameter, self._fp8())):
+            if not isinstance(param, Fp8Weight):
+                self._to_fp8(param, master)
+        for param, master in with_masters(self.model.parameters()):
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)
             if not isinstance(param, Fp8Weight):
@@ -144,17 +130,10 @@ class MasterWeights(HalfStore):
 
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Refresh copies whose masters were written, and give unfrozen parameters their masters.
-
-        A frozen parameter that came in another dtype and that the user writes, as an average of other weights, is FP32
-        from then on: the next update of the average would be too small for a half copy.
-        """
+        """Refresh copies whose masters were written, and give unfrozen parameters their masters."""
         self._widened.follow()
-        written: list[Tensor] = [
-            p for _, p in self._copies.of(self.model)
-            if (m := master_of(p)) is not None and master_was_written(m)
-            and (isinstance(p, Fp8Weight) or not was_written(p, m))
-        ]  # fmt: skip
+        copies = with_masters(param for _, param in self._copies.of(self.model))
+        written = [param for param, master in copies if master_was_written(master) and not was_written(param, master)]
         if written:
             self.refresh(written)
         for _, param in self._frozen.of(self.model):
@@ -167,17 +146,15 @@ class MasterWeights(HalfStore):
                 else:
                     master.data = values
                 self._set_grad_dtype(param)
-            elif master is not None and not isinstance(param, Fp8Weight) and was_written(param, master):
+            elif master is not None and was_written(param, master):
                 self._came_as.discard(param)
                 master.data = master.data.float()
                 take_over(param, master)
                 _to_plain(param, master)
 
     def note_frozen(self) -> None:
-        """Note that frozen parameters agree with their original values: both were written together."""
-        for _, param in self._frozen.of(self.model):
-            master = master_of(param)
-            if master is not None and not isinstance(param, Fp8Weight):
+        for param, master in with_masters(param for _, param in self._frozen.of(self.model)):
+            if not isinstance(param, Fp8Weight):
                 note(param, master)
 
     def before_backward(self) -> None:
@@ -186,26 +163,26 @@ class MasterWeights(HalfStore):
             for param in self.stored():
                 self._set_grad_dtype(param)
 
-    def stored(self) -> Iterator[nn.Parameter]:
+    def stored(self) -> list[nn.Parameter]:
         """The model's parameters that have a master, each once."""
-        assert self.model is not None
-        return filter(_has_master, self.model.parameters())
+        return [param for param, _ in with_masters(self.model.parameters())]
 
     @torch.no_grad()
     def refresh(self, params: list[Tensor]) -> None:
         """Write the values of masters into the copies among ``params``."""
-        pairs = [(p, master_of(p)) for p in params]
-        plain = [(p, m) for p, m in pairs if m is not None and not isinstance(p, Fp8Weight)]
+        pairs = with_masters(params)
+        on_device = []
         for param, master in pairs:
-            if isinstance(param, Fp8Weight) and master is not None:
+            if isinstance(param, Fp8Weight):
                 param.quantize_(master)
-                note(param, master)
-        same = self._copy_measuring([(p, m) for p, m in plain if p.device == m.device])
-        if same:
-            torch._foreach_copy_([p for p, _ in same], [m for _, m in same])
-        for param, master in plain:
-            if param.device != master.device:
+            elif param.device == master.device:
+                on_device.append((param, master))
+            else:
                 param.copy_(master)
+        left = self._copy_measuring(on_device)
+        if left:
+            torch._foreach_copy_([param for param, _ in left], [master for _, master in left])
+        for param, master in pairs:
             note(param, master)
 
     def _copy_measuring(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
@@ -214,18 +191,18 @@ class MasterWeights(HalfStore):
         if kernels is None:
             return pairs
         device = pairs[0][0].device
-        takes = [
-            p.device == device and p.ndim > 1 and p.numel() and p.is_contiguous() and m.is_contiguous()
-            for p, m in pairs
-        ]  # fmt: skip
-        taken = [pair for pair, taking in zip(pairs, takes, strict=True) if taking]
+        taken: list[tuple[Tensor, Tensor]] = []
+        left: list[tuple[Tensor, Tensor]] = []
+        for p, m in pairs:
+            takes = p.device == device and p.ndim > 1 and p.numel() and p.is_contiguous() and m.is_contiguous()
+            (taken if takes else left).append((p, m))
         if taken:
             if self._copier is None:
                 self._copier = kernels.FusedCopy()
             amaxes = self._copier.copy([m for _, m in taken], [p for p, _ in taken]).unbind()
             for (param, _), amax in zip(taken, amaxes, strict=True):
                 param.amax_of_step = amax  # type: ignore[attr-defined]
-        return [pair for pair, taking in zip(pairs, takes, strict=True) if not taking]
+        return left
 
     def _give_back(self, param: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         master = master_of(param)
@@ -241,9 +218,7 @@ class MasterWeights(HalfStore):
             take_over_written(param, master)
             _to_plain(param, master)
 
-    def _to_fp8(self, param: nn.Parameter) -> None:
-        master = master_of(param)
-        assert master is not None
+    def _to_fp8(self, param: nn.Parameter, master: Tensor) -> None:
         stored = Fp8Weight.from_float(master.to(param.device), E4M3, self.half, self._margin)
         param.grad = None
         forget(param)
@@ -270,31 +245,17 @@ class MasterWeights(HalfStore):
             self._hooks.enter_context(handle)
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
-        """Whether a copy was written through ``.data`` since the last step: a bool scalar on the device.
-
-        Compares all elements at steps 1, 2, 4, 8 and so on, and samples at the other steps.
-        """
-        found = [(p, master_of(p)) for group in optimizer.param_groups for p in group["params"]]
-        pairs = [
-            (p, m) for p, m in found
-            if m is not None and p not in self._came_as and not isinstance(p, Fp8Weight) and not was_written(p, m)
-        ]  # fmt: skip
+        found = with_masters(param for group in optimizer.param_groups for param in group["params"])
+        plain = [(p, m) for p, m in found if p not in self._came_as and not isinstance(p, Fp8Weight)]
+        pairs = [(p, m) for p, m in plain if not was_written(p, m)]
+        compared = self._comparisons.get(optimizer)
+        if compared is None or not compared.is_of(pairs):
+            compared = self._comparisons[optimizer] = Comparison(pairs)
+        self._compared = compared
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if steps & (steps - 1) == 0:
-            self._compared = FullComparison(pairs)
-            return self._compared.differ()
-        samples = self._samples.get(optimizer)
-        if samples is None or not samples.are_of(pairs):
-            samples = self._samples[optimizer] = Samples(pairs)
-        self._compared = samples
-        return samples.differ()
+        return compared.differ(samples=steps & (steps - 1) != 0)
 
     def refuse_written(self) -> None:
-        """Name the copy that was written through ``.data``.
-
-        Raises:
-            RuntimeError: always.
-        """
         assert self._compared is not None
         name = self._name(self._compared.which())
         raise RuntimeError(
@@ -309,9 +270,8 @@ class MasterWeights(HalfStore):
 
     def _after_step(self, optimizer: Optimizer) -> None:
         masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, _COPY)]
-        copies = {getattr(m, _COPY): m for m in masters}
-        stepped = [param for param, master in copies.items() if master.grad is not None]
-        written = [p for p, master in copies.items() if not isinstance(p, Fp8Weight) and was_written(p, master)]
+        stepped = [getattr(m, _COPY) for m in masters if m.grad is not None]
+        written = [getattr(m, _COPY) for m in masters if was_written(getattr(m, _COPY), m)]
         self.swap_out(optimizer)
         if written:
             raise RuntimeError(
@@ -344,7 +304,7 @@ class MasterWeights(HalfStore):
                 master = master_of(param)
                 if master is None or param in self._came_as:
                     continue
-                if not isinstance(param, Fp8Weight) and was_written(param, master):
+                if was_written(param, master):
                     take_over(param, master)
                 master.requires_grad_(param.requires_grad)
                 grad = param.grad
@@ -367,10 +327,6 @@ class MasterWeights(HalfStore):
                 delattr(master, _COPY)
                 if master in optimizer.state:
                     optimizer.state[param] = optimizer.state.pop(master)
-
-
-def _has_master(param: Tensor) -> bool:
-    return master_of(param) is not None
 
 
 def _to_plain(param: nn.Parameter, master: Tensor) -> None:

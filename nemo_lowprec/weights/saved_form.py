@@ -6,6 +6,7 @@ parameters have no masters) saves and loads its own values.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,12 +19,17 @@ from nemo_lowprec.tensors.quantized_tensor import MASTER
 from nemo_lowprec.weights.widened import to_original_dtype
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
-__all__ = ["MASTER", "cover_new_modules", "install_hooks", "master_of", "remove_hooks"]
+__all__ = ["MASTER", "cover_new_modules", "install_hooks", "master_of", "remove_hooks", "with_masters"]
 
 
 def master_of(param: Tensor) -> Tensor | None:
     """The master of a half or FP8 parameter; None for a parameter without a master."""
     return getattr(param, MASTER, None)
+
+
+def with_masters(params: Iterable[Any]) -> list[tuple[Any, Tensor]]:
+    """(parameter, master) of each of ``params`` that has a master."""
+    return [(param, master) for param in params if (master := master_of(param)) is not None]
 
 
 def install_hooks(module: nn.Module) -> None:
@@ -42,13 +48,9 @@ def remove_hooks(model: nn.Module) -> None:
 def cover_new_modules(model: nn.Module) -> list[Any]:
     """Call ``install_hooks`` for modules that take over parameters of ``model`` later, such as parametrizations.
 
-    Returns:
-        The handles of the two hooks of ``model``.
+    Returns the handles of two hooks of ``model``.
     """
-    return [
-        model.register_state_dict_pre_hook(_cover),
-        model.register_load_state_dict_pre_hook(_cover),
-    ]
+    return [model.register_state_dict_pre_hook(_cover), model.register_load_state_dict_pre_hook(_cover)]
 
 
 def _cover(model: nn.Module, *_: Any) -> None:

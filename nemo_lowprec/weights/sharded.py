@@ -137,8 +137,6 @@ class ShardedWeights(WeightStore):
                 unit.complete = True
 
     def meet_root(self) -> None:
-        """Meet the parameters of the root module, which are gathered around a whole step."""
-        assert self.model is not None
         self._before_module(self.model, None)
 
     def _meet(self, module: nn.Module) -> bool:
@@ -165,7 +163,7 @@ class ShardedWeights(WeightStore):
     def named(self) -> dict[str, Any]:
         """The sharded parameters by name, each once, also while whole parameters are in the modules."""
         found: dict[int, tuple[str, Any]] = {}
-        for path, module in self.model.named_modules() if self.model is not None else ():
+        for path, module in self.model.named_modules():
             for name, param in self._sharded.get(module, {}).items():
                 found.setdefault(id(param), (f"{path}.{name}" if path else name, param))
         return dict(found.values())
@@ -179,18 +177,16 @@ class ShardedWeights(WeightStore):
         return found
 
     def _fsdp_params(self) -> Iterator[Any]:
-        """FSDP2's record (``FSDPParam``) of each parameter."""
-        for _, unit in fsdp_units(self.model) if self.model is not None else ():
+        for _, unit in fsdp_units(self.model):
             yield from unit.params()
 
     def is_matrix(self, param: Tensor) -> bool:
-        """Whether the gradient of a parameter, whole or sharded, is stored in FP8."""
         return self.low_bit and is_stored(local_shard(param))
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every parameter that was gathered so far, each once, in the model's order."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for module in self.model.modules() if self.model is not None else ():
+        for module in self.model.modules():
             for name, whole in self._whole.get(module, {}).items():
                 sharded = self.sharded(module, name)
                 if sharded is not None:
@@ -199,7 +195,6 @@ class ShardedWeights(WeightStore):
 
     def gathered_matrices(self) -> list[tuple[Tensor, Tensor]]:
         """(whole, sharded) of every matrix that was gathered so far, used by its module's forward or not."""
-        assert self.model is not None
         for module in self.model.modules():
             self._meet(module)
         return [(whole, sharded) for whole, sharded in self.gathered() if self.is_matrix(whole)]
@@ -253,7 +248,6 @@ class _Unit:
 
 
 def _units(model: nn.Module) -> MutableMapping[nn.Module, _Unit]:
-    """The unit of each module of ``model``."""
     from torch.distributed.fsdp import FSDPModule
 
     units: MutableMapping[nn.Module, _Unit] = WeakIdKeyDictionary()

@@ -19,7 +19,7 @@ class WeightStore(Column):
     is_sharded = False
 
     def __init__(self) -> None:
-        self.model: nn.Module | None = None
+        self.model = nn.Module()  # an empty module until ``install`` and after ``remove``
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._hooks = ExitStack()
 
@@ -32,7 +32,7 @@ class WeightStore(Column):
     def remove(self) -> None:
         self._hooks.close()
         self._optimizers.clear()
-        self.model = None
+        self.model = nn.Module()
 
     def _follow(self, replaced: dict[nn.Parameter, nn.Parameter]) -> None:
         """Replace old parameters by new ones in the groups and the state of every attached optimizer."""
@@ -57,7 +57,7 @@ class WeightStore(Column):
 
     def named(self) -> dict[str, Any]:
         """The model's parameters by name, as an optimizer holds them."""
-        return dict(self.model.named_parameters()) if self.model is not None else {}
+        return dict(self.model.named_parameters())
 
     def gathered(self) -> list[tuple[Tensor, Tensor]]:
         """(parameter that backward gives a gradient, parameter that an optimizer holds), in the model's order."""

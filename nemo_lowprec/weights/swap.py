@@ -22,13 +22,12 @@ def swap(param: nn.Parameter, other: nn.Parameter) -> None:
 
 
 def swap_or_replace(
-    model: nn.Module | None, param: nn.Parameter, other: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]
+    model: nn.Module, param: nn.Parameter, other: nn.Parameter, replaced: dict[nn.Parameter, nn.Parameter]
 ) -> None:
     """``swap``; where a graph holds ``param``, put ``other`` into ``model`` and note the pair in ``replaced``."""
     try:
         swap(param, other)
     except RuntimeError:  # the graph of a step that was broken off holds the parameter
-        assert model is not None
         for module in model.modules():
             for name, own in module._parameters.items():
                 if own is param:

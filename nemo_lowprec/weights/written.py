@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.tensors import QuantizedTensor
+
 SAMPLE = 512  # elements
 _STATE = "_agrees_with"  # attribute of a master: version, address and dtype of the copy at ``note``
 _NOTED = "_noted_at"  # attribute of a master: the master's version at ``note``
@@ -23,7 +25,9 @@ def note(param: Tensor, master: Tensor) -> None:
 
 
 def was_written(param: Tensor, master: Tensor) -> bool:
-    """Whether ``param`` was written, or given other data, since ``note``."""
+    """Whether ``param`` was written, or given other data, since ``note``; an FP8 weight writes its master itself."""
+    if isinstance(param, QuantizedTensor):
+        return False
     version, address, _ = getattr(master, _STATE)
     return version != param._version or address != param.data_ptr()
 
@@ -96,33 +100,8 @@ def forget(param: nn.Parameter) -> None:
     param.__dict__.pop("__reduce_ex__", None)
 
 
-class FullComparison:
-    """A comparison of all elements of each copy with its master.
-
-    Args:
-        pairs: copies and their masters.
-    """
-
-    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self._params = [param for param, _ in pairs]
-        self._found = [self._differ(param.detach(), master.detach()) for param, master in pairs]
-
-    @staticmethod
-    def _differ(copy: Tensor, master: Tensor) -> Tensor:
-        return ((copy != master.to(copy.device, copy.dtype)) & (copy == copy)).any()
-
-    def differ(self) -> Tensor | None:
-        """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies."""
-        device = self._found[0].device if self._found else None
-        return torch.stack([found.to(device) for found in self._found]).any() if self._found else None
-
-    def which(self) -> list[Tensor]:
-        """The copies that differ."""
-        return [param for param, found in zip(self._params, self._found, strict=True) if bool(found)]
-
-
-class Samples:
-    """Views of ``SAMPLE`` neighbouring elements of each copy and of its master, compared without a host wait.
+class Comparison:
+    """Compares half copies with their rounded masters, without a host wait.
 
     Args:
         pairs: copies and their masters, each of one dtype and on one device.
@@ -130,33 +109,42 @@ class Samples:
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self._made_for = [id(param) for param, _ in pairs]
-        self._params = [p for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
-        masters = [m for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
-        self._copies = [_middle(param) for param in self._params]
-        self._masters = [_middle(master) for master in masters]
-        sizes = [len(sample) for sample in self._copies]
-        self._found = [torch.empty(sum(sizes), dtype=c.dtype, device=c.device) for c in self._copies[:1] * 2]
-        self._places = [found.split(sizes) for found in self._found]
+        self._pairs = pairs
+        self._sampled = [(p, m) for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
+        self._copies = [_middle(param) for param, _ in self._sampled]
+        self._masters = [_middle(master) for _, master in self._sampled]
+        self._sizes = [len(sample) for sample in self._copies]
 
-    def are_of(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether the samples were made of ``pairs``."""
+    def is_of(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
+        """Whether the comparison was made for ``pairs``."""
         return self._made_for == [id(param) for param, _ in pairs]
 
     @torch.no_grad()
-    def differ(self) -> Tensor | None:
-        """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies."""
-        if not self._params:
+    def differ(self, samples: bool) -> Tensor | None:
+        """Whether a copy differs from its rounded master, as a bool scalar on the device; None without copies.
+
+        Args:
+            samples: whether ``SAMPLE`` neighbouring elements of each copy are compared, in place of all.
+        """
+        self._compared = self._sampled if samples else self._pairs
+        if not self._compared:
             return None
-        found, wanted = self._found
-        torch.cat(self._copies, out=found)
-        wanted.copy_(torch.cat(self._masters))
-        return ((found != wanted) & (found == found)).any()
+        if samples:
+            self._found = _differ(torch.cat(self._copies), torch.cat(self._masters))
+        else:
+            found = [_differ(param.detach(), master.detach()).any() for param, master in self._pairs]
+            self._found = torch.stack([copy_differs.to(found[0].device) for copy_differs in found])
+        return self._found.any()
 
     def which(self) -> list[Tensor]:
         """The copies that differed when ``differ`` was called last."""
-        copies, masters = self._places
-        found = zip(self._params, copies, masters, strict=True)
-        return [param for param, a, b in found if bool(((a != b) & (a == a)).any())]
+        found = self._found.split(self._sizes if self._compared is self._sampled else 1)
+        return [param for (param, _), differs in zip(self._compared, found, strict=True) if bool(differs.any())]
+
+
+def _differ(copy: Tensor, master: Tensor) -> Tensor:
+    """Where ``copy`` is not the rounded ``master``; a NaN is not compared."""
+    return (copy != master.to(copy.device, copy.dtype)) & (copy == copy)
 
 
 def _middle(tensor: Tensor) -> Tensor:
