@@ -23,7 +23,7 @@ from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.compat.lightning import trainer_of
 from nemo_lowprec.engine import DTYPES, Engine
 from nemo_lowprec.megatron import MegatronSettings, resolve
-from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
+from nemo_lowprec.megatron.nemo import dtype_config
 from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import agreement, nemo, processes
@@ -96,7 +96,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         return resolve(self.parsed, own_layers)
 
     @property
-    def dtype_config(self) -> DtypeConfig:
+    def dtype_config(self) -> Any:
         """The fields that NeMo's MegatronStrategy copies onto its configs; see ``nemo_lowprec.megatron.nemo``.
 
         Raises:
