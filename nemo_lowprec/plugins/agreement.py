@@ -129,8 +129,8 @@ def check_evaluation(trainer: pl.Trainer) -> None:
     loop = compat.active_loop(trainer)
     if trainer.world_size == 1 or loop.batch_progress.current.started != 1:
         return
-    limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
-    how = limit.get(str(getattr(trainer.state.stage, "value", "")), "limit_val_batches")
+    how = "limit_test_batches" if trainer.testing else "limit_val_batches"
+    how = "limit_predict_batches" if trainer.predicting else how
     check_same({f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)})
 
 

@@ -31,8 +31,8 @@ from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
+from nemo_lowprec.plugins.replaced import hold_back_schedulers
 from nemo_lowprec.plugins.resume import ResumeState
-from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
 from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
 
@@ -141,20 +141,23 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer = trainer_of(module)
-        if trainer is not None and nemo.runs(trainer.strategy):
-            return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
-        if trainer is not None and isinstance(trainer.strategy, ParallelStrategy):
+        if trainer is None:
+            self.engine.convert(module, next((p.device for p in module.parameters()), torch.device("cpu")))
+            return module
+        strategy, fits = trainer.strategy, trainer.state.fn == "fit"
+        if nemo.runs(strategy):
+            return nemo.take_over(strategy, self.level, self.dtype_config).convert_module(module)
+        if isinstance(strategy, ParallelStrategy):
             self.stop_together(trainer, evaluates_in_step=self.engine.sharding is not None)
-        device = trainer.strategy.root_device if trainer is not None else _device_of(module)
-        if trainer is not None and trainer.state.fn == "fit":
+        if fits:
             assert isinstance(module, pl.LightningModule)
-            processes.prepare(module, trainer.strategy, self.engine)
+            processes.prepare(module, strategy, self.engine)
             summarize_true_size(trainer, self.undo)
             if self.level.has_half_weights:
                 average_exactly(trainer, module, self.engine, self.undo)
-        if trainer is not None and self.parsed.low_bit.gradient_release:
+        if self.parsed.low_bit.gradient_release:
             _check_release(trainer)
-        self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
+        self.engine.convert(module, strategy.root_device, training=fits)
         return module
 
     @override
@@ -177,7 +180,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
             self.follow(module)
-            hold_back_skipped(module, self.engine.step.skipped, lr_schedulers, self.undo)
+            hold_back_schedulers(module, self.engine.step.skipped, lr_schedulers, self.undo)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
@@ -344,8 +347,3 @@ def _check_release(trainer: pl.Trainer) -> None:
 def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     # Manual optimization passes Lightning's wrapper.
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    param = next(module.parameters(), None)
-    return torch.device("cpu") if param is None else param.device

@@ -41,11 +41,11 @@ def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Mo
 
 
 @rank_zero_only
-def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
+def print_tables(title: object, tables: Iterable[str | None], problem: str | None) -> None:
     """Print the level and its arguments, then ``tables``, and warn of ``problem``; on the first process only."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
-    for table in tables:
+    for table in filter(None, tables):
         console.print("\n" + table)
     console.print()
     if problem:
@@ -56,12 +56,8 @@ def print_summary(engine: Engine, title: object) -> None:
     """Print the tables of a model that is about to be trained, and warn if few of its layers are converted."""
     assert engine.model is not None
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
-    tables, problem = [level_table(engine.level, fp8_params, [engine.model])], None
-    found = engine.columns.computation.describe()
-    if found is not None:
-        table, problem = found
-        tables.append(table)
-    print_tables(title, tables, problem)
+    layers, problem = engine.columns.computation.describe() or (None, None)
+    print_tables(title, [level_table(engine.level, fp8_params, [engine.model]), layers], problem)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -28,8 +28,8 @@ from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import check_optimizers, facts_of_data
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
+from nemo_lowprec.plugins.replaced import hold_back_schedulers
 from nemo_lowprec.plugins.resume import check_saves
-from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 
@@ -181,7 +181,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         assert engine.optimizer is not None
         plugin.follow(module)
-        hold_back_skipped(module, engine.guard.skipped, self.lr_scheduler_configs, plugin.undo)
+        hold_back_schedulers(module, engine.guard.skipped, self.lr_scheduler_configs, plugin.undo)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights report the bytes of another dtype
             summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
@@ -191,7 +191,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             )
             row = level_table(settings.level, settings.fp8_weights, chunks)
             fields = settings_table(settings, self.layout, overlaps)
-            print_tables(plugin, [row, fields, *([layers] if layers else [])], problem)
+            print_tables(plugin, [row, fields, layers], problem)
 
     def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
         """The level and its settings for ``module``.
