@@ -337,9 +337,8 @@ class MegatronEngine:
         if self._begins:
             self._begins = False
             self.zero_grad()
-            self.guard.begin()
         with self.columns.computation.backward():
-            self._scaled(loss).sum().backward(*args, **kwargs)
+            self.guard.scale(loss).sum().backward(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients of a converted model; a schedule reduces those of a ``PipelinedModule``.

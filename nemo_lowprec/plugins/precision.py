@@ -21,7 +21,7 @@ from typing_extensions import override
 from nemo_lowprec.chart import PrecisionLevel, get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.compat.lightning import trainer_of
-from nemo_lowprec.engine import DTYPES, Engine
+from nemo_lowprec.engine import DTYPES, Engine, Step
 from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import dtype_config
 from nemo_lowprec.optim import needs_closure
@@ -106,9 +106,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     # Setting up
 
-    def follow(self, module: pl.LightningModule) -> None:
+    def follow(self, module: pl.LightningModule, step: Step, lr_schedulers: list[Any]) -> None:
         """Save, restore and log the run of ``module``; MegatronStrategy, which calls no hooks, calls it too."""
         self._module = module
+        hold_back_schedulers(module, step.skipped, lr_schedulers, self.undo)
         self.log.begin(module, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
@@ -179,8 +180,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if strategy is not None:
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
-            self.follow(module)
-            hold_back_schedulers(module, self.engine.step.skipped, lr_schedulers, self.undo)
+            self.follow(module, self.engine.step, lr_schedulers)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
@@ -294,13 +294,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        if clip_val and clip_val > 0:
-            if self.parsed.low_bit.gradient_release:
-                raise ValueError(
-                    "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
-                    "Leave one of them out."
-                )
-            super().clip_gradients(optimizer, clip_val, *args, **kwargs)
+        if clip_val > 0 and self.parsed.low_bit.gradient_release:
+            raise ValueError(
+                "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
+                "Leave one of them out."
+            )
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -25,13 +25,8 @@ def hold_back_schedulers(
 ) -> None:
     """Make ``module.lr_scheduler_step`` leave out step-wise schedulers of optimizers whose last step was skipped.
 
-    A wrapped ``scheduler.step`` would be saved in the scheduler's state_dict.
-
-    Args:
-        module: the Trainer's LightningModule.
-        skipped: the optimizers whose last step was skipped; read at each step.
-        configs: Lightning's ``LRSchedulerConfig``s.
-        undo: gives the module its own method back when it is closed.
+    A wrapped ``scheduler.step`` would be saved in the scheduler's state_dict. ``skipped``, the optimizers whose last
+    step was skipped, is read at each step; ``configs`` are Lightning's ``LRSchedulerConfig``s.
     """
     stepwise = {id(config.scheduler) for config in configs if config.interval == "step"}
     original = module.lr_scheduler_step

@@ -54,11 +54,7 @@ class ResumeState:
     ) -> dict[str, Any]:
         """The random states of all processes, and the gradients of an unfinished step; a collective.
 
-        Args:
-            engine: the plugin's engine.
-            module: the Trainer's LightningModule.
-            new: ids of parameters whose gradients no step has used; None: all parameters with a gradient if
-                ``pending``.
+        ``new`` has the ids of the parameters whose gradients no step has used; None: all, if ``pending``.
         """
         if module is None or compat.trainer_of(module) is None:
             return {}
@@ -126,12 +122,9 @@ def _loader_is_stateful(trainer: pl.Trainer) -> bool:
 
 
 def check_saves(trainer: pl.Trainer) -> None:
-    """Refuse a ``ModelCheckpoint`` between two micro-batches, for a strategy that does not save these gradients.
+    """Raise ValueError where a ``ModelCheckpoint`` would save between two micro-batches of a step.
 
-    Called when the training starts.
-
-    Raises:
-        ValueError: a ``ModelCheckpoint`` would save between two micro-batches of a step.
+    Called when the training starts, for a strategy that does not save the gradients of such a step.
     """
     in_step = trainer.accumulate_grad_batches
     every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

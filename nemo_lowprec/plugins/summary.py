@@ -25,13 +25,7 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 
 def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
-    """The chart's row, a column a line, and the number of parameters of ``modules``.
-
-    Args:
-        level: the row.
-        fp8_params: whether the weights of converted layers are stored in FP8 beside their masters.
-        modules: parts of the model.
-    """
+    """The chart's row, a column a line, and the number of parameters of the model's parts ``modules``."""
     rows = {column: cell for column, cell in level.columns(fp8_params).items() if column != "Level"}
     params = {id(p): p for module in modules for p in module.parameters() if not isinstance(p, UninitializedParameter)}
     count = sum(p.numel() for p in params.values())
