@@ -166,20 +166,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Copy the masters that ``kept_masters`` of an earlier optimizer has returned, where shards are equally long.
-
-        Args:
-            masters: master shards by parameter.
-        """
-        for param, main in self.main_of.items():
+        """Copy the ``masters()`` of an earlier optimizer, where shards are equally long."""
+        for param, main in self.masters().items():
             earlier = masters.get(param)
-            if earlier is not None and earlier.shape == main.shape and not self.is_weight(exact(main)):
-                _set(main, earlier)
+            if earlier is not None and earlier.shape == main.shape:
+                _set(self.main_of[param], earlier)
 
-    def kept_masters(self) -> dict[Tensor, Tensor]:
-        """Master shards by parameter, without those that are slices of a weight."""
-        exact_of = ((param, exact(main)) for param, main in self.main_of.items())
-        return {param: main for param, main in exact_of if not self.is_weight(main)}
+    def masters(self) -> dict[Tensor, Tensor]:
+        """Master shards by parameter; a shard that is a slice of its weight has no master."""
+        exact_of = {param: exact(main) for param, main in self.main_of.items()}
+        return {param: main for param, main in exact_of.items() if not self.is_weight(main)}
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         super()._copy_model_params_to_main_params(*args, **kwargs)

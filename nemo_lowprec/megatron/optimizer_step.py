@@ -132,7 +132,7 @@ class Stepper:
         """
         for part in self.parts:
             part.take_written(by_value=True)
-        masters = {param: main for part in self.parts for param, main in part.kept_masters().items()}
+        masters = {param: main for part in self.parts for param, main in part.masters().items()}
         for chunk in self.chunks:
             if chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook(param_sync=gather)

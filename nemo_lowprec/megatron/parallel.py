@@ -67,7 +67,13 @@ class ParallelLayout:
 
     def sizes(self) -> dict[str, int | None]:
         """The sizes under Megatron-core's names."""
-        return {argument: getattr(self, name) for name, argument in _ARGUMENT.items()}
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+        }
 
     def fields(self) -> dict[str, Any]:
         """Fields of TransformerConfig."""
@@ -97,11 +103,3 @@ class ParallelLayout:
 
 
 _groups_of: dict[str, Any] | None = None  # the sizes for which this process's groups were made
-
-_ARGUMENT = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-}
