@@ -164,11 +164,10 @@ class MegatronEngine:
                 "pipeline stage is summed by Megatron-core in its own formats. Untie it, or use pipeline size 1."
             )
         ddp_config = DistributedDataParallelConfig(**self.overlaps, **settings.ddp)
-        configs = [get_model_config(part) if self.is_pipelined else self.config for part in parts]
-        self.chunks = [
-            wrap(part, config, ddp_config, settings, i == 0)
-            for i, (part, config) in enumerate(zip(parts, configs, strict=True))
-        ]
+        self.chunks = []
+        for part in parts:
+            config = get_model_config(part) if self.is_pipelined else self.config
+            self.chunks.append(wrap(part, config, ddp_config, settings, is_first=not self.chunks))
         for chunk in self.chunks:
             chunk.broadcast_params()
 

@@ -280,16 +280,11 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         step = self.engine.step
         step.unscale(optimizer)
         self._after_closure(model, optimizer)
-        is_logged = self.log.is_due(model)
-        norm = step.norm_of(optimizer, needed=is_logged)
-        scale = None if step.loss_scale is None else step.loss_scale.used
+        norm = step.norm_of(optimizer, needed=self.log.is_due(model))
         step.run(optimizer, **kwargs)
-        skipped = optimizer in step.skipped
-        if skipped and not self.level.has_loss_scale:
+        if optimizer in step.skipped and step.loss_scale is None:
             rank_zero_warn(SKIPPED.format("precision_plugin.engine.step"))
-        self.log.skipped_steps += skipped
-        if is_logged:
-            self.log.write(model, optimizer, norm, scale)
+        self.log.after_step(model, optimizer, step, norm)
         return result
 
     @override

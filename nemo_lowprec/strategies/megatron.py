@@ -291,18 +291,13 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             raise ValueError("training_step returned None to skip a batch, which MegatronStrategy cannot do.")
         engine.reduce_gradients()
         call_before_optimizer_step(trainer, optimizer)
-        settings = engine.settings
-        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
-        stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
         assert engine.optimizer is not None
-        scale = engine.guard.loss_scale.used if engine.guard.loss_scale is not None else None
-        stepped = engine.step()
-        if not stepped and stays:
+        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
+        scale = engine.guard.loss_scale
+        if not engine.step() and (scale is None or not scale.dynamic):
             rank_zero_warn(SKIPPED.format("strategy.engine.guard"))
         log = self.precision_plugin.log  # type: ignore[attr-defined]
-        log.skipped_steps += not stepped
-        if log.is_due(self.lightning_module):
-            log.write(self.lightning_module, optimizer, engine.optimizer.grad_norm, scale)
+        log.after_step(self.lightning_module, optimizer, engine.guard, engine.optimizer.grad_norm)
         return result
 
     # State
