@@ -92,7 +92,9 @@ class Stepper:
                 chunk.start_param_sync()
 
     def zero_grad(self) -> None:
-        """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""
+        """Zero the gradient buffers, and set the gradients of the shards to None."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         for part in self.parts:
             part.zero_grad()
 
