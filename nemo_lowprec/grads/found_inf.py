@@ -35,9 +35,9 @@ class FoundInf:
         return bool(self._on_host)
 
     @contextmanager
-    def handed_to(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context in which ``optimizer.step()`` itself skips, as under torch's GradScaler after ``unscale_``."""
-        optimizer.grad_scale, optimizer.found_inf = None, self.on_device  # type: ignore[attr-defined]
+    def handed_to(self, optimizer: Optimizer, divisor: Tensor | None = None) -> Iterator[None]:
+        """Context in which ``optimizer.step()`` skips by itself, as under GradScaler, and divides by ``divisor``."""
+        optimizer.grad_scale, optimizer.found_inf = divisor, self.on_device  # type: ignore[attr-defined]
         try:
             yield
         finally:

@@ -38,11 +38,8 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 def save(checkpoint: dict[str, Any], path: Path, engine: MegatronEngine, form: str) -> None:
     """Write a checkpoint that Lightning has dumped; a collective. The folder is in place when the function returns.
 
-    Args:
-        checkpoint: Lightning's dict; its ``state_dict`` and ``optimizer_states`` are not read.
-        path: of the folder.
-        engine: holds the weights and the optimizer states.
-        form: ``fully_reshardable`` or ``dp_reshardable``.
+    The weights and optimizer states are those of ``engine``; ``checkpoint`` gives the rest. ``form`` is
+    ``fully_reshardable`` or ``dp_reshardable``.
     """
     sharded = _sharded(engine, form, with_optimizer="optimizer_states" in checkpoint)
     force_all_tensors_to_non_fp8(sharded)

@@ -41,14 +41,9 @@ def wrap(
     settings: MegatronSettings,
     is_first: bool = True,
 ) -> DistributedDataParallel:
-    """``module`` in Megatron's DistributedDataParallel, with gradients in the level's format.
+    """A part of the model in Megatron's DistributedDataParallel, with gradients in the level's format.
 
-    Args:
-        module: a part of the model.
-        config: its TransformerConfig.
-        ddp_config: with the level's fields.
-        settings: the level's settings.
-        is_first: whether ``module`` is the first of the process's chunks; the others have one bucket each.
+    Parts other than the first of a process (``is_first``) have one bucket each.
     """
     ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
     if settings.fp8_gradients:

@@ -11,7 +11,7 @@ from torch import nn
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.comm import Averaging, reduce_amax
-from nemo_lowprec.compute import AmaxState, Computation, TEAmaxes, revert_layers
+from nemo_lowprec.compute import Computation, TEAmaxes, revert_layers
 from nemo_lowprec.engine import DTYPES, Columns, new_amaxes
 from nemo_lowprec.megatron.chunks import cast_parameters
 from nemo_lowprec.megatron.settings import MegatronSettings
@@ -27,9 +27,8 @@ def around(computation: Computation) -> Columns:
 
 def of_built_chunks(settings: MegatronSettings, chunks: Sequence[nn.Module]) -> Columns:
     """The columns of chunks that Megatron-core has built from Transformer Engine's layers."""
-    computation = Computation(settings.options, DTYPES[settings.level.autocast], AmaxState())
-    computation.amaxes = [TEAmaxes(nn.ModuleList(chunks))]
-    return around(computation)
+    amaxes = TEAmaxes(nn.ModuleList(chunks))
+    return around(Computation(settings.options, DTYPES[settings.level.autocast], amaxes))
 
 
 def convert(module: nn.Module, settings: MegatronSettings, device: torch.device, observers: Observers) -> Columns:

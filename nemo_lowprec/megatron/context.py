@@ -17,8 +17,7 @@ def zigzag(tensor: Tensor, rank: int, world: int) -> Tensor:
 
     Args:
         tensor: [batch, sequence, ...].
-        rank: of the process in its context-parallel group.
-        world: size of the group.
+        rank, world: of the process in its context-parallel group, and the group's size.
 
     Raises:
         ValueError: the sequence does not divide into two chunks for each process.

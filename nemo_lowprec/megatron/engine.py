@@ -164,11 +164,10 @@ class MegatronEngine:
                 "pipeline stage is summed by Megatron-core in its own formats. Untie it, or use pipeline size 1."
             )
         ddp_config = DistributedDataParallelConfig(**self.overlaps, **settings.ddp)
-        configs = [get_model_config(part) if self.is_pipelined else self.config for part in parts]
-        self.chunks = [
-            wrap(part, config, ddp_config, settings, i == 0)
-            for i, (part, config) in enumerate(zip(parts, configs, strict=True))
-        ]
+        self.chunks = []
+        for part in parts:
+            config = get_model_config(part) if self.is_pipelined else self.config
+            self.chunks.append(wrap(part, config, ddp_config, settings, is_first=not self.chunks))
         for chunk in self.chunks:
             chunk.broadcast_params()
 
@@ -219,13 +218,6 @@ class MegatronEngine:
         self.optimizer, self.chunks = None, []
 
     # A step
-
-    def zero_grad(self) -> None:
-        """Zero the gradient buffers, and set the gradients of the optimizer's shards to None."""
-        assert self.optimizer is not None
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
     def forward_backward(self, forward_step: ForwardStep, batches: Sequence[Any], forward_only: bool = False) -> Any:
         """Run micro-batches through the parts of the model.
@@ -280,7 +272,7 @@ class MegatronEngine:
         Engine's scales begin at 1, which rounds weights to three bits and gradients to zero.
         """
         assert self.optimizer is not None
-        self.zero_grad()
+        self.optimizer.zero_grad()
         self.guard.begin(len(batches))
         empty, self._may_be_empty = self._may_be_empty, False
         if not (empty and self._nobody_has_scales()):
@@ -293,7 +285,7 @@ class MegatronEngine:
         for chunk in self.chunks:
             te_layers.scale_by_histories(chunk, raised)
             te_layers.forget_nonfinite_amaxes(chunk)
-        self.zero_grad()
+        self.optimizer.zero_grad()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss times the loss scale that ``begin`` has chosen."""
@@ -335,11 +327,11 @@ class MegatronEngine:
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """The backward pass of a converted model; a schedule runs those of a ``PipelinedModule``."""
         if self._begins:
+            assert self.optimizer is not None
             self._begins = False
-            self.zero_grad()
-            self.guard.begin()
+            self.optimizer.zero_grad()
         with self.columns.computation.backward():
-            self._scaled(loss).sum().backward(*args, **kwargs)
+            self.guard.scale(loss).sum().backward(*args, **kwargs)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients of a converted model; a schedule reduces those of a ``PipelinedModule``.

@@ -112,16 +112,13 @@ def _replace(buffer: Any) -> None:
     exponent = torch.full((1, size // BLOCK), UNIT, dtype=torch.uint8, device=device)
     flags = torch.zeros(len(buffer.params), device=device)
     one = torch.ones(1, device=device)
-    members = []
     for index, param in enumerate(buffer.params):
         start, end = buffer.param_index_map[param][:2]
         blocks = exponent[:, start // BLOCK : end // BLOCK]
-        member = MainGradient(data[start:end], blocks, one, flags[index : index + 1])
-        member.weight = buffer.gradient_scaling_factor
-        param.main_grad = member
-        members.append(member)
+        param.main_grad = MainGradient(data[start:end], blocks, one, flags[index : index + 1])
+        param.main_grad.weight = buffer.gradient_scaling_factor
     buffer.grad_data = whole = _Buffer(data, exponent, one, flags)
-    whole.members = members
+    whole.members = [param.main_grad for param in buffer.params]
     for bucket in buffer.buckets:
         start, end = buffer.bucket_indices[bucket.bucket_id]
         bucket.grad_data = part_of_gradient(whole, start, end)

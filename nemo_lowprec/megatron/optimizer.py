@@ -29,7 +29,7 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.megatron.fp8_weights import write_fp8_weights
 from nemo_lowprec.megatron.gradients import MainGradient, part_of_gradient
 from nemo_lowprec.megatron.settings import MegatronSettings
-from nemo_lowprec.observers import NOBODY, Observers
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import adopt, check_adoptable
 from nemo_lowprec.optim.storage import portable
 from nemo_lowprec.tensors import GradientTensor
@@ -79,21 +79,14 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
 
     Args:
         inner: torch's Adam or AdamW of the model's parameters; its groups hold this process's shards from now on.
-        config: Megatron-core's OptimizerConfig with the level's fields.
-        settings: the level's settings.
-        model_chunks: parts of the model, wrapped in Megatron's DistributedDataParallel.
-        buffers: the parameter and gradient buffers of each chunk, by the chunk's index.
-        group: data-parallel (and context-parallel) processes.
-        group_gloo: a gloo group of the same processes, for checkpoints.
-        group_index: rank of this process in its model-parallel group.
+        config, settings: the level's fields of Megatron-core's OptimizerConfig, and all its settings.
+        chunks: parts of the model, wrapped in Megatron's DistributedDataParallel.
+        of_experts: whether ``inner`` has the experts' parameters, which have buffers and process groups of their own.
 
     Attributes:
         main_of: the shard that this process steps, by the model's parameter: a 1-D slice of the half or FP32 weight,
             or the FP32 or FP16 master of an FP8 weight.
     """
-
-    _settings: MegatronSettings
-    observers: Observers = NOBODY
 
     @torch.no_grad()
     def __init__(
@@ -101,11 +94,8 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         inner: Optimizer,
         config: OptimizerConfig,
         settings: MegatronSettings,
-        model_chunks: list[Any],
-        buffers: dict[int, list[Any]],
-        group: dist.ProcessGroup,
-        group_gloo: dist.ProcessGroup | None,
-        group_index: int,
+        chunks: list[Any],
+        of_experts: bool = False,
     ) -> None:
         self._settings = settings
         adopt(inner, state_formats(settings.options))
@@ -117,11 +107,19 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             exp_avg_dtype=torch.float32,
             exp_avg_sq_dtype=torch.float32,
         )
-        _forget_spent_values(model_chunks)
+        _forget_spent_values(chunks)
         scaler = ConstantGradScaler(1.0) if config.fp16 else None  # required; ``Step`` scales the loss
-        super().__init__(
-            inner, plain, scaler, None, model_chunks, buffers, group, group_gloo, group_index, 0
-        )  # fmt: skip
+        if of_experts:
+            buffers = {i: chunk.expert_parallel_buffers for i, chunk in enumerate(chunks)}
+            group = parallel_state.get_expert_data_parallel_group()
+            group_gloo = parallel_state.get_expert_data_parallel_group_gloo()
+            index = dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group())
+        else:
+            buffers = {i: chunk.buffers for i, chunk in enumerate(chunks)}
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            group_gloo = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+            index = dist.get_rank(parallel_state.get_model_parallel_group())
+        super().__init__(inner, plain, scaler, None, chunks, buffers, group, group_gloo, index, 0)
         self._fit_masters()
         halves = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
         others = zip(self.model_fp32_groups, self.shard_fp32_groups, strict=True)
@@ -168,20 +166,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def take_masters(self, masters: Mapping[Tensor, Tensor]) -> None:
-        """Copy the masters that ``kept_masters`` of an earlier optimizer has returned, where shards are equally long.
-
-        Args:
-            masters: master shards by parameter.
-        """
-        for param, main in self.main_of.items():
+        """Copy the ``masters()`` of an earlier optimizer, where shards are equally long."""
+        for param, main in self.masters().items():
             earlier = masters.get(param)
-            if earlier is not None and earlier.shape == main.shape and not self.is_weight(exact(main)):
-                _set(main, earlier)
+            if earlier is not None and earlier.shape == main.shape:
+                _set(self.main_of[param], earlier)
 
-    def kept_masters(self) -> dict[Tensor, Tensor]:
-        """Master shards by parameter, without those that are slices of a weight."""
-        exact_of = ((param, exact(main)) for param, main in self.main_of.items())
-        return {param: main for param, main in exact_of if not self.is_weight(main)}
+    def masters(self) -> dict[Tensor, Tensor]:
+        """Master shards by parameter; a shard that is a slice of its weight has no master."""
+        exact_of = {param: exact(main) for param, main in self.main_of.items()}
+        return {param: main for param, main in exact_of.items() if not self.is_weight(main)}
 
     def _copy_model_params_to_main_params(self, *args: Any, **kwargs: Any) -> None:
         super()._copy_model_params_to_main_params(*args, **kwargs)
@@ -218,18 +212,16 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
     @torch.no_grad()
     def apply(self, divisor: Tensor, found: FoundInf) -> None:
         """Step on the gradients divided by ``divisor``, an FP32 scalar; change nothing where ``found`` is true."""
-        inner: Any = self.optimizer
-        inner.grad_scale, inner.found_inf = divisor, found.on_device
-        try:
-            inner.step()
-        finally:
-            del inner.grad_scale, inner.found_inf
+        with found.handed_to(self.optimizer, divisor):
+            self.optimizer.step()
         self.zero_grad()
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, observers: Observers) -> None:
         """Write FP8 weights from their masters; the shards of other processes are gathered later."""
-        self._copy_main_params_to_model_params()
+        if self._settings.fp8_weights:
+            fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
+            write_fp8_weights(fp8, mains, starts, self.data_parallel_group, observers)
         self._versions = {param: param._version for param in self.main_of}
 
     @torch.no_grad()
@@ -259,11 +251,6 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             else:
                 main.grad_dtype = grad.dtype
                 main.grad = grad.view(-1)[part.start : part.end]
-
-    def _copy_main_params_to_model_params(self) -> None:
-        if self._settings.fp8_weights:
-            fp8, mains, starts = self._get_fp8_params_and_shard_fp32_from_fp8()
-            write_fp8_weights(fp8, mains, starts, self.data_parallel_group, self.observers)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""

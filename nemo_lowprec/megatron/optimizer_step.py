@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import OptimizerConfig
@@ -33,10 +32,7 @@ class Stepper:
     """The optimizer of this process's chunks of the model.
 
     Args:
-        inner: torch's Adam or AdamW of the chunks' parameters; its groups hold this process's shards from now on.
-        config: Megatron-core's OptimizerConfig with the level's fields.
-        settings: the level's settings.
-        chunks: the parts of the model, each wrapped in Megatron's DistributedDataParallel.
+        inner, config, settings, chunks: see ``LowPrecisionDistributedOptimizer``.
         guard: scales the loss and skips steps.
 
     Attributes:
@@ -51,27 +47,9 @@ class Stepper:
         self.inner, self.chunks, self.guard, self._clip = inner, chunks, guard, config.clip_grad
         self.grad_norm: Tensor | None = None
         twin = _twin_of_experts(inner)
-        with_context = {"with_context_parallel": True}
-        self.parts = [
-            LowPrecisionDistributedOptimizer(
-                inner, config, settings, chunks, {i: c.buffers for i, c in enumerate(chunks)},
-                parallel_state.get_data_parallel_group(**with_context),
-                parallel_state.get_data_parallel_group_gloo(**with_context),
-                dist.get_rank(parallel_state.get_model_parallel_group()),
-            )
-        ]  # fmt: skip
+        self.parts = [LowPrecisionDistributedOptimizer(inner, config, settings, chunks)]
         if twin is not None:
-            self.parts.append(
-                LowPrecisionDistributedOptimizer(
-                    twin, config, settings, chunks,
-                    {i: c.expert_parallel_buffers for i, c in enumerate(chunks)},
-                    parallel_state.get_expert_data_parallel_group(),
-                    parallel_state.get_expert_data_parallel_group_gloo(),
-                    dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group()),
-                )
-            )  # fmt: skip
-        for part in self.parts:
-            part.observers = guard.observers
+            self.parts.append(LowPrecisionDistributedOptimizer(twin, config, settings, chunks, of_experts=True))
 
     @torch.no_grad()
     def step(self) -> bool:
@@ -108,13 +86,15 @@ class Stepper:
     def refresh(self) -> None:
         """Write and gather the weights that the next forward pass reads; with overlap, forward itself gathers."""
         for part in self.parts:
-            part.refresh()
+            part.refresh(self.guard.observers)
         for chunk in self.chunks:
             if not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
 
     def zero_grad(self) -> None:
-        """Set the gradients of the shards to None; the model chunks zero the gradient buffers."""
+        """Zero the gradient buffers, and set the gradients of the shards to None."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         for part in self.parts:
             part.zero_grad()
 
@@ -154,7 +134,7 @@ class Stepper:
         """
         for part in self.parts:
             part.take_written(by_value=True)
-        masters = {param: main for part in self.parts for param, main in part.kept_masters().items()}
+        masters = {param: main for part in self.parts for param, main in part.masters().items()}
         for chunk in self.chunks:
             if chunk.use_forward_hook:
                 chunk.disable_forward_pre_hook(param_sync=gather)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
+
+from nemo_lowprec.arguments import AtLeast1, check_value
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of Megatron-core's process groups; the world divided by tensor x pipeline x context is data-parallel.
 
-    Attributes:
-        tensor: processes that share each layer's matrices.
-        pipeline: stages, each with a part of the layers.
-        virtual_pipeline: number of parts of the layers on each process, for the interleaved schedule; None for one.
-        context: processes that share each sequence.
-        expert: processes that share the experts of a layer.
-        sequence_parallel: whether the tensor-parallel processes share the sequence outside of the matrices, too.
+    The attributes are the arguments of ``MegatronStrategy``, such as ``tensor_model_parallel_size``.
     """
 
     tensor: int = 1
@@ -29,13 +25,10 @@ class ParallelLayout:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "sequence_parallel":
-                if not isinstance(value, bool):
-                    raise ValueError(f"sequence_parallel={value!r} must be True or False.")
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{_ARGUMENT[field.name]}={value!r} must be an integer of at least 1.")
+        check_value("sequence_parallel", self.sequence_parallel, bool)
+        for argument, size in self.sizes().items():
+            if size is not None:
+                check_value(argument, size, AtLeast1)
         if self.virtual_pipeline is not None:
             if self.virtual_pipeline < 2:
                 raise ValueError(
@@ -74,7 +67,13 @@ class ParallelLayout:
 
     def sizes(self) -> dict[str, int | None]:
         """The sizes under Megatron-core's names."""
-        return {argument: getattr(self, name) for name, argument in _ARGUMENT.items()}
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual_pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+        }
 
     def fields(self) -> dict[str, Any]:
         """Fields of TransformerConfig."""
@@ -104,11 +103,3 @@ class ParallelLayout:
 
 
 _groups_of: dict[str, Any] | None = None  # the sizes for which this process's groups were made
-
-_ARGUMENT = {
-    "tensor": "tensor_model_parallel_size",
-    "pipeline": "pipeline_model_parallel_size",
-    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
-    "context": "context_parallel_size",
-    "expert": "expert_model_parallel_size",
-}

@@ -17,11 +17,7 @@ def check_megatron() -> None:
     The import of Transformer Engine comes before anything else touches the GPU: it fails once cuDNN is loaded. The
     import of Megatron-core comes last: it takes seconds, and prints warnings about optional packages.
     """
-    try:
-        installed = find_spec("megatron.core") is not None
-    except ModuleNotFoundError:  # there is no package ``megatron``
-        installed = False
-    if not installed:
+    if not (find_spec("megatron") and find_spec("megatron.core")):
         raise RuntimeError(_NO_MEGATRON.format("there is no module megatron.core"))
     if not torch.cuda.is_available():
         raise RuntimeError(

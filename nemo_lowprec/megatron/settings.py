@@ -27,7 +27,7 @@ class MegatronSettings:
     """The fields of Megatron-core's configs for one level and one kind of model.
 
     Attributes:
-        options: the row and its arguments.
+        options, own_layers: the arguments of ``resolve``.
         model: fields of TransformerConfig.
         optimizer: fields of OptimizerConfig; ``exp_avg_dtype`` and the like are the formats of this package's AdamW.
         ddp: fields of DistributedDataParallelConfig, without the overlaps, which are the strategy's arguments.
@@ -36,19 +36,15 @@ class MegatronSettings:
     """
 
     options: Options
+    own_layers: bool
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     ddp: Mapping[str, Any]
     matrices: torch.dtype
     vectors: torch.dtype
 
-    def __post_init__(self) -> None:
-        for name in ("model", "optimizer", "ddp"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-
     def __reduce__(self) -> Any:  # pickle refuses a MappingProxyType
-        plain = (dict(self.model), dict(self.optimizer), dict(self.ddp))
-        return MegatronSettings, (self.options, *plain, self.matrices, self.vectors)
+        return resolve, (self.options, self.own_layers)
 
     @property
     def level(self) -> PrecisionLevel:
@@ -130,7 +126,8 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
         "pad_buckets_for_high_nccl_busbw": level.weight_grad == "fp8",
     }
     vectors = DTYPES[level.vectors] if level.vectors is not None else params
-    return MegatronSettings(options, model, optimizer, ddp, params, vectors)
+    frozen = MappingProxyType(model), MappingProxyType(optimizer), MappingProxyType(ddp)
+    return MegatronSettings(options, own_layers, *frozen, params, vectors)
 
 
 def _gemms(options: Options, own_layers: bool) -> dict[str, Any]:

@@ -34,10 +34,7 @@ def layers_table(
 ) -> tuple[str | None, str | None]:
     """A table of the layers and matrices of this process's parts, and a warning; None for either that is not needed.
 
-    Args:
-        chunks: this process's parts of the model.
-        settings: the level's settings; a level without FP8 has no table.
-        converted: the column Computation of a model that this package has converted; None for GPTModel.
+    A level without FP8 has no table. ``converted`` is None for parts that Megatron-core has built.
     """
     recipe = settings.options.recipe
     if recipe is None:

@@ -53,8 +53,8 @@ def meet_at_start(strategy: ParallelStrategy, made_group: bool) -> None:
 
     Args:
         strategy: has its process group and its module.
-        made_group: whether the process group was made just now, so that all processes arrive within seconds; in an
-            earlier group, processes wait for the timeout of ``strategy``.
+        made_group: whether all processes have just made the group, and arrive within seconds; else they wait for the
+            timeout of ``strategy``.
 
     Raises:
         ValueError: settings differ between processes.
@@ -129,19 +129,16 @@ def check_evaluation(trainer: pl.Trainer) -> None:
     loop = compat.active_loop(trainer)
     if trainer.world_size == 1 or loop.batch_progress.current.started != 1:
         return
-    limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}
-    how = limit.get(str(getattr(trainer.state.stage, "value", "")), "limit_val_batches")
+    how = "limit_test_batches" if trainer.testing else "limit_val_batches"
+    how = "limit_predict_batches" if trainer.predicting else how
     check_same({f"the number of batches in an evaluation ({how} cuts them alike)": _short(loop.max_batches)})
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], by_defaults: bool = False) -> None:
     """Raise ValueError where processes have different classes or settings of optimizers or schedulers.
 
-    Args:
-        optimizers: the Trainer's optimizers.
-        schedulers: the Trainer's ``LRSchedulerConfig``s.
-        by_defaults: whether to compare the optimizers' defaults and not their groups, for processes with different
-            parameters, whose groups may differ.
+    ``schedulers`` are Lightning's ``LRSchedulerConfig``s. With ``by_defaults`` the optimizers' defaults are compared,
+    and not their groups, for processes with different parameters.
     """
     facts: dict[str, str] = {"the optimizers": _short([type(o).__name__ for o in optimizers])}
     for index, optimizer in enumerate(optimizers):

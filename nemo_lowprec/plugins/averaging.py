@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from inspect import getattr_static
 from itertools import product
 from typing import Any
 
@@ -40,18 +38,16 @@ def average_exactly(trainer: pl.Trainer, module: nn.Module, engine: Engine, undo
                 f"part of those of {engine.level.name}. Use strategy='lowprec_ddp', or leave the callback out."
             )
         for name in names:
-            method = _with_exact(getattr(type(callback), name), callback, name, module)
-            replace_attribute(undo, callback, name, method)
+            replace_attribute(undo, callback, name, _with_exact(callback, name, module))
 
 
-def _with_exact(function: Callable[..., Any], callback: Any, name: str, module: nn.Module) -> Any:
-    static = isinstance(getattr_static(type(callback), name), staticmethod)
+def _with_exact(callback: Any, name: str, module: nn.Module) -> Any:
+    function = getattr(callback, name)
     averages: list[Any] = []
 
     def method(*args: Any) -> Any:
         exact = ExactWeights(module)
-        given = [exact if arg is module else arg for arg in args]
-        result = function(*given) if static else function(callback, *given)
+        result = function(*(exact if arg is module else arg for arg in args))
         exact.refresh()
         return result
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.compat import lightning as compat
+from nemo_lowprec.engine import Step
 from nemo_lowprec.plugins.replaced import replace_attribute
 
 
@@ -45,21 +46,23 @@ class LevelLog:
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (compat.steps_of_epoch(trainer) + 1) % every == 0
 
-    def write(
-        self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None, loss_scale: float | None
-    ) -> None:
-        """Log the metrics of one step.
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer, step: Step, norm: Tensor | None) -> None:
+        """Count a skipped step and, where it is due, log the metrics of the step.
 
         Args:
             module: the Trainer's LightningModule.
-            optimizer: has taken the step.
+            optimizer: has taken the step, or skipped it.
+            step: has run the step.
             norm: L2 norm of the gradients of ``optimizer``, FP32 scalar; None where it is unknown.
-            loss_scale: loss scale of the step's backward pass; None at a level without a loss scale.
         """
+        self.skipped_steps += optimizer in step.skipped
+        if not self.is_due(module):
+            return
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
-        suffix = f"/{[id(o) for o in trainer.optimizers].index(id(optimizer))}" if several else ""
-        metrics = {f"grad_norm{suffix}": norm, "loss_scale": loss_scale, "skipped_steps": self.skipped_steps}
+        suffix = f"/{trainer.optimizers.index(optimizer)}" if several else ""
+        scale = None if step.loss_scale is None else step.loss_scale.used
+        metrics = {f"grad_norm{suffix}": norm, "loss_scale": scale, "skipped_steps": self.skipped_steps}
         for name, value in metrics.items():
             if value is not None:
                 # Lightning would copy a number to the GPU, and wait for the copy.

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.megatron.nemo import DtypeConfig
 from nemo_lowprec.megatron.requirements import check_device, check_transformer_engine
 
 
@@ -31,7 +30,7 @@ class NemoPrecision(Precision):
         dtype_config: the fields that NeMo copies onto Megatron-core's configs.
     """
 
-    def __init__(self, level: PrecisionLevel, dtype_config: DtypeConfig) -> None:
+    def __init__(self, level: PrecisionLevel, dtype_config: Any) -> None:
         self.level = level
         self.dtype_config = dtype_config
         self.precision = level.name  # type: ignore[assignment]
@@ -120,7 +119,7 @@ def runs(strategy: Strategy) -> bool:
     return hasattr(strategy, "megatron_parallel")
 
 
-def take_over(strategy: Any, level: PrecisionLevel, dtype_config: DtypeConfig) -> NemoPrecision:
+def take_over(strategy: Any, level: PrecisionLevel, dtype_config: Any) -> NemoPrecision:
     """Replace the plugin of NeMo's strategy by a ``NemoPrecision``, for all chunks of a pipeline, until teardown."""
     plugin = NemoPrecision(level, dtype_config)
     plugin.undo.callback(setattr, strategy, "precision_plugin", strategy.precision_plugin)

@@ -21,9 +21,9 @@ from typing_extensions import override
 from nemo_lowprec.chart import PrecisionLevel, get_level
 from nemo_lowprec.comm import give_back_to_ddp
 from nemo_lowprec.compat.lightning import trainer_of
-from nemo_lowprec.engine import DTYPES, Engine
+from nemo_lowprec.engine import DTYPES, Engine, Step
 from nemo_lowprec.megatron import MegatronSettings, resolve
-from nemo_lowprec.megatron.nemo import DtypeConfig, dtype_config
+from nemo_lowprec.megatron.nemo import dtype_config
 from nemo_lowprec.optim import needs_closure
 from nemo_lowprec.options import option_defaults, parse_options
 from nemo_lowprec.plugins import agreement, nemo, processes
@@ -31,8 +31,8 @@ from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
+from nemo_lowprec.plugins.replaced import hold_back_schedulers
 from nemo_lowprec.plugins.resume import ResumeState
-from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.signals import StopTogether
 from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
 
@@ -96,7 +96,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         return resolve(self.parsed, own_layers)
 
     @property
-    def dtype_config(self) -> DtypeConfig:
+    def dtype_config(self) -> Any:
         """The fields that NeMo's MegatronStrategy copies onto its configs; see ``nemo_lowprec.megatron.nemo``.
 
         Raises:
@@ -106,9 +106,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     # Setting up
 
-    def follow(self, module: pl.LightningModule) -> None:
+    def follow(self, module: pl.LightningModule, step: Step, lr_schedulers: list[Any]) -> None:
         """Save, restore and log the run of ``module``; MegatronStrategy, which calls no hooks, calls it too."""
         self._module = module
+        hold_back_schedulers(module, step.skipped, lr_schedulers, self.undo)
         self.log.begin(module, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
@@ -141,20 +142,23 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         trainer = trainer_of(module)
-        if trainer is not None and nemo.runs(trainer.strategy):
-            return nemo.take_over(trainer.strategy, self.level, self.dtype_config).convert_module(module)
-        if trainer is not None and isinstance(trainer.strategy, ParallelStrategy):
+        if trainer is None:
+            self.engine.convert(module, next((p.device for p in module.parameters()), torch.device("cpu")))
+            return module
+        strategy, fits = trainer.strategy, trainer.state.fn == "fit"
+        if nemo.runs(strategy):
+            return nemo.take_over(strategy, self.level, self.dtype_config).convert_module(module)
+        if isinstance(strategy, ParallelStrategy):
             self.stop_together(trainer, evaluates_in_step=self.engine.sharding is not None)
-        device = trainer.strategy.root_device if trainer is not None else _device_of(module)
-        if trainer is not None and trainer.state.fn == "fit":
+        if fits:
             assert isinstance(module, pl.LightningModule)
-            processes.prepare(module, trainer.strategy, self.engine)
+            processes.prepare(module, strategy, self.engine)
             summarize_true_size(trainer, self.undo)
             if self.level.has_half_weights:
                 average_exactly(trainer, module, self.engine, self.undo)
-        if trainer is not None and self.parsed.low_bit.gradient_release:
+        if self.parsed.low_bit.gradient_release:
             _check_release(trainer)
-        self.engine.convert(module, device, training=trainer is None or trainer.state.fn == "fit")
+        self.engine.convert(module, strategy.root_device, training=fits)
         return module
 
     @override
@@ -176,8 +180,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if strategy is not None:
             processes.average_gradients(model, strategy, self.engine)
         if isinstance(module, pl.LightningModule):
-            self.follow(module)
-            hold_back_skipped(module, self.engine.step.skipped, lr_schedulers, self.undo)
+            self.follow(module, self.engine.step, lr_schedulers)
             if strategy is not None and not module.automatic_optimization:
                 self._manual = ManualPasses(module, self.engine, processes.averages(strategy, self.engine))
                 self._manual.watch(optimizers)
@@ -277,27 +280,21 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         step = self.engine.step
         step.unscale(optimizer)
         self._after_closure(model, optimizer)
-        is_logged = self.log.is_due(model)
-        norm = step.norm_of(optimizer, needed=is_logged)
-        scale = None if step.loss_scale is None else step.loss_scale.used
+        norm = step.norm_of(optimizer, needed=self.log.is_due(model))
         step.run(optimizer, **kwargs)
-        skipped = optimizer in step.skipped
-        if skipped and not self.level.has_loss_scale:
+        if optimizer in step.skipped and step.loss_scale is None:
             rank_zero_warn(SKIPPED.format("precision_plugin.engine.step"))
-        self.log.skipped_steps += skipped
-        if is_logged:
-            self.log.write(model, optimizer, norm, scale)
+        self.log.after_step(model, optimizer, step, norm)
         return result
 
     @override
     def clip_gradients(self, optimizer: Optimizer, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        if clip_val and clip_val > 0:
-            if self.parsed.low_bit.gradient_release:
-                raise ValueError(
-                    "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
-                    "Leave one of them out."
-                )
-            super().clip_gradients(optimizer, clip_val, *args, **kwargs)
+        if clip_val > 0 and self.parsed.low_bit.gradient_release:
+            raise ValueError(
+                "gradient_release=True has stepped each parameter before all gradients are there to be clipped. "
+                "Leave one of them out."
+            )
+        super().clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -344,8 +341,3 @@ def _check_release(trainer: pl.Trainer) -> None:
 def _unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     # Manual optimization passes Lightning's wrapper.
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    param = next(module.parameters(), None)
-    return torch.device("cpu") if param is None else param.device

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import WarningCache, rank_zero_warn
 from torch import Tensor
 
 from nemo_lowprec.checkpoint.partial_gradients import KEY, restore_gradients, saved_gradients
@@ -47,24 +47,20 @@ class ResumeState:
         self.pending = self.running = False
         self._rng: dict[str, Any] | None = None
         self._gradients: dict[str, Any] | None = None
-        self._said: set[str] = set()
+        self._said = WarningCache()
 
     def state_dict(
         self, engine: Engine, module: pl.LightningModule | None, new: set[int] | None = None
     ) -> dict[str, Any]:
         """The random states of all processes, and the gradients of an unfinished step; a collective.
 
-        Args:
-            engine: the plugin's engine.
-            module: the Trainer's LightningModule.
-            new: ids of parameters whose gradients no step has used; None: all parameters with a gradient if
-                ``pending``.
+        ``new`` has the ids of the parameters whose gradients no step has used; None: all, if ``pending``.
         """
         if module is None or compat.trainer_of(module) is None:
             return {}
         in_mid_epoch = _in_mid_epoch(module.trainer)
         if in_mid_epoch and not _loader_is_stateful(module.trainer):
-            self._say(_NO_PLACE)
+            self._said.warn(_NO_PLACE.format("saved"))
         state = {"rng": by_rank(random_states()), "mid_epoch": in_mid_epoch}
         if module.trainer.state.fn != "fit":
             return state
@@ -73,13 +69,8 @@ class ResumeState:
         # MegatronStrategy calls no hooks of the plugin: Lightning's loop knows whether a step is unfinished.
         if not self.running and not compat.is_mid_step(module.trainer):
             return state
-        self._say(_NO_GRADIENTS)
+        self._said.warn(_NO_GRADIENTS.format("saved"))
         return state | {KEY: {}}
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            rank_zero_warn(text.format("saved"))
 
     def load_state_dict(self, state: dict[str, Any], module: pl.LightningModule | None) -> None:
         """Set the random states; keep the gradients, and the random states of a continued epoch, for its first step."""
@@ -131,12 +122,9 @@ def _loader_is_stateful(trainer: pl.Trainer) -> bool:
 
 
 def check_saves(trainer: pl.Trainer) -> None:
-    """Refuse a ``ModelCheckpoint`` between two micro-batches, for a strategy that does not save these gradients.
+    """Raise ValueError where a ``ModelCheckpoint`` would save between two micro-batches of a step.
 
-    Called when the training starts.
-
-    Raises:
-        ValueError: a ``ModelCheckpoint`` would save between two micro-batches of a step.
+    Called when the training starts, for a strategy that does not save the gradients of such a step.
     """
     in_step = trainer.accumulate_grad_batches
     every: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -43,9 +43,6 @@ class StopTogether:
         self._answers: dict[bool, FoundInf] = {}  # in training (False) and in an evaluation (True)
         connector, loop = compat.signal_connector(trainer), trainer.fit_loop.epoch_loop
         self._requeue = getattr(connector, compat.REQUEUE_METHOD)
-        self._acts = hasattr(loop, compat.EXCHANGE_METHOD)
-        if not self._acts:  # the handlers of an older Lightning call no collectives
-            return
         for owner, name, own in (
             (connector, compat.SIGTERM_METHOD, self._on_end),
             (connector, compat.REQUEUE_METHOD, self._on_requeue),
@@ -59,9 +56,9 @@ class StopTogether:
         Raises:
             SIGTERMException: the run is to end; on all processes at once, if they evaluate in step.
         """
-        if self._acts and self.evaluates_in_step:
+        if self.evaluates_in_step:
             self._exchange(self._wanted if self._wanted == _END else _NOTHING, evaluates=True)
-        elif self._acts and self._wanted == _END:
+        elif self._wanted == _END:
             self._end()
 
     def _on_end(self, signum: int, frame: Any) -> None:

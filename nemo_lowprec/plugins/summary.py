@@ -25,13 +25,7 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 
 def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
-    """The chart's row, a column a line, and the number of parameters of ``modules``.
-
-    Args:
-        level: the row.
-        fp8_params: whether the weights of converted layers are stored in FP8 beside their masters.
-        modules: parts of the model.
-    """
+    """The chart's row, a column a line, and the number of parameters of the model's parts ``modules``."""
     rows = {column: cell for column, cell in level.columns(fp8_params).items() if column != "Level"}
     params = {id(p): p for module in modules for p in module.parameters() if not isinstance(p, UninitializedParameter)}
     count = sum(p.numel() for p in params.values())
@@ -41,11 +35,11 @@ def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Mo
 
 
 @rank_zero_only
-def print_tables(title: object, tables: Iterable[str], problem: str | None) -> None:
+def print_tables(title: object, tables: Iterable[str | None], problem: str | None) -> None:
     """Print the level and its arguments, then ``tables``, and warn of ``problem``; on the first process only."""
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
-    for table in tables:
+    for table in filter(None, tables):
         console.print("\n" + table)
     console.print()
     if problem:
@@ -56,12 +50,8 @@ def print_summary(engine: Engine, title: object) -> None:
     """Print the tables of a model that is about to be trained, and warn if few of its layers are converted."""
     assert engine.model is not None
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
-    tables, problem = [level_table(engine.level, fp8_params, [engine.model])], None
-    found = engine.columns.computation.describe()
-    if found is not None:
-        table, problem = found
-        tables.append(table)
-    print_tables(title, tables, problem)
+    layers, problem = engine.columns.computation.describe() or (None, None)
+    print_tables(title, [level_table(engine.level, fp8_params, [engine.model]), layers], problem)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -7,15 +7,10 @@ from torch import Tensor, nn
 
 
 def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> None:
-    """Replace the parameters and buffers of ``unit`` on the meta device by memory on ``device``.
+    """Replace the parameters and buffers of an FSDP2 unit on the meta device by memory on ``device``.
 
-    Each unit is sharded before the next unit gets memory: no process holds the whole model on its GPU.
-
-    Args:
-        unit: an FSDP2 unit of the model.
-        device: of this process.
-        initializes: whether to call the modules' ``reset_parameters``; False on processes that get their values from
-            the first process.
+    Each unit is sharded before the next unit gets memory: no process holds the whole model on its GPU. Only a process
+    that ``initializes``, the first one, calls the modules' ``reset_parameters``; the others get its values.
     """
     made: dict[int, Tensor] = {}  # by id of the meta tensor, so that tied parameters stay tied
 
@@ -40,18 +35,18 @@ def materialize(unit: nn.Module, device: torch.device, initializes: bool) -> Non
             reset()
 
 
-def obstacle(model: nn.Module, initializes: bool) -> str | None:
+def obstacle(model: nn.Module, initializes: bool) -> ValueError | None:
     """Why ``materialize`` cannot give ``model`` memory and values on this process; None if it can."""
     for name, module in model.named_modules():
         for own, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
-                return (
+                return ValueError(
                     f"{name + '.' if name else ''}{own} is on the meta device, and neither a parameter nor a buffer: "
                     "it cannot get its values from the first process. Use register_buffer."
                 )
         lost = _on_meta(module)
         if initializes and lost and not callable(getattr(module, "reset_parameters", None)):
-            return (
+            return ValueError(
                 f"{name or 'The model'} ({type(module).__name__}) is on the meta device, and has no reset_parameters() "
                 f"that would give {', '.join(sorted(lost))} values. Add one, or make the model within "
                 "trainer.strategy.init_on_first_process()."

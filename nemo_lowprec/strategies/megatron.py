@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -29,7 +28,6 @@ from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import check_optimizers, facts_of_data
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.resume import check_saves
-from nemo_lowprec.plugins.schedulers import hold_back_skipped
 from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 
@@ -180,18 +178,13 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         check_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True)
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         assert engine.optimizer is not None
-        plugin.follow(module)
-        hold_back_skipped(module, engine.guard.skipped, self.lr_scheduler_configs, plugin.undo)
+        plugin.follow(module, engine.guard, self.lr_scheduler_configs)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights report the bytes of another dtype
             summarize_true_size(trainer, plugin.undo)
-        if self.is_global_zero:
-            chunks = [unwrapped(chunk) for chunk in engine.chunks]
-            layers, problem = layers_table(
-                chunks, settings, None if engine.is_pipelined else engine.columns.computation
-            )
-            row = level_table(settings.level, settings.fp8_weights, chunks)
-            fields = settings_table(settings, self.layout, overlaps)
-            print_tables(plugin, [row, fields, *([layers] if layers else [])], problem)
+        chunks = [unwrapped(chunk) for chunk in engine.chunks]
+        layers, problem = layers_table(chunks, settings, None if pipelined else engine.columns.computation)
+        row = level_table(settings.level, settings.fp8_weights, chunks)
+        print_tables(plugin, [row, settings_table(settings, self.layout, overlaps), layers], problem)
 
     def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
         """The level and its settings for ``module``.
@@ -298,18 +291,13 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             raise ValueError("training_step returned None to skip a batch, which MegatronStrategy cannot do.")
         engine.reduce_gradients()
         call_before_optimizer_step(trainer, optimizer)
-        settings = engine.settings
-        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
-        stays = not settings.level.has_loss_scale or settings.optimizer["loss_scale"] is not None
         assert engine.optimizer is not None
-        scale = engine.guard.loss_scale.used if engine.guard.loss_scale is not None else None
-        stepped = engine.step()
-        if not stepped and stays:
+        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
+        scale = engine.guard.loss_scale
+        if not engine.step() and (scale is None or not scale.dynamic):
             rank_zero_warn(SKIPPED.format("strategy.engine.guard"))
         log = self.precision_plugin.log  # type: ignore[attr-defined]
-        log.skipped_steps += not stepped
-        if log.is_due(self.lightning_module):
-            log.write(self.lightning_module, optimizer, engine.optimizer.grad_norm, scale)
+        log.after_step(self.lightning_module, optimizer, engine.guard, engine.optimizer.grad_norm)
         return result
 
     # State
@@ -319,7 +307,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         return {}  # ``save_checkpoint`` takes the weights from the chunks
 
     @override
-    def optimizer_state(self, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         return {}
 
     @override

@@ -10,6 +10,7 @@ import functools
 from contextlib import ExitStack
 from typing import Any
 
+import lightning.pytorch as pl
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,15 +27,13 @@ def gather_around_steps(model: nn.Module, undo: ExitStack) -> None:
     With manual optimization ``training_step`` is left out: a step contains its backward passes, and FSDP2 must see the
     output of ``forward`` before a backward pass. The model has its own steps again when ``undo`` is closed.
     """
-    assert isinstance(model, FSDPModule)
+    assert isinstance(model, FSDPModule) and isinstance(model, pl.LightningModule)
     unit = FsdpUnit(model)
     hooks = _Outermost(model, unit)
     unit.hook(hooks.before, hooks.after)
     undo.callback(unit.hook, unit.before, unit.after)
-    steps = _STEPS if getattr(model, "automatic_optimization", True) else _STEPS[1:]
-    for name in steps:
-        if callable(getattr(model, name, None)):
-            replace_attribute(undo, model, name, hooks.around(model, getattr(model, name)))
+    for name in _STEPS if model.automatic_optimization else _STEPS[1:]:
+        replace_attribute(undo, model, name, hooks.around(model, getattr(model, name)))
 
 
 class _Outermost:

@@ -126,9 +126,7 @@ def shard_model(
     ``materialize.obstacle`` before.
 
     Args:
-        model: whole on each process, or on the meta device.
         mesh: with one dimension (shard) or two (replicate, shard).
-        device: of this process.
         policy: dtypes in which FSDP2 gathers and reduces.
         reshard: whether weights are freed between forward and backward (ZeRO-3) or kept (ZeRO-2).
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -86,7 +85,6 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         self._writer: BackgroundWriter | None = None
         self._reshard = reshard_after_forward
         self._shard_size = shard_size
-        self._undo = ExitStack()  # gives the model its own step methods back
         self.require_backward_grad_sync = True
 
     @contextmanager
@@ -136,11 +134,10 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             self._take_over(self.model)
         mesh = own or self._mesh()
         plugin.engine.sharding = sharding_over(mesh, self._reshard)
-        problem: ValueError | None = None
+        problem: ValueError | None
         try:
             self.model = plugin.convert_module(self.model)
-            found = obstacle(self.model, self.is_global_zero)
-            problem = ValueError(found) if found else None
+            problem = obstacle(self.model, self.is_global_zero)
         except ValueError as error:  # perhaps about a weight's value, which only the first process has
             problem = error
         raise_together(problem)
@@ -150,7 +147,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             shard_model(self.model, mesh, self.root_device, policy, self._reshard)
             self.model.__dict__[_CUT_WITH] = self._shard_size, self._reshard
         refuse_second_derivatives(self.model)
-        gather_around_steps(self.model, self._undo)
+        gather_around_steps(self.model, plugin.undo)
         self.model_to_device()
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
@@ -173,8 +170,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
             )
         there = "on the meta device" if any(p.is_meta for p in model.parameters()) else "with values"
         check_same({"where a model that fully_shard cuts is made (without init_on_first_process)": there})
-        found = obstacle(model, initializes=True)
-        raise_together(ValueError(found) if found else None)
+        raise_together(obstacle(model, initializes=True))
         materialize(model, self.root_device)
 
     def _mesh(self) -> Any:
@@ -203,7 +199,6 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         for module in self.model.modules() if self.model is not None else ():
             if isinstance(module, FSDPModule):
                 module.reshard()  # an evaluation leaves weights gathered
-        self._undo.close()
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -221,7 +216,7 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = (optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+        state = Strategy.optimizer_state(self, optimizer)
         return state if self._save_distributed_checkpoint else in_full(state)
 
     @override
