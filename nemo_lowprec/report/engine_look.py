@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -40,7 +40,7 @@ class EngineLook(Look):
     def after_backward(self) -> None:
         self.take_gradients(lambda param: param.grad)
 
-    def parts(self) -> list[ModelPart]:
+    def parts(self) -> Parts:
         level, module = self.level, self._module
         kept = kept_in_fp32(module, level.is_low_bit) if level.has_half_weights else set()
         trained = [p for p in module.parameters() if p.requires_grad]
@@ -87,7 +87,6 @@ class ShardedLook(EngineLook):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         shards = self._engine.columns.weights
         assert isinstance(shards, ShardedWeights)
-        assert shards is not None
         for name, param in module._parameters.items():
             sharded = shards.sharded(module, name)
             if param is None or sharded is None or param is sharded:

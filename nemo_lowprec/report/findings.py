@@ -28,7 +28,7 @@ class Finding:
 
     Attributes:
         column: title as in the chart.
-        part: the name of a ``ModelPart``. For gradients on the wire ``matrices`` and ``vectors``, or ``all``.
+        part: a part of ``parts.py``. For gradients on the wire ``matrices`` and ``vectors``, or ``all``.
         declared, observed: formats, ``+`` between several, ``–`` for none.
         bytes_per_param: bytes found over the elements of this part; None where nothing is stored. On the wire, bytes
             that each process sends in a step.

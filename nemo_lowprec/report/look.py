@@ -16,7 +16,7 @@ from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, ModelPart
+from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 
@@ -102,7 +102,7 @@ class Look(Observer, ABC):
 
     def take_gradients(self, of: Callable[[nn.Parameter], Any]) -> None:
         """Read the gradients, which ``of`` returns for each parameter."""
-        self.gradients = {part.name: Bytes(map(of, part.params)) for part in self.parts()}
+        self.gradients = {name: Bytes(map(of, params)) for name, params in self.parts().items()}
 
     def after_backward(self) -> None:
         """Called after each backward pass."""
@@ -111,7 +111,7 @@ class Look(Observer, ABC):
         """Called before the optimizer steps."""
 
     @abstractmethod
-    def parts(self) -> list[ModelPart]:
+    def parts(self) -> Parts:
         """The parameters that are trained."""
 
     @abstractmethod
@@ -130,8 +130,8 @@ class Look(Observer, ABC):
         """The findings of the step that is over."""
         self.end()
         level, report, parts = self.level, AuditReport(self.level, places=self.places), self.parts()
-        for part in parts:
-            name, params, converted = part.name, part.params, part.name == CONVERTED
+        for name, params in parts.items():
+            converted = name == CONVERTED
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found. A level
                 # that converts nothing does not do what it declares.
@@ -167,11 +167,10 @@ class Look(Observer, ABC):
         formats = {self.level.autocast} if any(overridden) else set()
         return "+".join(sorted(formats if all(overridden) else formats | {self.level.compute}))
 
-    def _groups(self, parts: list[ModelPart], sent: list[Sent]) -> list[_Group]:
+    def _groups(self, parts: Parts, sent: list[Sent]) -> list[_Group]:
         """(name, declared format, parameters, messages of their gradients); FP8 is sent as uint8."""
-        level = self.level
-        kept = [p for part in parts for p in part.params if part.name == KEPT]
-        others = [p for part in parts for p in part.params if part.name != KEPT]
+        level, kept = self.level, parts[KEPT]
+        others = [p for name, params in parts.items() if name != KEPT for p in params]
         in_fp8, in_fp32 = ([s for s in sent if s.dtype == dtype] for dtype in (torch.uint8, torch.float32))
         if level.vectors is not None:
             matrices, vectors = [p for p in others if p.dim() > 1], [p for p in others if p.dim() < 2] + kept

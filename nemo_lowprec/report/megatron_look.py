@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from nemo_lowprec.compat.transformer_engine import fp8_data
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent
 
@@ -48,21 +49,15 @@ class MegatronLook(Look):
     def begin(self) -> None:
         for name in _GEMMS if self._engine.is_pipelined else ():
             module = importlib.import_module(name)
-            self.stack.callback(setattr, module, "general_gemm", module.general_gemm)
-            module.general_gemm = self._noting(module.general_gemm)  # type: ignore[attr-defined]
+            replace_attribute(self.stack, module, "general_gemm", partial(self._noting, module.general_gemm))
         self.stack.enter_context(self.traffic)
 
-    def _noting(self, gemm: Any) -> Any:
-        """Transformer Engine's ``gemm``, which notes the formats of its operands."""
+    def _noting(self, gemm: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """Transformer Engine's ``gemm``, and a note of the formats of its operands."""
+        self.operands.update(map(_operand_format, (a, b)))
+        return gemm(a, b, *args, **kwargs)
 
-        @wraps(gemm)
-        def call(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-            self.operands.update(map(_operand_format, (a, b)))
-            return gemm(a, b, *args, **kwargs)
-
-        return call
-
-    def parts(self) -> list[ModelPart]:
+    def parts(self) -> Parts:
         engine, level = self._engine, self.level
         params = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
         if not engine.is_pipelined:

@@ -20,9 +20,10 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.report.plan.layout import Layout, check_count
 from nemo_lowprec.report.plan.on_gpu import GpuRules
-from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
-from nemo_lowprec.report.plan.tracing import Traced, fake, trace
+from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
+from nemo_lowprec.report.plan.tracing import Activations, Traced, fake, trace
 from nemo_lowprec.report.plan.whole import gradient_of
+from nemo_lowprec.report.tensor_storage import as_stored
 
 _TRACED = 3  # equal blocks that are traced
 
@@ -56,21 +57,6 @@ class Sample:
         return f"{self.micro_batch_size} × {self.seq_length:,} tokens"
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch.
-
-    Attributes:
-        chosen: as the model is set up.
-        recomputes: whether its blocks are recomputed in backward; None where the model has no such choice.
-        other: with the other choice.
-    """
-
-    chosen: Traced
-    recomputes: bool | None = None
-    other: Traced | None = None
-
-
 def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: Sample) -> Activations | str:
     """Trace ``model``, or say why that cannot be done.
 
@@ -82,12 +68,11 @@ def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: S
     run = _run_of(model, sample)
     if isinstance(run, str):
         return run
-    wanted = [None] if _recomputes(model) is None else [_recomputes(model), not _recomputes(model)]
+    chosen = _recomputes(model)
     try:
-        found = [_trace(model, engine, layout, run, choice) for choice in wanted]
+        return {c: _trace(model, engine, layout, run, c) for c in ([None] if chosen is None else [chosen, not chosen])}
     except Exception as error:  # what a model does in its forward pass is its own
         return f"this model's forward pass cannot be traced without values ({type(error).__name__}: {one_line(error)})"
-    return Activations(found[0], wanted[0], found[1] if len(found) > 1 else None)
 
 
 def _trace(
@@ -100,10 +85,7 @@ def _trace(
     if recomputes is not None:
         _set_recomputes(twin, recomputes)
     blocks, times = _blocks(twin, shorten=plain and not ends)
-    # The copy that is converted has the blocks under the same names.
-    names = [name for name, module in twin.named_modules() if any(module is b for b in blocks)]
-    twin, settled = settled_on_meta(twin, engine, False, on_gpu)
-    blocks = [twin.get_submodule(name) for name in names]
+    settled = settle_on_meta(twin, engine, False, on_gpu)
     if layout.is_sharded and layout.reshard_after_forward:
         for module in twin.modules():
             for plan in gemm_plans(module).values():
@@ -113,7 +95,7 @@ def _trace(
     def gradient(param: nn.Parameter) -> int:
         if layout.is_sharded and not settled.level.is_low_bit:
             return 4 * param.numel() // layout.shards
-        return gradient_of(param, settled) // layout.shards
+        return as_stored(gradient_of(param, settled)).bytes // layout.shards
 
     return trace(
         twin, run, engine.half, gradient if comes else None, blocks, times,
