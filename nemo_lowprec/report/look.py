@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.compute import gemm_plans
-from nemo_lowprec.observers import Observer, Observers
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.compute import Conversion, gemm_plans
+from nemo_lowprec.observers import Observer
+from nemo_lowprec.options import Options
 from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
@@ -44,17 +43,14 @@ class Look(Observer, ABC):
     """Looks into one training step of one engine, from its making until ``report`` or ``end``.
 
     Args:
-        level: the row that the engine trains at.
-        recipe: the row's FP8 arguments; None for a level without FP8.
-        observers: of the engine.
-        low: names of the layers whose GEMMs run below 16 bits; none where all linear layers count as converted.
+        engine: an ``Engine`` or a ``MegatronEngine``.
+        options: the engine's row and its arguments.
         model: the layers that announce nothing are found in it.
 
     Attributes:
         places: the point of the step at which a column is read, for columns that are not read where ``AuditReport``
             says.
         is_sharded: whether each process holds shards, onto which gradients are reduced.
-        stores_fp8: whether weights of converted layers are stored in FP8 by an option.
         operands: formats of the operands of the converted layers' GEMMs.
         gradients: storage of the gradients, by the name of the part.
         traffic: the messages of the step, where ``begin`` has entered it.
@@ -64,17 +60,17 @@ class Look(Observer, ABC):
     places: Mapping[str, str] = {}
     is_sharded = False
 
-    def __init__(
-        self, level: PrecisionLevel, recipe: Recipe | None, observers: Observers, low: Iterable[str], model: nn.Module
-    ) -> None:
-        self.level, self.recipe, self._low = level, recipe, frozenset(low)
-        self.stores_fp8 = recipe is not None and recipe.fp8_params
+    def __init__(self, engine: Any, options: Options, model: nn.Module) -> None:
+        self.level, self.recipe, self.model = options.level, options.recipe, model
+        self.conversion: Conversion = engine.columns.computation.conversion
+        # Names of the layers whose GEMMs run below 16 bits; none where all linear layers count as converted.
+        self._low = frozenset(self.conversion.low)
         self.operands: set[str] = set()
         self.gradients: dict[str, Bytes] = {}
         # Messages of one number are norms, losses that are logged, and flags.
-        self.traffic = Traffic(lambda tensor: tensor.numel() == 1, observers)
+        self.traffic = Traffic(lambda tensor: tensor.numel() == 1, engine.observers)
         with ExitStack() as self.stack:
-            self.stack.enter_context(observers.watched_by(self))
+            self.stack.enter_context(engine.observers.watched_by(self))
             if not self._low:
                 self._watch_outputs(model)
             self.begin()
@@ -143,7 +139,8 @@ class Look(Observer, ABC):
             vectors = level.vectors if name == VECTORS else None
             weight: str = plain or vectors or level.rest
             if converted:
-                weight = "fp8" if self.stores_fp8 else level.weight if level.has_half_weights else "fp32"
+                stores_fp8 = self.recipe is not None and self.recipe.fp8_params
+                weight = "fp8" if stores_fp8 else level.weight if level.has_half_weights else "fp32"
             master = level.master_weight if converted or not (level.is_low_bit or plain) else None
             reduced_by_fsdp = self.is_sharded and not level.is_low_bit
             gradient = (None if reduced_by_fsdp else plain) or vectors or level.weight_grad

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from nemo_lowprec.compat.transformer_engine import fp8_data
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.look import Held, Look
 from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
@@ -37,14 +36,12 @@ class MegatronLook(Look):
         "Optimizer states": "this process's parts, after the step",
     }
 
-    def __init__(self, engine: MegatronEngine, recipe: Recipe | None, module: nn.Module) -> None:
+    def __init__(self, engine: MegatronEngine, module: nn.Module) -> None:
         from megatron.core import parallel_state
 
-        self._engine, self._module = engine, module
+        self._engine = engine
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        low = engine.columns.computation.conversion.low
-        super().__init__(engine.settings.level, recipe, engine.observers, low, module)
-        self.stores_fp8 = engine.settings.fp8_weights
+        super().__init__(engine, engine.settings.options, module)
 
     def begin(self) -> None:
         for name in _GEMMS if self._engine.is_pipelined else ():
@@ -61,8 +58,7 @@ class MegatronLook(Look):
         engine, level = self._engine, self.level
         params = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
         if not engine.is_pipelined:
-            conversion = engine.columns.computation.conversion
-            return parts_of(level, params, converted_weights(self._module, level, conversion))
+            return parts_of(level, params, converted_weights(self.model, level, self.conversion))
         modules = [m for chunk in engine.chunks for m in chunk.modules()]
         of_te = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         return parts_of(level, params, of_te)

@@ -31,14 +31,6 @@ class Sent:
     group: str = ""
 
 
-_SHARE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda world: 2 * (world - 1) / world,
-    "all_gather": lambda world: world - 1,  # of what one process puts in
-    "reduce_scatter": lambda world: (world - 1) / world,
-    "all_to_all": lambda world: (world - 1) / world,
-    "broadcast": lambda world: 1,
-    "send": lambda world: 1,  # from one process to another
-}
 # By operator: the kind, and the index of the argument with the tensors that a process puts in.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
@@ -57,7 +49,15 @@ _KINDS = {
 
 def sent_bytes(kind: str, size: int, world: int) -> int:
     """Bytes that each of ``world`` processes sends (see ``Sent``), where it puts in ``size``."""
-    return round(size * _SHARE[kind](world))
+    shares = {
+        "all_reduce": 2 * (world - 1) / world,
+        "all_gather": world - 1,  # of what one process puts in
+        "reduce_scatter": (world - 1) / world,
+        "all_to_all": (world - 1) / world,
+        "broadcast": 1,
+        "send": 1,  # from one process to another
+    }
+    return round(size * shares[kind])
 
 
 class Traffic(TorchDispatchMode, Observer):

@@ -82,8 +82,8 @@ def _trace(
     plain = engine.options.layers.convert in (None, ("*",), "*") and not engine.options.layers.skip
     ends = engine.options.layers.num_layers_at_start_in_half or engine.options.layers.num_layers_at_end_in_half
     twin = copy_on_meta(model)
-    if recomputes is not None:
-        _set_recomputes(twin, recomputes)
+    if recomputes != _recomputes(twin):
+        _set_recomputes(twin, bool(recomputes))
     blocks, times = _blocks(twin, shorten=plain and not ends)
     settled = settle_on_meta(twin, engine, False, on_gpu)
     if layout.is_sharded and layout.reshard_after_forward:
@@ -159,13 +159,10 @@ def _recomputes(model: nn.Module) -> bool | None:
 
 
 def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
-    inner: Any = model.model
-    if recomputes == _recomputes(model):
-        return
     # transformers has renamed its switch, and warns of the old name.
     which = "enable" if recomputes else "disable"
-    new = getattr(inner, f"activation_checkpointing_{which}", None)
-    switch = new or getattr(inner, f"gradient_checkpointing_{which}")
+    new = getattr(model.model, f"activation_checkpointing_{which}", None)
+    switch: Any = new or getattr(model.model, f"gradient_checkpointing_{which}")
     switch(*[{"use_reentrant": False}] * recomputes)
 
 

@@ -22,7 +22,7 @@ from nemo_lowprec.report.plan.activations import Sample
 from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.megatron_layers import Layers
-from nemo_lowprec.report.plan.tracing import Activations, Phases, Traced
+from nemo_lowprec.report.plan.tracing import Activations, Traced
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.flat_shard import mark_part_of_matrix
@@ -127,7 +127,7 @@ def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -
     return PlannedProcess(
         columns,
         messages,
-        beside=Phases(0, 0, buffers.bytes),
+        beside=(0, 0, buffers.bytes),
         stage=f"stage {stage + 1} of {stages}" if stages > 1 else "",
         activations=_activations(layers, layout, own, stage),
     )
@@ -181,7 +181,7 @@ def _traced(layers: Layers, layout: Layout, recompute: Mapping[str, Any], stage:
     in_layer = kept + again + layers.beside_layer()
     names = {format_of(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
     names.add(layers.settings.level.autocast)
-    return Traced(round(kept + loss), Phases(round(in_layer), round(at_loss), round(in_layer)), names)
+    return Traced(round(kept + loss), (round(in_layer), round(at_loss), round(in_layer)), names)
 
 
 def _in_flight(layout: Layout, stage: int) -> int:

@@ -18,7 +18,6 @@ from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
-from nemo_lowprec.report.plan.tracing import Phases
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
@@ -45,10 +44,8 @@ def plan_sharded(model: nn.Module, engine: Engine, layout: Layout) -> PlannedPro
     stays = peer_bytes(buckets, layout.shards) + (whole.bytes if layout.micro_batches > 1 else 0)
     last = units.root + (units.blocks[-1] if units.blocks else [])  # whose buffer nothing else has taken the place of
     after = gathered_bytes(last) if layout.reshard_after_forward else gathered.bytes
-    beside = Phases(
-        gathered.bytes + _forward_buffers(units, layout) + stays, after + stays,
-        gathered.bytes + whole.bytes + buffers.bytes,
-    )  # fmt: skip
+    in_blocks = gathered.bytes + _forward_buffers(units, layout) + stays
+    beside = in_blocks, after + stays, gathered.bytes + whole.bytes + buffers.bytes
     return PlannedProcess(columns, {"": messages}, beside, padding)
 
 

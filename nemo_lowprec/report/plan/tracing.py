@@ -6,13 +6,12 @@ and a parameter's gradient is counted until the level stores it.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +25,8 @@ from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.tensors import QuantizedTensor, gradient
 
-
-class Phases(NamedTuple):
-    """The most bytes that are alive at a time in each phase of a micro-batch.
-
-    Attributes:
-        in_blocks: in forward, until the last block is done.
-        after_blocks: from then until the loss.
-        backward: in backward.
-    """
-
-    in_blocks: int
-    after_blocks: int
-    backward: int
+# The most bytes alive at a time: in forward until the last block is done, from then until the loss, and in backward.
+Phases = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -75,13 +63,11 @@ class _Alive(TorchDispatchMode):
             return NotImplemented  # it reads its storage by operations that come here again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.add(leaf)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, QuantizedTensor):
+                self._add(leaf)
         return out
 
-    def add(self, tensor: Tensor) -> None:
-        if isinstance(tensor, QuantizedTensor):
-            return
+    def _add(self, tensor: Tensor) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
         if key in self._known or key in self._sizes:
             return
@@ -123,9 +109,7 @@ def _with_fake_tensors(model: nn.Module) -> None:
                 module._buffers[name] = fake(buffer)
         for plan in gemm_plans(module).values():
             if plan.operands is not None:
-                plan.operands = {kind: copy.copy(operand) for kind, operand in plan.operands.items()}
-                for operand in plan.operands.values():
-                    operand.slot = None
+                plan.operands = {kind: replace(operand, slot=None) for kind, operand in plan.operands.items()}
 
 
 def trace(
@@ -214,7 +198,8 @@ def trace(
             by_format[format_of(dtype)] += size
     formats = {name for name, size in by_format.items() if size > kept / 100}
     inside = in_blocks[0] if in_blocks else after_blocks
-    return Traced(kept + more, Phases(inside + more, after_blocks + more, max(ends) - alive.gradients), formats)
+    phases = inside + more, after_blocks + more, max(ends) - alive.gradients
+    return Traced(kept + more, phases, formats)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,6 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_meta import planned_parts
-from nemo_lowprec.report.plan.tracing import Phases
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
 
@@ -20,28 +19,24 @@ UNSCALED = "Unscaled gradients"
 def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> PlannedProcess:
     """The plan of ``model``, which was settled on the meta device."""
     weights, masters, gradients, states = columns_of_chart()
-    largest: Tensor | None = None
+    releases = engine.options.low_bit.gradient_release
+    trained = [p for p in model.parameters() if p.requires_grad]
     for part, params in planned_parts(model, engine).items():
         for param in params:
             weights.add(part, param)
-            if not param.requires_grad:
-                continue
-            masters.add(part, master_of(param))
-            gradient = gradient_of(param, engine)
-            states.add_states(part, param, param, engine.options)
-            if not engine.options.low_bit.gradient_release:
-                gradients.add(part, gradient)
-            elif largest is None or gradient.numel() > largest.numel():
-                largest = gradient
-    if largest is not None:  # gradients are released one by one
-        gradients.add("all", largest)
+            if param.requires_grad:
+                masters.add(part, master_of(param))
+                gradients.add(part, None if releases else gradient_of(param, engine))
+                states.add_states(part, param, param, engine.options)
+    if releases and trained:  # one by one
+        gradients.add("all", gradient_of(max(trained, key=nn.Parameter.numel), engine))
         gradients.when = "at most"
     columns = [weights, masters, gradients]
     if engine.level.has_loss_scale and engine.level.weight_grad == "fp16":
         # Unscaling widens FP16 gradients to FP32, which adds as many bytes until they are zeroed.
         columns.append(PlannedColumn(UNSCALED, "at most", gradients.parts, {"fp32"} if gradients.found else set()))
-    messages, buffers, peers = _averaging(model, engine, layout)
-    beside = Phases(peers, peers, buffers.bytes if buffers.when == "at most" else 0)
+    messages, buffers, peers = _averaging(trained, engine, layout)
+    beside = peers, peers, buffers.bytes if buffers.when == "at most" else 0
     return PlannedProcess([*columns, states, buffers], {"": messages}, beside)
 
 
@@ -52,12 +47,11 @@ def gradient_of(param: nn.Parameter, engine: Engine) -> Tensor:
     return torch.empty(param.shape, dtype=param.grad_dtype or param.dtype, device="meta")
 
 
-def _averaging(model: nn.Module, engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn, int]:
+def _averaging(trained: list[nn.Parameter], engine: Engine, layout: Layout) -> tuple[list[Message], PlannedColumn, int]:
     """Messages of gradients, the column of the messages' buffers, and bytes of the buffers that stay in forward."""
     held = PlannedColumn("Communication buffers", "at most")
     messages: list[Message] = []
     peers = 0
-    trained = [p for p in model.parameters() if p.requires_grad]
     if layout.world > 1 and layout.strategy == "ddp" and not engine.level.has_half_weights:
         # torch's own: as many bytes as gradients, for all of training.
         held.when = "kept"
