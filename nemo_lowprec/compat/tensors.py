@@ -20,9 +20,9 @@ make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
-def storage_key(tensor: Tensor) -> int:
+def storage_key(storage: Any) -> int:
     """A number that all tensors of one storage have in common, fake tensors too."""
-    key: int = tensor.untyped_storage()._cdata
+    key: int = storage._cdata
     return key
 
 

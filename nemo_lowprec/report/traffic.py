@@ -87,7 +87,7 @@ class Traffic(TorchDispatchMode, Observer):
         super().__exit__(*exc_info)
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
-        self._left_out = storage_key(tensor) if purpose in ("amax", "flag") else None
+        self._left_out = storage_key(tensor.untyped_storage()) if purpose in ("amax", "flag") else None
         if bytes:
             self.sent.append(Sent(kind, tensor.dtype, bytes))
 
@@ -101,8 +101,8 @@ class Traffic(TorchDispatchMode, Observer):
         kind, position = _KINDS[name]
         group = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None)
         world, left_out, self._left_out = group.size(), self._left_out, None
-        for tensor in tree_leaves(args[position]):
-            if world > 1 and storage_key(tensor) != left_out and not self._ignored(tensor):
+        for tensor in tree_leaves(args[position]) if world > 1 else ():
+            if storage_key(tensor.untyped_storage()) != left_out and not self._ignored(tensor):
                 size = tensor.numel() * tensor.element_size()
                 self.sent.append(Sent(kind, tensor.dtype, sent_bytes(kind, size, world), group.group_name))
 

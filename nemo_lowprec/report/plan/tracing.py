@@ -56,7 +56,7 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.now = self.most = self.gradients = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
-        self._known = set(map(storage_key, known))
+        self._known = {storage_key(t.untyped_storage()) for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, QuantizedTensor) for kind in types):
@@ -68,7 +68,8 @@ class _Alive(TorchDispatchMode):
         return out
 
     def _add(self, tensor: Tensor) -> None:
-        key, storage = storage_key(tensor), tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
         if key in self._known or key in self._sizes:
             return
         size = storage.nbytes()
@@ -81,7 +82,7 @@ class _Alive(TorchDispatchMode):
 
     def size(self, tensor: Tensor) -> int:
         """Bytes of a tensor's storage; 0 for one that was there before."""
-        return self._sizes.get(storage_key(tensor), (None, 0))[1]
+        return self._sizes.get(storage_key(tensor.untyped_storage()), (None, 0))[1]
 
 
 def fake(tensor: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def trace(
 
         def pack(tensor: Tensor) -> Tensor:
             for part in _parts(tensor):
-                saved[storage_key(part)] = part.dtype, alive.size(part)
+                saved[storage_key(part.untyped_storage())] = part.dtype, alive.size(part)
             return tensor
 
         entered: list[int] = []  # bytes at each block's begin
