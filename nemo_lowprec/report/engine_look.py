@@ -32,10 +32,6 @@ class EngineLook(Look):
         self._engine, self._trainer = engine, trainer
         super().__init__(engine, engine.options, module)
 
-    def begin(self) -> None:
-        if self._trainer.world_size > 1:
-            self.stack.enter_context(self.traffic)
-
     def after_backward(self) -> None:
         self.take_gradients(lambda param: param.grad)
 
@@ -80,7 +76,6 @@ class ShardedLook(EngineLook):
         self._sharded: dict[int, int] = {}  # by the id of the whole parameter
         for module in self.model.modules():
             self.stack.callback(module.register_forward_pre_hook(self._before_forward).remove)
-        super().begin()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         shards = self._engine.columns.weights

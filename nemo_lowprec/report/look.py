@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_lowprec.compute import Conversion, gemm_plans
@@ -18,8 +19,6 @@ from nemo_lowprec.report.findings import AuditReport, Finding
 from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
-
-_Group = tuple[str, str, list[nn.Parameter], list[Sent]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Look(Observer, ABC):
         is_sharded: whether each process holds shards, onto which gradients are reduced.
         operands: formats of the operands of the converted layers' GEMMs.
         gradients: storage of the gradients, by the name of the part.
-        traffic: the messages of the step, where ``begin`` has entered it.
+        traffic: the messages of the step, where several processes train.
         stack: undoes at the end what ``begin`` has added.
     """
 
@@ -73,6 +72,8 @@ class Look(Observer, ABC):
             self.stack.enter_context(engine.observers.watched_by(self))
             if not self._low:
                 self._watch_outputs(model)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self.stack.enter_context(self.traffic)
             self.begin()
             self.stack = self.stack.pop_all()
 
@@ -83,9 +84,8 @@ class Look(Observer, ABC):
                 hook = module.register_forward_hook(lambda _, args, out: self.operands.add(format_of(out.dtype)))
                 self.stack.callback(hook.remove)
 
-    @abstractmethod
     def begin(self) -> None:
-        """Enter the contexts, and register the hooks, that this engine needs; all of them on ``stack``."""
+        """Register the hooks that this engine needs, all of them on ``stack``."""
 
     def end(self) -> None:
         """Leave the training as it was; nothing where that is done."""
@@ -164,7 +164,7 @@ class Look(Observer, ABC):
         formats = {self.level.autocast} if any(overridden) else set()
         return "+".join(sorted(formats if all(overridden) else formats | {self.level.compute}))
 
-    def _groups(self, parts: Parts, sent: list[Sent]) -> list[_Group]:
+    def _groups(self, parts: Parts, sent: list[Sent]) -> list[tuple[str, str, list[nn.Parameter], list[Sent]]]:
         """(name, declared format, parameters, messages of their gradients); FP8 is sent as uint8."""
         level, kept = self.level, parts[KEPT]
         others = [p for name, params in parts.items() if name != KEPT for p in params]

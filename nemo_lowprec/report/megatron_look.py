@@ -47,7 +47,6 @@ class MegatronLook(Look):
         for name in _GEMMS if self._engine.is_pipelined else ():
             module = importlib.import_module(name)
             replace_attribute(self.stack, module, "general_gemm", partial(self._noting, module.general_gemm))
-        self.stack.enter_context(self.traffic)
 
     def _noting(self, gemm: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
         """Transformer Engine's ``gemm``, and a note of the formats of its operands."""

@@ -18,6 +18,7 @@ from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
+from nemo_lowprec.options import LayerFilter
 from nemo_lowprec.report.plan.layout import Layout, check_count
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
@@ -79,12 +80,10 @@ def _trace(
     model: nn.Module, engine: Engine, layout: Layout, run: Callable[[nn.Module], Tensor], recomputes: bool | None
 ) -> Traced:
     on_gpu = layout.accelerator == "gpu"
-    plain = engine.options.layers.convert in (None, ("*",), "*") and not engine.options.layers.skip
-    ends = engine.options.layers.num_layers_at_start_in_half or engine.options.layers.num_layers_at_end_in_half
     twin = copy_on_meta(model)
     if recomputes != _recomputes(twin):
         _set_recomputes(twin, bool(recomputes))
-    blocks, times = _blocks(twin, shorten=plain and not ends)
+    blocks, times = _blocks(twin, shorten=engine.options.layers in (LayerFilter(), LayerFilter("*")))
     settled = settle_on_meta(twin, engine, False, on_gpu)
     if layout.is_sharded and layout.reshard_after_forward:
         for module in twin.modules():
@@ -97,10 +96,8 @@ def _trace(
             return 4 * param.numel() // layout.shards
         return as_stored(gradient_of(param, settled)).bytes // layout.shards
 
-    return trace(
-        twin, run, engine.half, gradient if comes else None, blocks, times,
-        GpuRules() if on_gpu else nullcontext(),
-    )  # fmt: skip
+    rules = GpuRules() if on_gpu else nullcontext()
+    return trace(twin, run, engine.half, gradient if comes else None, blocks, times, rules)
 
 
 def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:

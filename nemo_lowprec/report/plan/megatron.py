@@ -8,6 +8,7 @@ it steps on, are cut over the data-parallel processes, context-parallel ones amo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,8 +71,7 @@ def plan_megatron(
     rows = (sample.micro_batch_size or 0) * (sample.seq_length or 0) // sizes.context
     tied = architecture.gpt["share_embeddings_and_output_weights"]
     layers = Layers(architecture.transformer, architecture.gpt["vocab_size"], tied, settings, sizes, rows)
-    alone = Layers(architecture.transformer, layers.vocab, tied, settings, ParallelLayout(), 0)
-    count = alone.of_stage(0).total()
+    count = replace(layers, sizes=ParallelLayout()).of_stage(0).total()
     stages = sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))
     return [_stage(layers, layout, own, stage) for stage in stages], count
 
