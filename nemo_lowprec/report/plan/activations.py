@@ -70,8 +70,9 @@ def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: S
     if isinstance(run, str):
         return run
     chosen = _recomputes(model)
+    choices = [None] if chosen is None else [chosen, not chosen]
     try:
-        return {c: _trace(model, engine, layout, run, c) for c in ([None] if chosen is None else [chosen, not chosen])}
+        return {choice: _trace(model, engine, layout, run, choice) for choice in choices}
     except Exception as error:  # what a model does in its forward pass is its own
         return f"this model's forward pass cannot be traced without values ({type(error).__name__}: {one_line(error)})"
 

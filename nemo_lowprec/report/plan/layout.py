@@ -9,14 +9,8 @@ from nemo_lowprec.megatron import ParallelLayout
 from nemo_lowprec.options.values import check_flag, is_integer
 
 MEGATRON = "lowprec_megatron"
-_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "sequence_parallel": "sequence_parallel",
-}
+# Megatron-core's names of the arguments of ParallelLayout, in its order, with the defaults.
+_SIZES: dict[str, Any] = {**ParallelLayout().sizes(), "sequence_parallel": False}
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single_device": (),
     "ddp": ("bucket_cap_mb",),
@@ -99,7 +93,7 @@ class Layout:
             if name not in STRATEGIES[strategy]:
                 known = ", ".join(STRATEGIES[strategy]) or "no options"
                 raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
-        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
+        sizes = ParallelLayout(*(options.get(name, default) for name, default in _SIZES.items()))
         others = {name: value for name, value in options.items() if name not in _SIZES}
         return cls(nodes, gpus, strategy, sizes=sizes, **rest, **others)
 
