@@ -77,5 +77,5 @@ def _look_at(trainer: pl.Trainer, module: pl.LightningModule) -> Look:
     assert isinstance(plugin, LowPrecision)
     engine = plugin.engine
     if isinstance(trainer.strategy, MegatronStrategy):
-        return MegatronLook(trainer.strategy.engine, engine.recipe, module)
+        return MegatronLook(trainer.strategy.engine, module)
     return (ShardedLook if engine.columns.weights.is_sharded else EngineLook)(engine, trainer, module)

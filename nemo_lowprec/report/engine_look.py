@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -29,23 +29,17 @@ class EngineLook(Look):
     """Looks at a model that ``engine`` has converted, and that each process holds whole."""
 
     def __init__(self, engine: Engine, trainer: pl.Trainer, module: nn.Module) -> None:
-        self._engine, self._trainer, self._module = engine, trainer, module
-        low = engine.columns.computation.conversion.low
-        super().__init__(engine.level, engine.recipe, engine.observers, low, module)
-
-    def begin(self) -> None:
-        if self._trainer.world_size > 1:
-            self.stack.enter_context(self.traffic)
+        self._engine, self._trainer = engine, trainer
+        super().__init__(engine, engine.options, module)
 
     def after_backward(self) -> None:
         self.take_gradients(lambda param: param.grad)
 
-    def parts(self) -> list[ModelPart]:
-        level, module = self.level, self._module
-        kept = kept_in_fp32(module, level.is_low_bit) if level.has_half_weights else set()
-        trained = [p for p in module.parameters() if p.requires_grad]
-        conversion = self._engine.columns.computation.conversion
-        return parts_of(level, trained, converted_weights(module, level, conversion), kept)
+    def parts(self) -> Parts:
+        level, model = self.level, self.model
+        kept = kept_in_fp32(model, level.is_low_bit) if level.has_half_weights else set()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return parts_of(level, trained, converted_weights(model, level, self.conversion), kept)
 
     def held(self, params: Sequence[nn.Parameter]) -> Held:
         optimizers = self._trainer.optimizers
@@ -80,14 +74,12 @@ class ShardedLook(EngineLook):
         self._whole: dict[int, Stored] = {}
         self._unreduced: dict[int, Stored] = {}
         self._sharded: dict[int, int] = {}  # by the id of the whole parameter
-        for module in self._module.modules():
+        for module in self.model.modules():
             self.stack.callback(module.register_forward_pre_hook(self._before_forward).remove)
-        super().begin()
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         shards = self._engine.columns.weights
         assert isinstance(shards, ShardedWeights)
-        assert shards is not None
         for name, param in module._parameters.items():
             sharded = shards.sharded(module, name)
             if param is None or sharded is None or param is sharded:

@@ -28,7 +28,7 @@ class Finding:
 
     Attributes:
         column: title as in the chart.
-        part: the name of a ``ModelPart``. For gradients on the wire ``matrices`` and ``vectors``, or ``all``.
+        part: a part of ``parts.py``. For gradients on the wire ``matrices`` and ``vectors``, or ``all``.
         declared, observed: formats, ``+`` between several, ``–`` for none.
         bytes_per_param: bytes found over the elements of this part; None where nothing is stored. On the wire, bytes
             that each process sends in a step.
@@ -85,12 +85,11 @@ class AuditReport:
             formats = f.declared.upper(), f.observed.upper()
             found.add_row(f.column, f.part, *formats, size, "ok" if f.agrees else "DIFFERS")
         places = {**_AT, **self.places}
-        columns = dict.fromkeys([*(f.column for f in self.findings), *self.total_bytes])
         totals = Table(box=SIMPLE_HEAD)
         totals.add_column("Column")
         totals.add_column("Looked at")
         totals.add_column("All bytes", justify="right", no_wrap=True)
-        for name in columns:
+        for name in dict.fromkeys([*(f.column for f in self.findings), *self.total_bytes]):
             total = self.total_bytes.get(name)
             totals.add_row(name, places.get(name, ""), "" if total is None else f"{total / 2**20:,.1f} MiB")
         return Group(found, totals)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.compute import gemm_plans
-from nemo_lowprec.observers import Observer, Observers
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.compute import Conversion, gemm_plans
+from nemo_lowprec.observers import Observer
+from nemo_lowprec.options import Options
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, ModelPart
+from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
-
-_Group = tuple[str, str, list[nn.Parameter], list[Sent]]
 
 
 @dataclass(frozen=True)
@@ -44,39 +42,38 @@ class Look(Observer, ABC):
     """Looks into one training step of one engine, from its making until ``report`` or ``end``.
 
     Args:
-        level: the row that the engine trains at.
-        recipe: the row's FP8 arguments; None for a level without FP8.
-        observers: of the engine.
-        low: names of the layers whose GEMMs run below 16 bits; none where all linear layers count as converted.
+        engine: an ``Engine`` or a ``MegatronEngine``.
+        options: the engine's row and its arguments.
         model: the layers that announce nothing are found in it.
 
     Attributes:
         places: the point of the step at which a column is read, for columns that are not read where ``AuditReport``
             says.
         is_sharded: whether each process holds shards, onto which gradients are reduced.
-        stores_fp8: whether weights of converted layers are stored in FP8 by an option.
         operands: formats of the operands of the converted layers' GEMMs.
         gradients: storage of the gradients, by the name of the part.
-        traffic: the messages of the step, where ``begin`` has entered it.
+        traffic: the messages of the step, where several processes train.
         stack: undoes at the end what ``begin`` has added.
     """
 
     places: Mapping[str, str] = {}
     is_sharded = False
 
-    def __init__(
-        self, level: PrecisionLevel, recipe: Recipe | None, observers: Observers, low: Iterable[str], model: nn.Module
-    ) -> None:
-        self.level, self.recipe, self._low = level, recipe, frozenset(low)
-        self.stores_fp8 = recipe is not None and recipe.fp8_params
+    def __init__(self, engine: Any, options: Options, model: nn.Module) -> None:
+        self.level, self.recipe, self.model = options.level, options.recipe, model
+        self.conversion: Conversion = engine.columns.computation.conversion
+        # Names of the layers whose GEMMs run below 16 bits; none where all linear layers count as converted.
+        self._low = frozenset(self.conversion.low)
         self.operands: set[str] = set()
         self.gradients: dict[str, Bytes] = {}
         # Messages of one number are norms, losses that are logged, and flags.
-        self.traffic = Traffic(lambda tensor: tensor.numel() == 1, observers)
+        self.traffic = Traffic(lambda tensor: tensor.numel() == 1, engine.observers)
         with ExitStack() as self.stack:
-            self.stack.enter_context(observers.watched_by(self))
+            self.stack.enter_context(engine.observers.watched_by(self))
             if not self._low:
                 self._watch_outputs(model)
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                self.stack.enter_context(self.traffic)
             self.begin()
             self.stack = self.stack.pop_all()
 
@@ -87,9 +84,8 @@ class Look(Observer, ABC):
                 hook = module.register_forward_hook(lambda _, args, out: self.operands.add(format_of(out.dtype)))
                 self.stack.callback(hook.remove)
 
-    @abstractmethod
     def begin(self) -> None:
-        """Enter the contexts, and register the hooks, that this engine needs; all of them on ``stack``."""
+        """Register the hooks that this engine needs, all of them on ``stack``."""
 
     def end(self) -> None:
         """Leave the training as it was; nothing where that is done."""
@@ -102,7 +98,7 @@ class Look(Observer, ABC):
 
     def take_gradients(self, of: Callable[[nn.Parameter], Any]) -> None:
         """Read the gradients, which ``of`` returns for each parameter."""
-        self.gradients = {part.name: Bytes(map(of, part.params)) for part in self.parts()}
+        self.gradients = {name: Bytes(map(of, params)) for name, params in self.parts().items()}
 
     def after_backward(self) -> None:
         """Called after each backward pass."""
@@ -111,7 +107,7 @@ class Look(Observer, ABC):
         """Called before the optimizer steps."""
 
     @abstractmethod
-    def parts(self) -> list[ModelPart]:
+    def parts(self) -> Parts:
         """The parameters that are trained."""
 
     @abstractmethod
@@ -130,8 +126,8 @@ class Look(Observer, ABC):
         """The findings of the step that is over."""
         self.end()
         level, report, parts = self.level, AuditReport(self.level, places=self.places), self.parts()
-        for part in parts:
-            name, params, converted = part.name, part.params, part.name == CONVERTED
+        for name, params in parts.items():
+            converted = name == CONVERTED
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found. A level
                 # that converts nothing does not do what it declares.
@@ -143,7 +139,8 @@ class Look(Observer, ABC):
             vectors = level.vectors if name == VECTORS else None
             weight: str = plain or vectors or level.rest
             if converted:
-                weight = "fp8" if self.stores_fp8 else level.weight if level.has_half_weights else "fp32"
+                stores_fp8 = self.recipe is not None and self.recipe.fp8_params
+                weight = "fp8" if stores_fp8 else level.weight if level.has_half_weights else "fp32"
             master = level.master_weight if converted or not (level.is_low_bit or plain) else None
             reduced_by_fsdp = self.is_sharded and not level.is_low_bit
             gradient = (None if reduced_by_fsdp else plain) or vectors or level.weight_grad
@@ -167,11 +164,10 @@ class Look(Observer, ABC):
         formats = {self.level.autocast} if any(overridden) else set()
         return "+".join(sorted(formats if all(overridden) else formats | {self.level.compute}))
 
-    def _groups(self, parts: list[ModelPart], sent: list[Sent]) -> list[_Group]:
+    def _groups(self, parts: Parts, sent: list[Sent]) -> list[tuple[str, str, list[nn.Parameter], list[Sent]]]:
         """(name, declared format, parameters, messages of their gradients); FP8 is sent as uint8."""
-        level = self.level
-        kept = [p for part in parts for p in part.params if part.name == KEPT]
-        others = [p for part in parts for p in part.params if part.name != KEPT]
+        level, kept = self.level, parts[KEPT]
+        others = [p for name, params in parts.items() if name != KEPT for p in params]
         in_fp8, in_fp32 = ([s for s in sent if s.dtype == dtype] for dtype in (torch.uint8, torch.float32))
         if level.vectors is not None:
             matrices, vectors = [p for p in others if p.dim() > 1], [p for p in others if p.dim() < 2] + kept

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from nemo_lowprec.compat.transformer_engine import fp8_data
-from nemo_lowprec.options import Recipe
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent
 
@@ -36,38 +36,28 @@ class MegatronLook(Look):
         "Optimizer states": "this process's parts, after the step",
     }
 
-    def __init__(self, engine: MegatronEngine, recipe: Recipe | None, module: nn.Module) -> None:
+    def __init__(self, engine: MegatronEngine, module: nn.Module) -> None:
         from megatron.core import parallel_state
 
-        self._engine, self._module = engine, module
+        self._engine = engine
         self._group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        low = engine.columns.computation.conversion.low
-        super().__init__(engine.settings.level, recipe, engine.observers, low, module)
-        self.stores_fp8 = engine.settings.fp8_weights
+        super().__init__(engine, engine.settings.options, module)
 
     def begin(self) -> None:
         for name in _GEMMS if self._engine.is_pipelined else ():
             module = importlib.import_module(name)
-            self.stack.callback(setattr, module, "general_gemm", module.general_gemm)
-            module.general_gemm = self._noting(module.general_gemm)  # type: ignore[attr-defined]
-        self.stack.enter_context(self.traffic)
+            replace_attribute(self.stack, module, "general_gemm", partial(self._noting, module.general_gemm))
 
-    def _noting(self, gemm: Any) -> Any:
-        """Transformer Engine's ``gemm``, which notes the formats of its operands."""
+    def _noting(self, gemm: Any, a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
+        """Transformer Engine's ``gemm``, and a note of the formats of its operands."""
+        self.operands.update(map(_operand_format, (a, b)))
+        return gemm(a, b, *args, **kwargs)
 
-        @wraps(gemm)
-        def call(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
-            self.operands.update(map(_operand_format, (a, b)))
-            return gemm(a, b, *args, **kwargs)
-
-        return call
-
-    def parts(self) -> list[ModelPart]:
+    def parts(self) -> Parts:
         engine, level = self._engine, self.level
         params = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
         if not engine.is_pipelined:
-            conversion = engine.columns.computation.conversion
-            return parts_of(level, params, converted_weights(self._module, level, conversion))
+            return parts_of(level, params, converted_weights(self.model, level, self.conversion))
         modules = [m for chunk in engine.chunks for m in chunk.modules()]
         of_te = [m.weight for m in modules if hasattr(m, "fuse_wgrad_accumulation") and hasattr(m, "weight")]
         return parts_of(level, params, of_te)

@@ -1,9 +1,13 @@
-"""The parameters of a model, in the parts that a level of the chart treats alike."""
+"""The parameters of a model, in the parts that a level of the chart stores, updates and sends in the same formats.
+
+The parts are ``converted`` weights (all linear weights at a level that converts none), ``kept FP32`` for parameters
+that torch computes with in FP32 only (batch norms, parametrizations; at the MS-AMP levels RNNs), the ``rest``, and
+``vectors`` (fewer than two dimensions) at a level that has a format of their own for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -12,21 +16,7 @@ from nemo_lowprec.compute import Conversion, linear_weights
 
 STATES = ("exp_avg", "exp_avg_sq")  # of Adam's for each parameter
 CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """Parameters that a level stores, updates and sends in the same formats.
-
-    Attributes:
-        name: ``converted`` weights (all linear weights at a level that converts none), ``kept FP32`` for parameters
-            that torch computes with in FP32 only (batch norms, parametrizations; at the MS-AMP levels RNNs), the
-            ``rest``, and ``vectors`` (fewer than two dimensions) at a level that has a format of their own for them.
-        params: each parameter once.
-    """
-
-    name: str
-    params: tuple[nn.Parameter, ...]
+Parts = dict[str, list[nn.Parameter]]  # by name, each parameter once
 
 
 def converted_weights(model: nn.Module, level: PrecisionLevel, conversion: Conversion) -> list[nn.Parameter]:
@@ -41,21 +31,21 @@ def parts_of(
     params: Iterable[nn.Parameter],
     converted: Iterable[nn.Parameter],
     kept: Collection[int] = (),
-) -> list[ModelPart]:
+) -> Parts:
     """Cut ``params`` into all four parts, of which some may be empty.
 
     Args:
         converted: see ``converted_weights``; those that are not among ``params`` are in no part.
         kept: ids of parameters that are kept in FP32; a vector among them is one of the vectors.
     """
-    found: dict[str, dict[int, nn.Parameter]] = {name: {} for name in (CONVERTED, KEPT, REST, VECTORS)}
+    found: Parts = {name: [] for name in (CONVERTED, KEPT, REST, VECTORS)}
     weights = set(map(id, converted))
-    for param in params:
+    for param in dict.fromkeys(params):
         if id(param) in weights:
             name = CONVERTED
         elif level.vectors is not None and param.dim() < 2:
             name = VECTORS
         else:
             name = KEPT if id(param) in kept else REST
-        found[name][id(param)] = param
-    return [ModelPart(name, tuple(members.values())) for name, members in found.items()]
+        found[name].append(param)
+    return found

@@ -31,14 +31,6 @@ class Sent:
     group: str = ""
 
 
-_SHARE: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda world: 2 * (world - 1) / world,
-    "all_gather": lambda world: world - 1,  # of what one process puts in
-    "reduce_scatter": lambda world: (world - 1) / world,
-    "all_to_all": lambda world: (world - 1) / world,
-    "broadcast": lambda world: 1,
-    "send": lambda world: 1,  # from one process to another
-}
 # By operator: the kind, and the index of the argument with the tensors that a process puts in.
 _KINDS = {
     "allreduce_": ("all_reduce", 0),
@@ -57,7 +49,15 @@ _KINDS = {
 
 def sent_bytes(kind: str, size: int, world: int) -> int:
     """Bytes that each of ``world`` processes sends (see ``Sent``), where it puts in ``size``."""
-    return round(size * _SHARE[kind](world))
+    shares = {
+        "all_reduce": 2 * (world - 1) / world,
+        "all_gather": world - 1,  # of what one process puts in
+        "reduce_scatter": (world - 1) / world,
+        "all_to_all": (world - 1) / world,
+        "broadcast": 1,
+        "send": 1,  # from one process to another
+    }
+    return round(size * shares[kind])
 
 
 class Traffic(TorchDispatchMode, Observer):
@@ -87,7 +87,7 @@ class Traffic(TorchDispatchMode, Observer):
         super().__exit__(*exc_info)
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
-        self._left_out = _storage(tensor) if purpose in ("amax", "flag") else None
+        self._left_out = storage_key(tensor.untyped_storage()) if purpose in ("amax", "flag") else None
         if bytes:
             self.sent.append(Sent(kind, tensor.dtype, bytes))
 
@@ -101,14 +101,10 @@ class Traffic(TorchDispatchMode, Observer):
         kind, position = _KINDS[name]
         group = next(g for a in args if isinstance(a, torch.ScriptObject) and (g := _as_group(a)) is not None)
         world, left_out, self._left_out = group.size(), self._left_out, None
-        for tensor in tree_leaves(args[position]):
-            if world > 1 and _storage(tensor) != left_out and not self._ignored(tensor):
+        for tensor in tree_leaves(args[position]) if world > 1 else ():
+            if storage_key(tensor.untyped_storage()) != left_out and not self._ignored(tensor):
                 size = tensor.numel() * tensor.element_size()
                 self.sent.append(Sent(kind, tensor.dtype, sent_bytes(kind, size, world), group.group_name))
-
-
-def _storage(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
 
 
 def _as_group(box: Any) -> dist.ProcessGroup | None:

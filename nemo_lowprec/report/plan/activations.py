@@ -18,11 +18,13 @@ from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
+from nemo_lowprec.options import LayerFilter
 from nemo_lowprec.report.plan.layout import Layout, check_count
 from nemo_lowprec.report.plan.on_gpu import GpuRules
-from nemo_lowprec.report.plan.on_meta import copy_on_meta, settled_on_meta
-from nemo_lowprec.report.plan.tracing import Traced, fake, trace
+from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
+from nemo_lowprec.report.plan.tracing import Activations, Traced, fake, trace
 from nemo_lowprec.report.plan.whole import gradient_of
+from nemo_lowprec.report.tensor_storage import as_stored
 
 _TRACED = 3  # equal blocks that are traced
 
@@ -56,21 +58,6 @@ class Sample:
         return f"{self.micro_batch_size} × {self.seq_length:,} tokens"
 
 
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch.
-
-    Attributes:
-        chosen: as the model is set up.
-        recomputes: whether its blocks are recomputed in backward; None where the model has no such choice.
-        other: with the other choice.
-    """
-
-    chosen: Traced
-    recomputes: bool | None = None
-    other: Traced | None = None
-
-
 def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: Sample) -> Activations | str:
     """Trace ``model``, or say why that cannot be done.
 
@@ -82,28 +69,23 @@ def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: S
     run = _run_of(model, sample)
     if isinstance(run, str):
         return run
-    wanted = [None] if _recomputes(model) is None else [_recomputes(model), not _recomputes(model)]
+    chosen = _recomputes(model)
+    choices = [None] if chosen is None else [chosen, not chosen]
     try:
-        found = [_trace(model, engine, layout, run, choice) for choice in wanted]
+        return {choice: _trace(model, engine, layout, run, choice) for choice in choices}
     except Exception as error:  # what a model does in its forward pass is its own
         return f"this model's forward pass cannot be traced without values ({type(error).__name__}: {one_line(error)})"
-    return Activations(found[0], wanted[0], found[1] if len(found) > 1 else None)
 
 
 def _trace(
     model: nn.Module, engine: Engine, layout: Layout, run: Callable[[nn.Module], Tensor], recomputes: bool | None
 ) -> Traced:
     on_gpu = layout.accelerator == "gpu"
-    plain = engine.options.layers.convert in (None, ("*",), "*") and not engine.options.layers.skip
-    ends = engine.options.layers.num_layers_at_start_in_half or engine.options.layers.num_layers_at_end_in_half
     twin = copy_on_meta(model)
-    if recomputes is not None:
-        _set_recomputes(twin, recomputes)
-    blocks, times = _blocks(twin, shorten=plain and not ends)
-    # The copy that is converted has the blocks under the same names.
-    names = [name for name, module in twin.named_modules() if any(module is b for b in blocks)]
-    twin, settled = settled_on_meta(twin, engine, False, on_gpu)
-    blocks = [twin.get_submodule(name) for name in names]
+    if recomputes != _recomputes(twin):
+        _set_recomputes(twin, bool(recomputes))
+    blocks, times = _blocks(twin, shorten=engine.options.layers in (LayerFilter(), LayerFilter("*")))
+    settled = settle_on_meta(twin, engine, False, on_gpu)
     if layout.is_sharded and layout.reshard_after_forward:
         for module in twin.modules():
             for plan in gemm_plans(module).values():
@@ -113,12 +95,10 @@ def _trace(
     def gradient(param: nn.Parameter) -> int:
         if layout.is_sharded and not settled.level.is_low_bit:
             return 4 * param.numel() // layout.shards
-        return gradient_of(param, settled) // layout.shards
+        return as_stored(gradient_of(param, settled)).bytes // layout.shards
 
-    return trace(
-        twin, run, engine.half, gradient if comes else None, blocks, times,
-        GpuRules() if on_gpu else nullcontext(),
-    )  # fmt: skip
+    rules = GpuRules() if on_gpu else nullcontext()
+    return trace(twin, run, engine.half, gradient if comes else None, blocks, times, rules)
 
 
 def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:
@@ -177,13 +157,10 @@ def _recomputes(model: nn.Module) -> bool | None:
 
 
 def _set_recomputes(model: nn.Module, recomputes: bool) -> None:
-    inner: Any = model.model
-    if recomputes == _recomputes(model):
-        return
     # transformers has renamed its switch, and warns of the old name.
     which = "enable" if recomputes else "disable"
-    new = getattr(inner, f"activation_checkpointing_{which}", None)
-    switch = new or getattr(inner, f"gradient_checkpointing_{which}")
+    new = getattr(model.model, f"activation_checkpointing_{which}", None)
+    switch: Any = new or getattr(model.model, f"gradient_checkpointing_{which}")
     switch(*[{"use_reentrant": False}] * recomputes)
 
 

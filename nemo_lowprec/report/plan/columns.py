@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.optim.storage import StateFormats, zeros
+from nemo_lowprec.comm.planned import Message
+from nemo_lowprec.engine import state_formats
+from nemo_lowprec.optim.storage import zeros
+from nemo_lowprec.options import Options
 from nemo_lowprec.report.parts import STATES
+from nemo_lowprec.report.plan.tracing import Activations, Phases
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
 When = Literal["kept", "after forward", "after backward", "at most"]
-KEPT: When = "kept"
-AFTER_FORWARD: When = "after forward"
-AFTER_BACKWARD: When = "after backward"
-AT_MOST: When = "at most"
-OF_CHART = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
+OF_CHART: dict[str, When] = {
+    "Weight": "kept", "Master weight": "kept", "Weight gradient": "after backward", "Optimizer states": "kept"
+}  # fmt: skip
 
 
 @dataclass
@@ -30,19 +31,19 @@ class PlannedColumn:
         name: as in the chart, or a name of tensors that no column of the chart names.
         when: ``kept`` for all of training, there ``after forward`` until backward, or ``after backward`` until the
             step, or ``at most`` at a time.
-        parts: bytes by the name of a ``ModelPart``; ``all`` for tensors of no part.
+        parts: bytes by the part of ``report.parts``; ``all`` for tensors of no part.
         found: formats of the tensors that were added.
     """
 
     name: str
     when: When
-    parts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    parts: Counter[str] = field(default_factory=Counter)
     found: set[str] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
         """Of all parts."""
-        return sum(self.parts.values())
+        return self.parts.total()
 
     @property
     def formats(self) -> str:
@@ -62,32 +63,34 @@ class PlannedColumn:
             self.found.add(format_of(dtype))
             self.parts[part] += size
 
-    def add_states(self, part: str, param: Tensor, shard: Tensor, level: PrecisionLevel) -> None:
+    def add_states(self, part: str, param: Tensor, shard: Tensor, options: Options) -> None:
         """Add Adam's moments of ``param``, of which this process has ``shard``."""
-        formats = StateFormats(*level.optimizer_states, vectors=level.vectors is None)  # type: ignore[arg-type]
+        formats = state_formats(options)
         for name in STATES:
             self.add(part, zeros(shard, formats.of(name, param)))
 
 
-def columns_of_chart() -> tuple[PlannedColumn, PlannedColumn, PlannedColumn, PlannedColumn]:
+def columns_of_chart() -> tuple[PlannedColumn, ...]:
     """Empty columns Weight, Master weight, Weight gradient and Optimizer states."""
-    weights, masters, gradients, states = OF_CHART
-    return (
-        PlannedColumn(weights, KEPT), PlannedColumn(masters, KEPT), PlannedColumn(gradients, AFTER_BACKWARD),
-        PlannedColumn(states, KEPT),
-    )  # fmt: skip
+    return tuple(PlannedColumn(name, when) for name, when in OF_CHART.items())
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Bytes of the columns ``at most`` that are no activations, by the phase of a micro-batch.
+@dataclass
+class PlannedProcess:
+    """What one process holds and sends in a step.
 
     Attributes:
-        in_blocks: in forward, until the last block is done.
-        after_blocks: from then until the loss.
-        backward: in backward.
+        columns: all but activations, and what is beside them.
+        messages: by Megatron-core's kind of parallelism; under an empty name with other strategies.
+        beside: bytes of the columns ``at most``.
+        padding: elements that pad the shards, over the model's parameters.
+        stage: the pipeline stage; empty without a pipeline.
+        activations: of all micro-batches under way, or why they are not planned.
     """
 
-    in_blocks: int = 0
-    after_blocks: int = 0
-    backward: int = 0
+    columns: list[PlannedColumn]
+    messages: dict[str, list[Message]]
+    beside: Phases
+    padding: float = 0.0
+    stage: str = ""
+    activations: Activations | str = ""

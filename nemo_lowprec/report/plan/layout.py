@@ -6,16 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.megatron import ParallelLayout
+from nemo_lowprec.options.values import check_flag, is_integer
 
 MEGATRON = "lowprec_megatron"
-_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "context_parallel_size": "context",
-    "expert_model_parallel_size": "expert",
-    "sequence_parallel": "sequence_parallel",
-}
+# Megatron-core's names of the arguments of ParallelLayout, in its order, with the defaults.
+_SIZES: dict[str, Any] = {**ParallelLayout().sizes(), "sequence_parallel": False}
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "single_device": (),
     "ddp": ("bucket_cap_mb",),
@@ -27,7 +22,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
 
 def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
 
 
@@ -74,8 +69,7 @@ class Layout:
                 f"single_device is one process, and nodes={self.nodes} with gpus={self.gpus} are {self.world}. "
                 f"Use one of: {', '.join(s for s in STRATEGIES if s != 'single_device')}."
             )
-        if not isinstance(self.reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={self.reshard_after_forward!r} must be True or False.")
+        check_flag("reshard_after_forward", self.reshard_after_forward)
         if self.shard_size is not None:
             check_count("shard_size", self.shard_size)
         if self.world % self.shards:
@@ -99,7 +93,7 @@ class Layout:
             if name not in STRATEGIES[strategy]:
                 known = ", ".join(STRATEGIES[strategy]) or "no options"
                 raise TypeError(f"{strategy} has no option {name!r} that a plan knows. It takes: {known}.")
-        sizes = ParallelLayout(**{_SIZES[name]: value for name, value in options.items() if name in _SIZES})
+        sizes = ParallelLayout(*(options.get(name, default) for name, default in _SIZES.items()))
         others = {name: value for name, value in options.items() if name not in _SIZES}
         return cls(nodes, gpus, strategy, sizes=sizes, **rest, **others)
 
@@ -107,6 +101,11 @@ class Layout:
     def world(self) -> int:
         """All processes."""
         return self.nodes * self.gpus
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Of a bucket of gradients; None for the default."""
+        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20)
 
     @property
     def is_sharded(self) -> bool:
@@ -122,11 +121,6 @@ class Layout:
     def replicas(self) -> int:
         """Copies of the model."""
         return self.world // self.shards
-
-    @property
-    def bucket_bytes(self) -> int | None:
-        """Of a bucket of gradients; None for the default."""
-        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20)
 
     def peers(self, size: int) -> bool:
         """Whether groups of ``size`` processes copy messages between their memories (see ``PeerMemory``)."""

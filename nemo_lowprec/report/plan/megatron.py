@@ -8,56 +8,34 @@ it steps on, are cut over the data-parallel processes, context-parallel ones amo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.formats.block_scale_128 import BLOCK
 from nemo_lowprec.megatron import MegatronSettings, ParallelLayout
 from nemo_lowprec.megatron.settings import DTYPES
 from nemo_lowprec.report.parts import CONVERTED, VECTORS
-from nemo_lowprec.report.plan.activations import Activations, Sample
-from nemo_lowprec.report.plan.columns import AT_MOST, KEPT, Beside, PlannedColumn, columns_of_chart
+from nemo_lowprec.report.plan.activations import Sample
+from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.megatron_layers import Layers
-from nemo_lowprec.report.plan.tracing import Traced
+from nemo_lowprec.report.plan.tracing import Activations, Traced
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.marks import mark_part_of_matrix
 
-_RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-_PLAIN = {*_RECOMPUTE, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
-
-
-def is_megatron(model: nn.Module) -> bool:
-    """Whether Megatron-core builds ``model``."""
-    return callable(getattr(model, "build_chunk", None))
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """One process of one pipeline stage.
-
-    Attributes:
-        stage: counted from 0.
-        columns, messages, beside: as of any plan; messages by their groups.
-        activations: those of all micro-batches under way; None without a sample.
-    """
-
-    stage: int
-    columns: list[PlannedColumn]
-    messages: dict[str, list[Message]]
-    beside: Beside
-    activations: Activations | None
+_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_PLAIN = {*_RECOMPUTED, "recompute_modules", "attention_backend", "hidden_dropout", "attention_dropout"}
 
 
 def plan_megatron(
     model: Any, settings: MegatronSettings, layout: Layout, sample: Sample
-) -> tuple[list[PlannedStage], int]:
-    """The stages of a plan, and the parameters of the whole model.
+) -> tuple[list[PlannedProcess], int]:
+    """A process of each pipeline stage, and the parameters of the whole model.
 
     Raises:
         ValueError: a model, or a field of its TransformerConfig, that is not planned; sizes that do not divide.
@@ -73,7 +51,7 @@ def plan_megatron(
     architecture = gpt_architecture(model.transformers_config())
     own = dict(model.hparams["transformer"])
     if model.hparams["activation_checkpointing"]:
-        own = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} | own
+        own = _RECOMPUTED | own
     _check_fields(own)
     sizes = layout.sizes
     if sample.batch is not None:
@@ -93,8 +71,7 @@ def plan_megatron(
     rows = (sample.micro_batch_size or 0) * (sample.seq_length or 0) // sizes.context
     tied = architecture.gpt["share_embeddings_and_output_weights"]
     layers = Layers(architecture.transformer, architecture.gpt["vocab_size"], tied, settings, sizes, rows)
-    alone = Layers(architecture.transformer, layers.vocab, tied, settings, ParallelLayout(), 0)
-    count = alone.of_stage(0).total()
+    count = replace(layers, sizes=ParallelLayout()).of_stage(0).total()
     stages = sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))
     return [_stage(layers, layout, own, stage) for stage in stages], count
 
@@ -114,11 +91,11 @@ def _check_fields(own: Mapping[str, Any]) -> None:
         )
 
 
-def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -> PlannedStage:
+def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -> PlannedProcess:
     settings, cut = layers.settings, layout.replicas
     counts = layers.of_stage(stage)
     weights, masters, gradients, states = columns_of_chart()
-    copies, buffers = PlannedColumn("Weights for GEMMs", KEPT), PlannedColumn("Communication buffers", AT_MOST)
+    copies, buffers = PlannedColumn("Weights for GEMMs", "kept"), PlannedColumn("Communication buffers", "at most")
     sent: list[Message] = []
     in_buckets = 0
     for part, count in counts.items():
@@ -133,7 +110,7 @@ def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -
         if is_matrix:
             mark_part_of_matrix(shard)
         masters.add(part, _master(shard, dtype, settings))
-        states.add_states(part, shard, shard, settings.level)
+        states.add_states(part, shard, shard, settings.options)
         if cut > 1:
             fp8, size = isinstance(gradient, GradientTensor), as_stored(gradient).bytes
             in_buckets += size if fp8 else 0
@@ -146,8 +123,14 @@ def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -
     buffers.add_bytes("all", torch.float8_e4m3fn, _under_way(in_buckets, matrices, layout))
     columns = [weights, copies, masters, gradients, states, buffers]
     messages = {**({"DP": sent} if sent else {}), **layers.messages(stage, layout.micro_batches, own)}
-    beside = Beside(0, 0, buffers.bytes)
-    return PlannedStage(stage, columns, messages, beside, _activations(layers, layout, own, stage))
+    stages = layout.sizes.pipeline
+    return PlannedProcess(
+        columns,
+        messages,
+        beside=(0, 0, buffers.bytes),
+        stage=f"stage {stage + 1} of {stages}" if stages > 1 else "",
+        activations=_activations(layers, layout, own, stage),
+    )
 
 
 def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_matrix: bool) -> Tensor:
@@ -177,17 +160,15 @@ def _under_way(gradients: int, parameters: int, layout: Layout) -> int:
     return round(gradients * share * (2 + 1 / layout.replicas))
 
 
-def _activations(
-    layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int
-) -> Activations | None:  # fmt: skip
+def _activations(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -> Activations | str:
     if not layers.rows:
-        return None
+        return "give plan_training micro_batch_size and seq_length"
     recomputes = own.get("recompute_granularity") == "full"
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    other = {} if recomputes else full
-    return Activations(
-        _traced(layers, layout, own, stage), recomputes, _traced(layers, layout, other, stage)
-    )  # fmt: skip
+    other = {} if recomputes else _RECOMPUTED
+    return {
+        recomputes: _traced(layers, layout, own, stage),
+        not recomputes: _traced(layers, layout, other, stage),
+    }
 
 
 def _traced(layers: Layers, layout: Layout, recompute: Mapping[str, Any], stage: int) -> Traced:
@@ -200,7 +181,7 @@ def _traced(layers: Layers, layout: Layout, recompute: Mapping[str, Any], stage:
     in_layer = kept + again + layers.beside_layer()
     names = {format_of(layers.stream), *(["fp8"] if layers.low else []), *(["fp32"] if is_last else [])}
     names.add(layers.settings.level.autocast)
-    return Traced(round(kept + loss), round(in_layer), round(at_loss), round(in_layer), names)
+    return Traced(round(kept + loss), (round(in_layer), round(at_loss), round(in_layer)), names)
 
 
 def _in_flight(layout: Layout, stage: int) -> int:

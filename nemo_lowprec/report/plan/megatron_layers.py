@@ -44,20 +44,17 @@ class Layers:
 
     # Parameters
 
-    def of_layer(self) -> Counter[str]:
-        """Parameters of one layer, by the name of their ``ModelPart``."""
+    def of_stage(self, stage: int) -> Counter[str]:
+        """Parameters of a process of one pipeline stage, by their part of ``report.parts``."""
         m, h, ffn = self.model, self.model["hidden_size"], self.model["ffn_hidden_size"] // self.sizes.tensor
         qkv = self._queries + 2 * self._keys
         biases = (qkv if m["add_qkv_bias"] else 0) + (2 * m["kv_channels"] if m["qk_layernorm"] else 0)
-        return Counter({VECTORS: 2 * h + biases, CONVERTED: (qkv + self._queries + 3 * ffn) * h})
-
-    def of_stage(self, stage: int) -> Counter[str]:
-        """Parameters of a process of one pipeline stage, by the name of their ``ModelPart``."""
-        count = Counter({part: self.layers * size for part, size in self.of_layer().items()})
-        h, last = self.model["hidden_size"], self.sizes.pipeline - 1
+        last = self.sizes.pipeline - 1
         tables = (stage == 0) + (stage == last and (not self.tied or last > 0))
-        count[VECTORS] += h if stage == last else 0
-        return count + Counter({REST: tables * (self.vocab // self.sizes.tensor) * h})
+        count = Counter({VECTORS: self.layers * (2 * h + biases) + (h if stage == last else 0)})
+        count[CONVERTED] = self.layers * (qkv + self._queries + 3 * ffn) * h
+        count[REST] = tables * (self.vocab // self.sizes.tensor) * h
+        return +count  # without the tables where the stage has none
 
     @property
     def layers(self) -> int:
@@ -170,6 +167,7 @@ class Layers:
         first, last = stage == 0, stage == sizes.pipeline - 1
         if sizes.tensor > 1:
             ends = (first + last) * micro_batches
+            reduced = whole * half.itemsize * (passes * (4 + 2 * again) + ends)
             if sizes.sequence_parallel:
                 # Forward: the inputs of two GEMMs, and the outputs of two. Backward: their gradients, the inputs again.
                 part = torch.float8_e4m3fn if self.low else half
@@ -177,11 +175,9 @@ class Layers:
                 for dtype, count in gathers:
                     size = whole // sizes.tensor * dtype.itemsize
                     found["TP"] += [Message("all_gather", dtype, size * count, sizes.tensor)]
-                count = passes * (4 + 2 * again) + ends
-                found["TP"] += [Message("reduce_scatter", half, whole * half.itemsize * count, sizes.tensor)]
+                found["TP"] += [Message("reduce_scatter", half, reduced, sizes.tensor)]
             else:
-                count = passes * (4 + 2 * again) + ends
-                found["TP"] += [Message("all_reduce", half, whole * half.itemsize * count, sizes.tensor)]
+                found["TP"] += [Message("all_reduce", half, reduced, sizes.tensor)]
         if sizes.context > 1:
             # Keys and values go round in forward and again in backward, there with their gradients.
             turns = (3 + again) * (sizes.context - 1) + 1

@@ -19,7 +19,6 @@ from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.engine.columns import Columns
-from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 aten = torch.ops.aten
@@ -33,10 +32,6 @@ class PlannedBackend(ReferenceBackend):
 
     name = "planned"
     row_multiple = 32
-
-    @classmethod
-    def unavailable(cls, recipe: Recipe | None) -> str | None:
-        return None
 
     def quantize(
         self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool

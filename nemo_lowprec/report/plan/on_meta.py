@@ -1,4 +1,4 @@
-"""Converts a copy of a model on torch's meta device, where parameters take no memory."""
+"""Copies a model to torch's meta device, where parameters take no memory, and converts the copy."""
 
 from __future__ import annotations
 
@@ -9,39 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine, Sharding
-from nemo_lowprec.report.parts import ModelPart, converted_weights, parts_of
+from nemo_lowprec.report.parts import Parts, converted_weights, parts_of
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
 
-def settled_on_meta(
-    model: nn.Module, engine: Engine, sharded: bool, on_gpu: bool = False
-) -> tuple[nn.Module, Engine]:  # fmt: skip
-    """A copy of ``model`` on torch's meta device, and an engine like ``engine`` that converted it.
-
-    The copy's parameters are stored in the level's formats. With ``sharded`` they keep the model's formats, because
-    FSDP2 shards parameters before shards are stored. ``on_gpu`` converts layers as a GPU takes them.
+def copy_on_meta(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are on torch's meta device.
 
     Raises:
         ValueError: ``model`` is converted already, or has no parameters (yet).
     """
     if Engine.of(model) is not None:
         raise ValueError("This model is converted already. Plan with it as it was before.")
-    if not [*model.parameters(), *model.buffers()]:
+    tensors = [*model.parameters(), *model.buffers()]
+    if not tensors:
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
-    twin = copy_on_meta(model)
-    kind = PlannedEngine if on_gpu else Engine
-    meta = kind(replace(engine.options, loss_scale=None, backend="reference"), engine.reads_as)
-    meta.sharding = Sharding(None, None) if sharded else None
-    meta.convert(twin, torch.device("cuda" if on_gpu else "cpu"))
-    meta.columns.computation.device = torch.device("cpu")  # of its tables
-    if not sharded:
-        meta.settle()
-    return twin, meta
-
-
-def copy_on_meta(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers are on torch's meta device."""
-    return copy.deepcopy(model, {id(t): _on_meta(t) for t in [*model.parameters(), *model.buffers()]})
+    return copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -49,8 +32,23 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
-def planned_parts(model: nn.Module, engine: Engine) -> list[ModelPart]:
+def settle_on_meta(twin: nn.Module, engine: Engine, sharded: bool, on_gpu: bool = False) -> Engine:
+    """Convert ``twin``, of ``copy_on_meta``, in place by an engine like ``engine``, which is returned.
+
+    Parameters are then stored in the level's formats. With ``sharded`` they keep the model's formats, because FSDP2
+    shards parameters before shards are stored. ``on_gpu`` converts layers as a GPU takes them.
+    """
+    kind = PlannedEngine if on_gpu else Engine
+    meta = kind(replace(engine.options, loss_scale=None, backend="reference"), engine.reads_as)
+    meta.sharding = Sharding(None, None) if sharded else None
+    meta.convert(twin, torch.device("cuda" if on_gpu else "cpu"))
+    meta.columns.computation.device = torch.device("cpu")  # of its tables
+    if not sharded:
+        meta.settle()
+    return meta
+
+
+def planned_parts(model: nn.Module, engine: Engine) -> Parts:
     """All parameters of a converted model, frozen ones too."""
-    return parts_of(
-        engine.level, model.parameters(), converted_weights(model, engine.level, engine.columns.computation.conversion)
-    )
+    conversion = engine.columns.computation.conversion
+    return parts_of(engine.level, model.parameters(), converted_weights(model, engine.level, conversion))

@@ -5,7 +5,8 @@ Sizes are those of tensors of the package's own classes on torch's meta device; 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +17,11 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LowPrecision
-from nemo_lowprec.report.plan.activations import Activations, Sample, plan_activations
-from nemo_lowprec.report.plan.columns import AFTER_FORWARD, AT_MOST, KEPT, OF_CHART, Beside, PlannedColumn
+from nemo_lowprec.report.plan.activations import Sample, plan_activations
+from nemo_lowprec.report.plan.columns import OF_CHART, PlannedColumn, PlannedProcess
 from nemo_lowprec.report.plan.layout import MEGATRON, Layout
-from nemo_lowprec.report.plan.megatron import is_megatron, plan_megatron
-from nemo_lowprec.report.plan.on_meta import settled_on_meta
+from nemo_lowprec.report.plan.megatron import plan_megatron
+from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
 from nemo_lowprec.report.plan.sharded import plan_sharded
 from nemo_lowprec.report.plan.tracing import Traced
 from nemo_lowprec.report.plan.whole import UNSCALED, plan_whole
@@ -186,77 +187,60 @@ def plan_training(
         TypeError: an option that the strategy does not take.
     """
     sample = Sample(micro_batch_size, seq_length, batch)
-    if is_megatron(model):
-        return _plan_megatron(model, precision, nodes, gpus, strategy, sample, accelerator, micro_batches, options)
-    if strategy == MEGATRON:
+    by_megatron = callable(getattr(model, "build_chunk", None))  # Megatron-core builds the model
+    _check_strategy(type(model).__name__, by_megatron, strategy, accelerator)
+    strategy = MEGATRON if by_megatron else strategy
+    layout = Layout.of(nodes, gpus, strategy, options, accelerator=accelerator, micro_batches=micro_batches)
+    if by_megatron:
+        processes, count = plan_megatron(model, precision.megatron(), layout, sample)
+    else:
+        twin = copy_on_meta(model)
+        engine = settle_on_meta(twin, precision.engine, layout.is_sharded)
+        process = (plan_sharded if layout.is_sharded else plan_whole)(twin, engine, layout)
+        process.columns.append(_histories(engine))
+        process.activations = plan_activations(model, precision.engine, layout, sample)
+        processes, count = [process], sum(p.numel() for p in twin.parameters())
+    plans = [_plan_of(process, precision.level, layout, name_of(model), count, sample) for process in processes]
+    return max(plans, key=lambda plan: plan.total)
+
+
+def _check_strategy(model: str, by_megatron: bool, strategy: str | None, accelerator: str) -> None:
+    """Raise ValueError where Megatron-core builds a model and does not train it, or the other way round."""
+    if strategy == MEGATRON and not by_megatron:
         raise ValueError(
-            f"{type(model).__name__} is not built by Megatron-core, and has no plan with strategy='{MEGATRON}': each "
+            f"{model} is not built by Megatron-core, and has no plan with strategy='{MEGATRON}': each "
             "process has all of it, as with strategy='lowprec_ddp'. Plan that one, or a MegatronGPT."
         )
-    layout = Layout.of(nodes, gpus, strategy, options, accelerator=accelerator, micro_batches=micro_batches)
-    twin, engine = settled_on_meta(model, precision.engine, layout.is_sharded)
-    padding = 0.0
-    if layout.is_sharded:
-        engine.columns.comm.check_averaging()
-        columns, messages, beside, padding = plan_sharded(twin, engine, layout)
-    else:
-        columns, messages, beside = plan_whole(twin, engine, layout)
-    columns.append(_histories(engine))
-    found = plan_activations(model, precision.engine, layout, sample)
-    count = sum(p.numel() for p in twin.parameters())
-    plan = Plan(engine.level, layout, name_of(model), count, tuple(columns), _by_kind(messages), padding)
-    return with_activations(plan, found, sample, beside)
-
-
-def _plan_megatron(
-    model: Any, precision: LowPrecision, nodes: int, gpus: int, strategy: str | None, sample: Sample, accelerator: str,
-    micro_batches: int, options: dict[str, Any],
-) -> Plan:  # fmt: skip
-    if strategy not in (None, MEGATRON):
+    if by_megatron and strategy not in (None, MEGATRON):
         raise ValueError(
-            f"{type(model).__name__} is trained with strategy='{MEGATRON}', and not with {strategy!r}. Leave the "
+            f"{model} is trained with strategy='{MEGATRON}', and not with {strategy!r}. Leave the "
             "strategy out, or plan a CausalLM."
         )
-    if accelerator != "gpu":
+    if by_megatron and accelerator != "gpu":
         raise ValueError(f"accelerator={accelerator!r}: Megatron-core trains on GPUs. Use accelerator='gpu'.")
-    layout = Layout.of(nodes, gpus, MEGATRON, options, micro_batches=micro_batches)
-    stages, count = plan_megatron(model, precision.megatron(), layout, sample)
-    plans = []
-    for stage in stages:
-        sent = [
-            replace(t, kind=f"{t.kind}, {group}")
-            for group, messages in stage.messages.items()
-            for t in _by_kind(messages)
-        ]
-        which = f"stage {stage.stage + 1} of {layout.sizes.pipeline}" if layout.sizes.pipeline > 1 else ""
-        plan = Plan(
-            precision.level, layout, name_of(model), count, tuple(stage.columns), tuple(sent), stage=which
-        )  # fmt: skip
-        found = stage.activations or "give plan_training micro_batch_size and seq_length"
-        plans.append(with_activations(plan, found, sample, stage.beside))
-    return max(plans, key=lambda p: p.total)
 
 
-def with_activations(plan: Plan, found: Activations | str, sample: Sample, beside: Beside) -> Plan:
-    """The plan with the activations that were found, or with the reason for which there are none.
-
-    Args:
-        beside: bytes of the columns ``at most``, by the phase of a micro-batch.
-    """
-    if isinstance(found, str):
-        return replace(plan, without=found)
-    there = sum(c.bytes for c in plan.columns if c.when != AT_MOST or c.name == UNSCALED)
+def _plan_of(
+    process: PlannedProcess, level: PrecisionLevel, layout: Layout, model: str, count: int, sample: Sample
+) -> Plan:
+    """The plan of ``process``, with its activations where they are planned, or the reason for which they are not."""
+    plan = Plan(
+        level, layout, model, count, tuple(process.columns), _by_kind(process.messages), process.padding,
+        stage=process.stage,
+    )  # fmt: skip
+    if isinstance(process.activations, str):
+        return replace(plan, without=process.activations)
+    there = sum(c.bytes for c in plan.columns if c.when != "at most" or c.name == UNSCALED)
 
     def peak(traced: Traced) -> int:
-        forward = max(traced.in_blocks + beside.in_blocks, traced.after_blocks + beside.after_blocks)
-        return there + max(forward, traced.backward + beside.backward, 0)
+        return there + max(0, *map(sum, zip(traced.alive, process.beside, strict=True)))
 
-    traced = found.chosen
-    kept = PlannedColumn("Activations", AFTER_FORWARD, {"all": traced.kept}, traced.formats)
-    others = PlannedColumn("Temporaries", AT_MOST, {"all": max(traced.most - traced.kept, 0)})
+    (recomputes, traced), *others = process.activations.items()
+    kept = PlannedColumn("Activations", "after forward", Counter(all=traced.kept), traced.formats)
+    beside = PlannedColumn("Temporaries", "at most", Counter(all=max(0, max(traced.alive) - traced.kept)))
     return replace(
-        plan, columns=(*plan.columns, kept, others), peak=peak(traced), sample=sample, recomputes=found.recomputes,
-        other_choice=None if found.other is None else (found.other.kept, peak(found.other)),
+        plan, columns=(*plan.columns, kept, beside), peak=peak(traced), sample=sample, recomputes=recomputes,
+        other_choice=(others[0][1].kept, peak(others[0][1])) if others else None,
     )  # fmt: skip
 
 
@@ -268,7 +252,7 @@ def name_of(model: nn.Module) -> str:
 
 def _histories(engine: Engine) -> PlannedColumn:
     """Amaxes and scales of GEMM operands, for delayed scaling."""
-    held = PlannedColumn("Amax history", KEPT)
+    held = PlannedColumn("Amax history", "kept")
     histories = engine.amaxes.histories
     if histories is not None:
         for table in (histories.history, histories.amax, histories.scale):
@@ -276,14 +260,18 @@ def _histories(engine: Engine) -> PlannedColumn:
     return held
 
 
-def _by_kind(messages: list[Message]) -> tuple[PlannedTraffic, ...]:
-    put_in: dict[tuple[str, str, int], int] = defaultdict(int)
-    for m in messages:
-        put_in[m.kind, format_of(m.dtype), m.world] += m.bytes
-    sent: dict[tuple[str, str], int] = defaultdict(int)
-    for (kind, name, world), size in put_in.items():
-        sent[kind, name] += sent_bytes(kind, size, world)
-    return tuple(PlannedTraffic(kind, name, size) for (kind, name), size in sorted(sent.items()) if size)
+def _by_kind(groups: Mapping[str, list[Message]]) -> tuple[PlannedTraffic, ...]:
+    found = []
+    for group, messages in groups.items():
+        put_in: Counter[tuple[str, str, int]] = Counter()
+        for m in messages:
+            put_in[m.kind, format_of(m.dtype), m.world] += m.bytes
+        sent: Counter[tuple[str, str]] = Counter()
+        for (kind, name, world), size in put_in.items():
+            sent[kind, name] += sent_bytes(kind, size, world)
+        suffix = f", {group}" if group else ""
+        found += [PlannedTraffic(kind + suffix, name, size) for (kind, name), size in sorted(sent.items()) if size]
+    return tuple(found)
 
 
 def _count(number: int) -> str:

@@ -16,20 +16,15 @@ from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.plan.columns import AT_MOST, Beside, PlannedColumn, columns_of_chart
+from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
 
-def plan_sharded(
-    model: nn.Module, engine: Engine, layout: Layout
-) -> tuple[list[PlannedColumn], list[Message], Beside, float]:  # fmt: skip
-    """Columns, messages, bytes beside activations, and elements that pad the shards over the model's parameters.
-
-    Args:
-        model: converted on the meta device, and not yet stored in the level's formats.
-    """
+def plan_sharded(model: nn.Module, engine: Engine, layout: Layout) -> PlannedProcess:
+    """The plan of ``model``, which was converted on the meta device and is not yet stored in the level's formats."""
+    engine.columns.comm.check_averaging()
     units = units_of(model, engine, layout.shards)
     buckets = plan_buckets(
         [p.whole for p in units.params if p.in_fp8],
@@ -49,11 +44,9 @@ def plan_sharded(
     stays = peer_bytes(buckets, layout.shards) + (whole.bytes if layout.micro_batches > 1 else 0)
     last = units.root + (units.blocks[-1] if units.blocks else [])  # whose buffer nothing else has taken the place of
     after = gathered_bytes(last) if layout.reshard_after_forward else gathered.bytes
-    beside = Beside(
-        gathered.bytes + _forward_buffers(units, layout) + stays, after + stays,
-        gathered.bytes + whole.bytes + buffers.bytes,
-    )  # fmt: skip
-    return columns, messages, beside, padding
+    in_blocks = gathered.bytes + _forward_buffers(units, layout) + stays
+    beside = in_blocks, after + stays, gathered.bytes + whole.bytes + buffers.bytes
+    return PlannedProcess(columns, {"": messages}, beside, padding)
 
 
 def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
@@ -64,7 +57,7 @@ def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
         is_master = of_halves or isinstance(p.shard, Fp8Gathered)
         (masters if is_master else weights).add(p.part, p.shard)
         if p.whole.requires_grad:
-            states.add_states(p.part, p.whole, p.shard, engine.level)
+            states.add_states(p.part, p.whole, p.shard, engine.options)
             plain = torch.empty(p.shard.shape, dtype=p.whole.dtype, device="meta")
             gradients.add(p.part, GradientTensor.empty(p.shard) if p.in_fp8 else plain)
     return weights, masters, gradients, states
@@ -72,7 +65,7 @@ def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
 
 def _gathered(units: Units, layout: Layout) -> PlannedColumn:
     """Whole weights: the root and one block at a time (ZeRO-3), or all (ZeRO-2)."""
-    there = PlannedColumn("Gathered weights", AT_MOST)
+    there = PlannedColumn("Gathered weights", "at most")
     one = units.root + max(units.blocks, key=gathered_bytes, default=[])
     for p in one if layout.reshard_after_forward else units.params:
         there.add_bytes(p.part, p.gathered, p.padded * p.gathered.itemsize)
@@ -84,7 +77,7 @@ def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout)
 
     FSDP2 reduces those of a unit together, so that the head's are there while the blocks' come and go.
     """
-    there = PlannedColumn("Whole gradients", AT_MOST)
+    there = PlannedColumn("Whole gradients", "at most")
     accumulates = layout.micro_batches > 1
 
     def size(params: list[ShardedParam]) -> int:
@@ -104,7 +97,7 @@ def _whole_gradients(units: Units, buckets: list[PlannedBucket], layout: Layout)
 
 def _buffers(units: Units, buckets: list[PlannedBucket], layout: Layout) -> PlannedColumn:
     """Flat buffers of FSDP2, and those of gradients in FP8 that are sent during backward."""
-    held = PlannedColumn("Communication buffers", AT_MOST)
+    held = PlannedColumn("Communication buffers", "at most")
     if layout.shards == 1:
         # FSDP2 copies the one shard, without a buffer.
         held.add_bytes("all", torch.float8_e4m3fn, buffer_bytes(buckets, 1))

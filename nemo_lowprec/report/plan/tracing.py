@@ -6,11 +6,11 @@ and a parameter's gradient is counted until the level stores it.
 
 from __future__ import annotations
 
-import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,12 @@ from nemo_lowprec.compat.autograd import run_backward
 from nemo_lowprec.compat.tensors import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.formats import floats, gemm_block_scaling
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.tensors import QuantizedTensor, gradient
+
+# The most bytes alive at a time: in forward until the last block is done, from then until the loss, and in backward.
+Phases = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -31,23 +35,18 @@ class Traced:
 
     Attributes:
         kept: that autograd keeps between forward and backward.
-        in_blocks: the most that is alive at a time in forward until the blocks are done, with what is kept by then.
-        after_blocks: the same from then until the loss.
-        backward: the same in backward, with the parameters' gradients that are there by then and without all of them:
-            in forward those of the step before are there. Negative where they are the larger part.
+        alive: with what is kept by then. In backward with the parameters' gradients that are there by then and without
+            all of them, as in forward those of the step before are there: negative where they are the larger part.
         formats: of what is kept, but for formats of less than a hundredth.
     """
 
     kept: int
-    in_blocks: int
-    after_blocks: int
-    backward: int
+    alive: Phases
     formats: set[str]
 
-    @property
-    def most(self) -> int:
-        """The most bytes alive at a time, over forward and backward."""
-        return max(self.in_blocks, self.after_blocks, self.backward)
+
+# By whether blocks are recomputed in backward (None: no choice of the model); first as the model is set up.
+Activations = dict[bool | None, Traced]
 
 
 class _Alive(TorchDispatchMode):
@@ -64,13 +63,11 @@ class _Alive(TorchDispatchMode):
             return NotImplemented  # it reads its storage by operations that come here again
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.add(leaf)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, QuantizedTensor):
+                self._add(leaf)
         return out
 
-    def add(self, tensor: Tensor) -> None:
-        if isinstance(tensor, QuantizedTensor):
-            return
+    def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(storage)
         if key in self._known or key in self._sizes:
@@ -85,8 +82,7 @@ class _Alive(TorchDispatchMode):
 
     def size(self, tensor: Tensor) -> int:
         """Bytes of a tensor's storage; 0 for one that was there before."""
-        found = self._sizes.get(storage_key(tensor.untyped_storage()))
-        return 0 if found is None else found[1]
+        return self._sizes.get(storage_key(tensor.untyped_storage()), (None, 0))[1]
 
 
 def fake(tensor: Tensor) -> Tensor:
@@ -113,9 +109,7 @@ def _with_fake_tensors(model: nn.Module) -> None:
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
         for plan in gemm_plans(module).values():
-            plan.operands = {kind: copy.copy(operand) for kind, operand in plan.operands.items()}
-            for operand in plan.operands.values():
-                operand.slot = None
+            plan.operands = {kind: replace(operand, slot=None) for kind, operand in plan.operands.items()}
 
 
 def trace(
@@ -136,11 +130,17 @@ def trace(
         stored_as: bytes in which a parameter's gradient is stored, for those that come during backward; None where all
             are there already, or do not count.
         blocks: the equal blocks that are left in ``model``; the last of them stands for ``times`` ones.
-        times: see ``blocks``.
         rules: a context for the forward and the backward pass.
     """
+    from transformers import masking_utils
+
     saved: dict[int, tuple[torch.dtype, int]] = {}
-    with _no_table_stays(), FakeTensorMode(allow_non_fake_inputs=True), _one_sequence():
+    with ExitStack() as stack:
+        for table in (floats._table, gemm_block_scaling._grid, gradient._one):
+            stack.callback(table.cache_clear)  # constants that formats keep: those that are made here have no values
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        # transformers would look for several sequences in a row of a batch by the values of positions.
+        replace_attribute(stack, masking_utils, "find_packed_sequence_indices", lambda positions: None)
         _with_fake_tensors(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         sizes = {} if stored_as is None else {id(p): stored_as(p) for p in trained}
@@ -152,17 +152,16 @@ def trace(
             return tensor
 
         entered: list[int] = []  # bytes at each block's begin
+        in_blocks: list[int] = []  # the most in forward until the last block is done
         until_last: list[int] = []  # the most in backward until the last block's is done
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             entered.append(alive.now)
             if module is blocks[-1]:
-                found = (t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad)
-                for x in found:
+                leaves = tree_leaves((args, kwargs))
+                inputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+                for x in inputs[:1]:
                     x.register_hook(leave)
-                    break
-
-        in_blocks: list[int] = []
 
         def leave(_: Tensor) -> None:
             until_last.append(alive.most)
@@ -178,9 +177,8 @@ def trace(
 
         entering: list[Any] = [b.register_forward_pre_hook(enter, with_kwargs=True, prepend=True) for b in blocks]
         entering += [block.register_forward_hook(end) for block in blocks[-1:]]
-        for param in model.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(store)  # type: ignore[arg-type]
+        for param in trained:
+            param.register_post_accumulate_grad_hook(store)  # type: ignore[arg-type]
         with alive, rules:
             with saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", dtype=half):
                 loss = run(model)
@@ -194,44 +192,15 @@ def trace(
     more = (times - 1) * (entered[-1] - entered[-2]) if times > 1 else 0
     coming = (times - 1) * sum(sizes.get(id(p), 0) for p in blocks[-1].parameters()) if times > 1 else 0
     ends = [alive.most] if not until_last else [until_last[0] + more - coming, alive.most]
-    by_format: dict[str, int] = {}
+    by_format: Counter[str] = Counter()
     for dtype, size in saved.values():
         if dtype.is_floating_point:
-            by_format[format_of(dtype)] = by_format.get(format_of(dtype), 0) + size
+            by_format[format_of(dtype)] += size
     formats = {name for name, size in by_format.items() if size > kept / 100}
     inside = in_blocks[0] if in_blocks else after_blocks
-    return Traced(kept + more, inside + more, after_blocks + more, max(ends) - alive.gradients, formats)
+    phases = inside + more, after_blocks + more, max(ends) - alive.gradients
+    return Traced(kept + more, phases, formats)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor,)
-
-
-@contextmanager
-def _no_table_stays() -> Iterator[None]:
-    """Forget the constants that formats keep: those that are made meanwhile have no values."""
-    try:
-        yield
-    finally:
-        for table in (floats._table, gemm_block_scaling._grid, gradient._one):
-            table.cache_clear()
-
-
-@contextmanager
-def _one_sequence() -> Iterator[None]:
-    """Have transformers not look for several sequences in a row of a batch: it reads positions, which are fake."""
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    name = "find_packed_sequence_indices"
-    own = getattr(masking_utils, name, None)
-    if own is None:
-        yield
-        return
-    setattr(masking_utils, name, lambda *_: None)
-    try:
-        yield
-    finally:
-        setattr(masking_utils, name, own)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class ShardedParam:
     """One parameter.
 
     Attributes:
-        part: name of the parameter's ``ModelPart``.
+        part: the parameter's part of ``report.parts``.
         whole: the model's parameter, on the meta device.
         shard: the rows that one process keeps.
         gathered: dtype in which the parameter is gathered.
@@ -90,7 +91,7 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
     Raises:
         ValueError: a parameter without dimensions, which FSDP2 does not shard.
     """
-    part_of = {id(p): part.name for part in planned_parts(model, engine) for p in part.params}
+    part_of = {id(p): part for part, params in planned_parts(model, engine).items() for p in params}
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
     low = engine.columns.computation.conversion.weights if engine.level.weight == "fp8" or fp8_params else []
     in_fp8 = {id(model.get_parameter(name)) for name in low}
@@ -99,25 +100,22 @@ def units_of(model: nn.Module, engine: Engine, shards: int) -> Units:
             raise ValueError(f"{name} has no dimension, and cannot be sharded. Give it one, or use lowprec_ddp.")
 
     in_fp32 = kept_in_fp32(model, engine.level.is_low_bit)
-
-    def sharded(params: list[nn.Parameter]) -> list[ShardedParam]:
-        return [_sharded(p, part_of[id(p)], id(p) in in_fp8, id(p) in in_fp32, engine, shards) for p in params]
-
+    of = {
+        id(p): _sharded(p, part_of[id(p)], id(p) in in_fp8, id(p) in in_fp32, engine, shards)
+        for p in model.parameters()
+    }
+    blocks: list[list[int]] = []
     seen: set[int] = set()
-    blocks, modules = [], set()
     for block in blocks_of(model):
-        blocks.append([p for p in block.parameters() if id(p) not in seen])
-        seen |= {id(p) for p in blocks[-1]}
-        modules.add(id(block))
+        blocks.append([id(p) for p in block.parameters() if id(p) not in seen])
+        seen.update(blocks[-1])
+    modules = set(map(id, blocks_of(model)))
     around = [m for m in model.modules() if any(id(inner) in modules for inner in m.modules())]
-    anytime = {id(p) for m in around for p in m._parameters.values()} - seen
-    order = list(model.parameters())
-    first = next((i for i, p in enumerate(order) if id(p) in seen), len(order))
-    before = {id(p) for p in order[:first]} - anytime
-    of = dict(zip(map(id, order), sharded(order), strict=True))
+    anytime = {id(p) for m in around for p in m._parameters.values()}
+    before = set(takewhile(lambda i: i not in seen, of)) - anytime
     return Units(
         [of[i] for i in of if i in before],
-        [[of[id(p)] for p in block] for block in blocks],
+        [[of[i] for i in block] for block in blocks],
         [of[i] for i in of if i not in before and i not in seen],
         list(of.values()),
     )
