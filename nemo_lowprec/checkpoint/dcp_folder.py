@@ -164,11 +164,13 @@ def _check_item(folder: Path, index: MetadataIndex, info: StorageInfo, is_object
     """Compare the checksums of a tensor or an object; open an object, which must hold plain values."""
     path = folder / info.relative_path
     with path.open("rb") as file:
-        check_zip(file.fileno(), path, index.fqn, info.offset, info.length)
-        if is_object:
-            file.seek(info.offset)
-            with reading(path):
-                torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+        file.seek(info.offset)
+        zipped = io.BytesIO(file.read(info.length))
+    check_zip(zipped, path, index.fqn)
+    if is_object:
+        zipped.seek(0)
+        with reading(path):
+            torch.load(zipped, map_location="cpu", weights_only=True)
 
 
 class CheckedReader(dcp.FileSystemReader):
