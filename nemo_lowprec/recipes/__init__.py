@@ -24,11 +24,17 @@ try:
 except ImportError as error:
     raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
-from nemo_lowprec.recipes import llama3_8b, llama32_1b, tiny
 from nemo_lowprec.recipes.context import RecipeContext
-from nemo_lowprec.recipes.factories import FACTORIES
-from nemo_lowprec.recipes.megatron import megatron_llama3_8b, megatron_llama3_70b, megatron_llama32_1b, megatron_tiny
-from nemo_lowprec.recipes.strategies import lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.recipes.factories import FACTORIES, lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.recipes.llamas import (
+    llama3_8b,
+    llama32_1b,
+    megatron_llama3_8b,
+    megatron_llama3_70b,
+    megatron_llama32_1b,
+    megatron_tiny,
+    tiny,
+)
 from nemo_lowprec.train import pretrain
 
 __all__ = [
