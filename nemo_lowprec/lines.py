@@ -7,13 +7,9 @@ functions make parts of a message: a few of many names, suggestions for a mistyp
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-
-__all__ = [
-    *("WIDTH", "help_page", "name_lines", "pair_lines", "text_lines"),
-    *("abbreviate", "did_you_mean", "nearest", "one_line"),
-]
 
 WIDTH = 80
 
@@ -87,9 +83,7 @@ def name_lines(names: Sequence[str], indent: int) -> list[str]:
         if len(joined) <= room:
             lines[-1] = joined
             continue
-        parts = [word] if len(word) <= room else [part + "." for part in word.split(".")]
-        if len(parts) > 1:
-            parts[-1] = parts[-1][:-1]
+        parts = [word] if len(word) <= room else re.split(r"(?<=\.)", word)
         if lines[-1]:
             lines.append("")
         for part in parts:

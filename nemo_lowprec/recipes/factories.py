@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.plugins import LEVELS, LowPrecision
-from nemo_lowprec.recipes.parsers import register_annotations, register_parsers
+from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.run_arguments import check_level_argument
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
@@ -81,7 +81,6 @@ def _strategy_factory(strategy: Any) -> Callable[..., run.Config[Any]]:
     return factory(Strategy)(build)
 
 
-register_parsers()
 register_annotations(LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy)
 lowprec_ddp = _strategy_factory(LowPrecisionDDPStrategy)
 lowprec_sharded = _strategy_factory(LowPrecisionShardedStrategy)

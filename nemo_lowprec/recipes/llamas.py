@@ -7,6 +7,7 @@ The text is the Python standard library until ``recipe.data.source`` names your 
 folder for it).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,3 +65,7 @@ megatron_llama3_70b = _published(
     context_parallel_size=2,
     sequence_parallel=True,
 )
+_ON_MEGATRON = (megatron_tiny, megatron_llama32_1b, megatron_llama3_8b, megatron_llama3_70b)
+RECIPES: dict[str, Callable[..., Any]] = {
+    recipe.NAME: recipe.pretrain_recipe for recipe in (tiny, llama32_1b, llama3_8b, *_ON_MEGATRON)
+}
