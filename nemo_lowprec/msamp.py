@@ -34,7 +34,8 @@ def initialize(
     so that modules and ``autocast`` treat them as before; gradients are stored in FP8; the optimizer's states are
     FP32 (O1) or FP8 and FP16 (O2, O3).
 
-    The log, DistributedDataParallel and ``optimizer.all_reduce_grads(model)`` are as ``nemo_lowprec.prepare`` says.
+    Call ``initialize`` once the model is on its device, before ``DistributedDataParallel``. What is logged, and how
+    gradients are averaged with and without DDP, is described at ``nemo_lowprec.prepare``.
 
     Args:
         model: any module.
@@ -48,7 +49,7 @@ def initialize(
         The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
 
     Raises:
-        ValueError, TypeError: as ``nemo_lowprec.prepare`` does; or an unknown ``opt_level``.
+        ValueError, TypeError: as ``nemo_lowprec.prepare``; an unknown ``opt_level``, or ``use_te`` beside ``backend``.
 
     Source: MS-AMP's ``msamp.initialize``.
     """
