@@ -122,7 +122,6 @@ def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) ->
         also: the function that gets the ``**keywords`` of ``function``; the annotations of ``also`` check them.
     """
     signature = inspect.signature(function)
-    gathered = {name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD}
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,9 +129,9 @@ def checked(function: Callable[P, R], also: Callable[..., Any] | None = None) ->
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # raises Python's own TypeError
-        check_arguments(function, {n: v for n, v in given.items() if n not in gathered})
+        check_arguments(function, given)
         if also is not None:
-            check_arguments(also, {n: v for name in gathered for n, v in given.get(name, {}).items()})
+            check_arguments(also, kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -42,7 +42,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 def _prepare_data(arguments: Sequence[str]) -> None:
     """build a tokenizer and Megatron's .bin/.idx files from text"""
-    parser = argparse.ArgumentParser("nemo-lowprec prepare-data", description=_summary(_prepare_data))
+    parser = argparse.ArgumentParser("nemo-lowprec prepare-data", description=_prepare_data.__doc__)
     parser.add_argument("--out", required=True, help="folder to write; a new or an empty one")
     parser.add_argument(
         "--source", help="folder of text or .jsonl files, or one .jsonl file (default: the standard library's sources)"
@@ -66,7 +66,7 @@ def _prepare_data(arguments: Sequence[str]) -> None:
 
 def _export(arguments: Sequence[str]) -> None:
     """write a checkpoint's weights as safetensors that transformers loads"""
-    parser = argparse.ArgumentParser("nemo-lowprec export", description=_summary(_export))
+    parser = argparse.ArgumentParser("nemo-lowprec export", description=_export.__doc__)
     parser.add_argument("checkpoint", help="a .ckpt file, or a folder that lowprec_sharded wrote")
     parser.add_argument("out", help="folder to write; a new or an empty one")
     parser.add_argument(
@@ -105,7 +105,7 @@ def _hydra(command: str, arguments: Sequence[str]) -> None:
 
 def _levels(arguments: Sequence[str]) -> None:
     """print the precision chart"""
-    argparse.ArgumentParser("nemo-lowprec levels", description=_summary(_levels)).parse_args(arguments)
+    argparse.ArgumentParser("nemo-lowprec levels", description=_levels.__doc__).parse_args(arguments)
 
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -133,10 +133,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 
-def _summary(command: Callable[[Sequence[str]], None]) -> str:
-    return (command.__doc__ or "").strip()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status.
 
@@ -148,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
         # A subcommand reads its own --help, because Hydra and nemo_run have a --help, too.
-        commands.add_parser(name, help=_summary(command), add_help=False, prefix_chars="\0")
+        commands.add_parser(name, help=command.__doc__, add_help=False, prefix_chars="\0")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     # argparse reads the first word only: the other words may be Hydra overrides, which argparse must not interpret.
     chosen = parser.parse_args(arguments[:1]).command

@@ -34,13 +34,8 @@ def initialize(
     so that modules and ``autocast`` treat them as before; gradients are stored in FP8; the optimizer's states are
     FP32 (O1) or FP8 and FP16 (O2, O3).
 
-    Which layers and matrices that are is logged, by the logger ``nemo_lowprec`` and at INFO; a model of whose matrices
-    less than half is in converted layers is warned of.
-
-    Call it once the model is on its device, before ``DistributedDataParallel``, which then averages gradients in
-    FP8. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the first call gives
-    every process the weights and buffers of the group's first one, as DDP does when it wraps a model. Processes that
-    never call it, such as those that train different models, stay apart.
+    Call ``initialize`` once the model is on its device, before ``DistributedDataParallel``. What is logged, and how
+    gradients are averaged with and without DDP, is described at ``nemo_lowprec.prepare``.
 
     Args:
         model: any module.
@@ -54,10 +49,7 @@ def initialize(
         The model and the optimizer: those given, with the method ``all_reduce_grads(model)`` on the latter.
 
     Raises:
-        ValueError: an unknown level, an optimizer without a low-bit form or of another model's parameters, a model
-            that is converted already or sharded, or a value that an option does not take; model and optimizer are as
-            they were.
-        TypeError: an unknown option.
+        ValueError, TypeError: as ``nemo_lowprec.prepare``; an unknown ``opt_level``, or ``use_te`` beside ``backend``.
 
     Source: MS-AMP's ``msamp.initialize``.
     """

@@ -83,14 +83,15 @@ def quiet() -> Iterator[None]:
             return "\n".join(text_lines(f"Warning: {message}", hanging=2)) + "\n"
         return of_others(message, category, filename, *place, **options)
 
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not any(re.match(noise.text, record.getMessage()) for noise in LOGGED)
+
     # With pytorch_lightning imported as well, both packages log under the name of the package imported last.
-    logs = [
-        (logging.getLogger(source), _Filter(noise.text))
-        for noise in LOGGED
-        for source in (noise.source, noise.source.replace("lightning.pytorch", "pytorch_lightning"))
+    loggers = [
+        logging.getLogger(f"{package}.utilities.rank_zero") for package in ("lightning.pytorch", "pytorch_lightning")
     ]
-    for logger, leave_out in logs:
-        logger.addFilter(leave_out)
+    for logger in loggers:
+        logger.addFilter(is_shown)
     try:
         with warnings.catch_warnings():
             for noise in WARNED:
@@ -99,16 +100,5 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         warnings.formatwarning = of_others
-        for logger, leave_out in logs:
-            logger.removeFilter(leave_out)
-
-
-class _Filter(logging.Filter):
-    """Drops the records whose message begins with a regular expression."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = re.compile(text)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not self._text.match(record.getMessage())
+        for logger in loggers:
+            logger.removeFilter(is_shown)

@@ -11,18 +11,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_lowprec.chart import CHART, get_level
 from nemo_lowprec.conf.choices import arguments_of
 from nemo_lowprec.lines import did_you_mean, help_page, nearest
 from nemo_lowprec.options import check_option, option_defaults
-
-__all__ = [
-    *("DEFAULT_RECIPE", "RECIPES", "arguments_of_recipes", "check_level", "check_level_argument", "check_recipe"),
-    *("check_run_arguments", "check_terminal", "run_help", "split_call", "split_setting"),
-]
 
 # each recipe's level and summary
 RECIPES = {
@@ -40,9 +34,7 @@ RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps"
 _NOT_LISTED = {
     "model": {"model_type"},
     "data": set(),
-    "trainer": {
-        *("precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"),
-    },
+    "trainer": {"precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"},
 }
 SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
 
@@ -62,14 +54,6 @@ FLAGS = {
 _PLUGINS = "trainer.plugins"
 
 
-@dataclass
-class _RunLine:
-    """A command line: options by their long names (flags with an empty value), and settings in order."""
-
-    options: dict[str, str] = field(default_factory=dict)
-    settings: list[tuple[str, str]] = field(default_factory=list)
-
-
 def check_run_arguments(arguments: Sequence[str]) -> None:
     """Check the arguments of ``nemo-lowprec run`` as far as possible without nemo_run.
 
@@ -81,35 +65,36 @@ def check_run_arguments(arguments: Sequence[str]) -> None:
             a question that nobody could answer without a terminal.
         TypeError: an unknown option, setting, or argument of a recipe, a level, the model, the data or the Trainer.
     """
-    line = _read(arguments)
-    recipe = line.options.get("--factory", None if {"--yaml", "--load"} & set(line.options) else DEFAULT_RECIPE)
+    options, settings = _read(arguments)
+    recipe = options.get("--factory", None if {"--yaml", "--load"} & options.keys() else DEFAULT_RECIPE)
     if recipe is not None:
         check_recipe(recipe)
     level, _ = RECIPES.get((recipe or "").partition("(")[0].strip(), (None, None))
-    for i, (path, value) in enumerate(line.settings):
+    for i, (path, value) in enumerate(settings):
         first = re.split(r"[.\[]", path)[0]
         if first not in SETTINGS:
             raise TypeError(f"There is no setting {path!r}.{nearest(first, [*SETTINGS[:-1], 'run.executor'])}")
         if recipe is not None and recipe.partition("(")[0].strip() in RECIPES:
-            _check_argument(path, replaced=any(whole == first for whole, _ in line.settings))
-        for later, other in line.settings[i + 1 :]:
+            _check_argument(path, replaced=any(whole == first for whole, _ in settings))
+        for later, other in settings[i + 1 :]:
             if path.startswith(f"{later}."):
                 raise ValueError(f"{path}={value} comes before {later}={other}, which replaces it: write it after.")
         if path == _PLUGINS or _PLUGINS.startswith(f"{path}."):
             level = check_level(value) if path == _PLUGINS else None
         elif path.startswith(f"{_PLUGINS}.") and level is not None:
             check_level_argument(level, path.removeprefix(f"{_PLUGINS}."))
-    check_terminal(not _ASKS_NOTHING & set(line.options))
+    check_terminal(not _ASKS_NOTHING & options.keys())
 
 
-def _read(arguments: Sequence[str]) -> _RunLine:
-    """Sort the words of a command line into options and settings.
+def _read(arguments: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, str]]]:
+    """The options of a command line by their long names (a flag has an empty value), and its settings in order.
 
     Raises:
         TypeError: an unknown option.
         ValueError: an option without its value, or a word that is no setting.
     """
-    line, rest = _RunLine(), list(arguments)
+    options: dict[str, str] = {}
+    settings, rest = [], list(arguments)
     long = {short: name for name, short in VALUED.items() if short}
     known = [*VALUED, *sorted(flag for flag in FLAGS if flag.startswith("--"))]
     while rest:
@@ -119,14 +104,14 @@ def _read(arguments: Sequence[str]) -> _RunLine:
         if name in VALUED:
             if not equals and not rest:
                 raise ValueError(f"{word} needs a value.")
-            line.options[name] = value if equals else rest.pop(0)
+            options[name] = value if equals else rest.pop(0)
         elif word in FLAGS:
-            line.options[word] = ""
+            options[word] = ""
         elif word.startswith("-"):
             raise TypeError(f"There is no option {name!r}.{nearest(name, known)}")
         else:
-            line.settings.append(split_setting(word))
-    return line
+            settings.append(split_setting(word))
+    return options, settings
 
 
 def split_setting(word: str) -> tuple[str, str]:

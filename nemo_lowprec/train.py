@@ -143,18 +143,26 @@ def check_ckpt_path(ckpt_path: Any) -> None:
         return
     path = Path(ckpt_path)
     try:
-        is_folder = path.is_dir()
+        recover(path)
         path.stat()
     except FileNotFoundError:
-        is_folder = False  # _check_checkpoint raises, unless a killed run's checkpoint can be recovered
+        raise ValueError(f"ckpt_path={str(path)!r} does not exist.") from None
     except OSError as error:
         raise ValueError(f"ckpt_path={str(path)!r} cannot be read: {error.strerror}.") from error
-    if is_folder and not any((path / name).is_file() for name in _IN_FOLDERS):
+    if path.is_dir():
+        if not any((path / name).is_file() for name in _IN_FOLDERS):
+            raise ValueError(
+                f"ckpt_path={str(path)!r} is a folder, and no checkpoint of lowprec_sharded or lowprec_megatron: pass "
+                "the checkpoint that is in it."
+            )
+        return
+    check_regular(path)
+    # The directory of a zip file is written last. The checkpoint's reader compares the checksums.
+    if not zipfile.is_zipfile(path):
         raise ValueError(
-            f"ckpt_path={str(path)!r} is a folder, and no checkpoint of lowprec_sharded or lowprec_megatron: pass the "
-            "checkpoint that is in it."
+            f"ckpt_path={str(path)!r} is no complete checkpoint: its writing was cut short, or it is another kind of "
+            "file. Resume from an earlier one."
         )
-    _check_checkpoint(path)
 
 
 def _check_remote(url: str) -> None:
@@ -167,22 +175,6 @@ def _check_remote(url: str) -> None:
         raise ValueError(f"ckpt_path={url!r} cannot be read: {one_line(error)}") from error
     if not found:
         raise ValueError(f"ckpt_path={url!r} does not exist.")
-
-
-def _check_checkpoint(path: Path) -> None:
-    """Check that a complete file or a folder exists; the checkpoint's reader compares the checksums."""
-    recover(path)
-    if not path.exists():
-        raise ValueError(f"ckpt_path={str(path)!r} does not exist.")
-    if path.is_dir():
-        return
-    check_regular(path)
-    # The directory of a zip file is written last.
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"ckpt_path={str(path)!r} is no complete checkpoint: its writing was cut short, or it is another kind of "
-            "file. Resume from an earlier one."
-        )
 
 
 class _Validations(Callback):

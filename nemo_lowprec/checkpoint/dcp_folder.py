@@ -161,14 +161,16 @@ def check_sums(folder: Path, names: Iterable[str] = _SUMMED) -> None:
 
 
 def _check_item(folder: Path, index: MetadataIndex, info: StorageInfo, is_object: bool = False) -> None:
-    """Compare the checksums of a tensor or an object; open an object, which must hold plain values."""
+    """Compare the checksums of a tensor or an object, read whole; open an object, which must hold plain values."""
     path = folder / info.relative_path
     with path.open("rb") as file:
-        check_zip(file.fileno(), path, index.fqn, info.offset, info.length)
-        if is_object:
-            file.seek(info.offset)
-            with reading(path):
-                torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
+        file.seek(info.offset)
+        zipped = io.BytesIO(file.read(info.length))
+    check_zip(zipped, path, index.fqn)
+    if is_object:
+        zipped.seek(0)
+        with reading(path):
+            torch.load(zipped, map_location="cpu", weights_only=True)
 
 
 class CheckedReader(dcp.FileSystemReader):
@@ -222,8 +224,8 @@ def check_folder(folder: Path) -> None:
     error: Exception | None = None
     try:
         index = read_index(folder)
-        for name in ("common.pt",) if rank == 0 and (folder / "common.pt").exists() else ():
-            load(folder / name)
+        if rank == 0 and (folder / "common.pt").exists():
+            load(folder / "common.pt")
         for i, (item, info) in enumerate(index.storage_data.items()):
             if i % world == rank:
                 is_object = isinstance(index.state_dict_metadata.get(item.fqn), BytesStorageMetadata)

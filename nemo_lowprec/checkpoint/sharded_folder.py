@@ -81,17 +81,14 @@ def begin_sharded(checkpoint: dict[str, Any], path: Path, copied: bool = False) 
     gradients = partial_gradients(checkpoint)
     tensors |= {f"{_PARTIAL}{name}": value for name, value in gradients.items()}
     gradients.clear()
-    if copied:
-        tensors = {key: _copied(value) if isinstance(value, Tensor) else value for key, value in tensors.items()}
+    for key, value in tensors.items():
+        if copied and isinstance(value, Tensor):
+            tensors[key] = as_dtensor_like(local_shard(value.detach()).to("cpu", copy=True), value)
 
     def write(part: Path, group: dist.ProcessGroup | None) -> None:  # the first process returns when all have written
         dcp.save(tensors, storage_writer=FolderWriter(part, sync_files=True), process_group=group)
 
     return begin_folder(path, {**checkpoint, "optimizer_states": rest}, write)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return as_dtensor_like(local_shard(tensor.detach()).to("cpu", copy=True), tensor)
 
 
 def begin_folder(

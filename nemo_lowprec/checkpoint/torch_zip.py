@@ -7,16 +7,14 @@ A ``.distcp`` file of a sharded folder holds such a zip for each tensor, one aft
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import stat
 import zipfile
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -49,39 +47,6 @@ def check_regular(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
     if not found.st_size:
         raise ValueError(f"{path} is empty, and no complete checkpoint. {_TAKE_ANOTHER}")
-
-
-class _Slice(io.RawIOBase):
-    """A file object of the ``length`` bytes from ``start`` on in an open file; threads may call ``read_at``."""
-
-    def __init__(self, descriptor: int, start: int, length: int) -> None:
-        self._descriptor, self._start, self._length, self._at = descriptor, start, length, 0
-
-    def read_at(self, offset: int, count: int) -> bytes:
-        count = min(count, self._length - offset)
-        return os.pread(self._descriptor, count, self._start + offset) if count > 0 and offset >= 0 else b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + (0, self._at, self._length)[whence]
-        if at < 0:
-            raise OSError("before the start")
-        self._at = at
-        return at
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read_at(self._at, len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 class _Node(dict[Any, Any]):
@@ -136,49 +101,36 @@ def _storages(tree: Any, path: str = "") -> Iterator[tuple[str, str]]:
             yield from _storages(part, f"{path}.{i}" if isinstance(tree, list) else path)
 
 
-def _offset(slice_: _Slice, member: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes, behind the member's header, which holds its own length."""
-    header = slice_.read_at(member.header_offset, 30)
-    if header[:4] != b"PK\x03\x04" or len(header) < 30:
-        raise zipfile.BadZipFile(f"no header of {member.filename}")
-    return member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-
-
-def _is_intact(slice_: _Slice, member: zipfile.ZipInfo) -> bool:
-    try:
-        start = _offset(slice_, member)
-    except zipfile.BadZipFile:
-        return False
+def _is_intact(zipped: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
     if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
         return False
-    found = 0
-    for at in range(0, member.file_size, _PIECE):
-        found = zlib.crc32(slice_.read_at(start + at, min(_PIECE, member.file_size - at)), found)
-    return found == member.CRC
+    try:
+        with zipped.open(member) as file:
+            while file.read(_PIECE):  # zipfile compares the CRC-32 at the end
+                pass
+    except Exception:  # zipfile raises many kinds for damaged bytes
+        return False
+    return True
 
 
-def check_zip(
-    descriptor: int, path: Path, name: str = "", start: int = 0, length: int | None = None, only: str | None = None
-) -> None:
+def check_zip(file: BinaryIO, path: Path, name: str = "", only: str | None = None) -> None:
     """Compare the bytes of a zip of ``torch.save`` with the zip's checksums.
 
     A zip without checksums (``torch.serialization.set_crc32_options(False)``) need only be complete.
 
     Args:
-        descriptor: of the open file.
-        path: of the file, for the message.
+        file: holds the zip and nothing else.
+        path: of the file on the disk, for the message.
         name: of the tensor, for a zip of one tensor.
-        start: offset of the zip in the file.
-        length: of the zip; None for the rest of the file.
         only: a key of the saved tree, whose tensors are compared; None for all tensors.
 
     Raises:
         ValueError: the zip is not complete, or its bytes have changed; naming the tensor.
     """
-    zipped = _Slice(descriptor, start, os.fstat(descriptor).st_size - start if length is None else length)
     of = f"{name} in {path}" if name else f"{path}"
     try:
-        members = {info.filename.partition("/")[2]: info for info in zipfile.ZipFile(zipped).infolist()}  # type: ignore[arg-type]
+        zipped = zipfile.ZipFile(file)
+        members = {info.filename.partition("/")[2]: info for info in zipped.infolist()}
     except Exception as error:  # zipfile raises many kinds for damaged bytes
         # The directory of a zip file is written last.
         raise ValueError(
@@ -193,6 +145,8 @@ def check_zip(
         raise ValueError(
             f"{of} is damaged: its data.pkl, which says what it holds, is not what was written. {_TAKE_ANOTHER}"
         )
+    if not has_checksums:
+        del pickled.CRC  # zipfile compares none then
     names = _names(zipped, pickled)
     wanted = [
         member for member in members
@@ -218,12 +172,11 @@ def check_zip(
         raise ValueError(f"{of} is damaged: {what} not what was written (CRC-32). {_TAKE_ANOTHER}")
 
 
-def _names(zipped: _Slice, pickled: zipfile.ZipInfo) -> dict[str, list[str]]:
+def _names(zipped: zipfile.ZipFile, pickled: zipfile.ZipInfo) -> dict[str, list[str]]:
     """Names of the tensors in each member."""
     found: dict[str, list[str]] = {}
     try:
-        data = zipped.read_at(_offset(zipped, pickled), pickled.file_size)
-        for number, name in _storages(_Structure(io.BytesIO(data)).load()):
+        for number, name in _storages(_Structure(io.BytesIO(zipped.read(pickled))).load()):
             found.setdefault(f"data/{number}", []).append(name)
     except Exception:  # the pickle is damaged; ``load`` raises the error
         return {}
@@ -238,7 +191,7 @@ def check_file(path: Path, only: str | None = None) -> None:
     """``check_zip`` of a whole file, after ``check_regular``."""
     check_regular(path)
     with path.open("rb") as file:
-        check_zip(file.fileno(), path, only=only)
+        check_zip(file, path, only=only)
 
 
 @contextmanager

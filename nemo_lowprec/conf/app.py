@@ -57,11 +57,8 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     failures: list[Exception] = []
     swept: list[SweptRun] = []
     begun, sweep_dir = False, ""
-    own = (
-        sys.argv
-        if sys.argv[len(sys.argv) - len(arguments) :] == list(arguments)
-        else [sys.argv[0], command, *arguments]
-    )
+    is_own = sys.argv[len(sys.argv) - len(arguments) :] == list(arguments)
+    own = sys.argv if is_own else [sys.argv[0], command, *arguments]
 
     def run(cfg: DictConfig) -> Any:
         nonlocal begun, sweep_dir

@@ -100,10 +100,11 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
         if not complete:
             whole[name] = {key: value for key, value in whole[name].items() if value != "???"}
         _check_node(name, whole[name], complete)
-    _check_model(whole["model"])
-    monitor = whole["checkpoint"].get("monitor")
-    if monitor is not None and monitor not in _LOGGED and _is_ours(whole["model"]):
-        raise ValueError(f"checkpoint.monitor={monitor!r} must be one of: {', '.join(_LOGGED)}, or null.")
+    if str(whole["model"]["_target_"]).startswith("nemo_lowprec."):
+        _check_model(whole["model"])
+        monitor = whole["checkpoint"].get("monitor")
+        if monitor is not None and monitor not in _LOGGED:
+            raise ValueError(f"checkpoint.monitor={monitor!r} must be one of: {', '.join(_LOGGED)}, or null.")
     if complete:
         devices = ("trainer.devices", trainer.get("devices")) if whole["gpus"] is None else ("gpus", whole["gpus"])
         nodes = ("trainer.num_nodes", trainer.get("num_nodes")) if whole["nodes"] is None else ("nodes", whole["nodes"])
@@ -175,13 +176,7 @@ def _missing(path: str) -> ValueError:
     return ValueError(f"{path} is missing: add {path}=...")
 
 
-def _is_ours(node: Mapping[str, Any]) -> bool:
-    return str(node["_target_"]).startswith("nemo_lowprec.")
-
-
 def _check_model(node: Mapping[str, Any]) -> None:
-    if not _is_ours(node):
-        return
     from nemo_lowprec.models.architecture import check_architecture
     from nemo_lowprec.models.presets import get_preset
 

@@ -97,7 +97,11 @@ def explain(error: Exception, line: CommandLine) -> Exception:
     except (HydraException, OmegaConfBaseException):  # a sweep over a group, say
         return ValueError(one_sentence(error))
     if key.startswith("precision."):
-        return _of_a_level(cfg.precision, key)
+        level = str(cfg.precision.get("_target_")).removeprefix("nemo_lowprec.")
+        try:
+            parse_options(get_level(level), {key.partition(".")[2]: None})
+        except (TypeError, ValueError) as refused:
+            return refused
     *above, name = key.split(".")
     node: Any = OmegaConf.to_container(cfg, resolve=False)
     for i, part in enumerate(above):
@@ -109,15 +113,6 @@ def explain(error: Exception, line: CommandLine) -> Exception:
         if inner is None:
             return ValueError(one_sentence(error))
         node = inner
-    return TypeError(f"There is no setting {key!r}.{nearest(name, [str(k) for k in node])}")
-
-
-def _of_a_level(node: DictConfig, key: str) -> Exception:
-    name = key.partition(".")[2]
-    try:
-        parse_options(get_level(str(node.get("_target_")).removeprefix("nemo_lowprec.")), {name: None})
-    except (TypeError, ValueError) as error:
-        return error
     return TypeError(f"There is no setting {key!r}.{nearest(name, [str(k) for k in node])}")
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
 from nemo_lowprec.conf.job import own_words
-
-if TYPE_CHECKING:
-    from nemo_lowprec.report import Plan
+from nemo_lowprec.models import get_preset
+from nemo_lowprec.report import STRATEGIES, Plan, plan_training
 
 _MEGATRON_MODEL = "nemo_lowprec.models.MegatronGPT"
 _PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"
@@ -25,11 +26,6 @@ def plan_job(cfg: DictConfig) -> Plan:
     Raises:
         ValueError: a bad value, or an unknown number of processes.
     """
-    import torch
-    from rich.console import Console
-
-    from nemo_lowprec.report import plan_training
-
     check_config(cfg, complete=False)
     on_megatron = cfg.model["_target_"] == _MEGATRON_MODEL
     if cfg.model.vocab_size is None:
@@ -71,8 +67,6 @@ def _vocab_size(cfg: DictConfig) -> int | None:
     Raises:
         ValueError: the data have no vocabulary size yet.
     """
-    from nemo_lowprec.models import get_preset
-
     if "vocab_size" in cfg.model.config or (
         cfg.model.get("preset") is None or "vocab_size" in get_preset(cfg.model.preset).config
     ):
@@ -90,8 +84,6 @@ def _vocab_size(cfg: DictConfig) -> int | None:
 
 def _strategy(cfg: DictConfig, on_megatron: bool) -> tuple[str, dict[str, Any]]:
     """The name of the strategy in a plan, and the strategy's options that change a plan."""
-    from nemo_lowprec.report import STRATEGIES
-
     chosen: Any = cfg.trainer.get("strategy")
     if isinstance(chosen, str):
         return ("single_device" if chosen == "auto" else chosen), {}

@@ -55,10 +55,23 @@ def new_amaxes(recipe: Recipe | None, renews: bool = True) -> AmaxState:
 def check_row(row: PrecisionLevel) -> None:
     """Raise ValueError, naming the columns, where a row has no implementation."""
     row.validate()
-    _check_computation(row)
-    kind = _kind_of_weights(row)
-    _check_gradient(row, kind)
-    _check_comm(row)
+    if row.scaling is None and row.compute != row.autocast:
+        raise ValueError(
+            f"{row.name}: Computation (GEMM) in {row.compute.upper()} with autocast to {row.autocast.upper()} has no "
+            "implementation. Half GEMMs run in the autocast's format."
+        )
+    grads = {"fp32": ("fp32",), "masters": ("fp32", row.rest), "low_bit": ("fp8",)}[_kind_of_weights(row)]
+    if row.weight_grad not in grads:
+        raise ValueError(
+            f"{row.name}: Weight gradient {row.weight_grad.upper()} with Weight {row.weight.upper()} and Master weight "
+            f"{(row.master_weight or 'none').upper()} has no implementation. Use {' or '.join(grads).upper()}."
+        )
+    wires = ("fp8",) if row.weight_grad == "fp8" else ("fp32", *_HALVES)
+    if row.comm not in wires:
+        raise ValueError(
+            f"{row.name}: Comm {row.comm.upper()} with Weight gradient {row.weight_grad.upper()} has no "
+            f"implementation. Use {', '.join(wires).upper()}."
+        )
 
 
 def build(
@@ -139,14 +152,6 @@ def mixed_precision_policy(row: PrecisionLevel) -> Any:
     return MixedPrecisionPolicy(gathered, reduce_dtype, cast_forward_inputs=False)
 
 
-def _check_computation(row: PrecisionLevel) -> None:
-    if row.scaling is None and row.compute != row.autocast:
-        raise ValueError(
-            f"{row.name}: Computation (GEMM) in {row.compute.upper()} with autocast to {row.autocast.upper()} has no "
-            "implementation. Half GEMMs run in the autocast's format."
-        )
-
-
 def _kind_of_weights(row: PrecisionLevel) -> str:
     """``fp32``, ``masters`` (half or FP8 weights, FP32 masters) or ``low_bit`` (FP16, or FP8 with FP16 masters)."""
     storage = row.weight, row.master_weight, row.rest, row.vectors
@@ -164,24 +169,6 @@ def _kind_of_weights(row: PrecisionLevel) -> str:
         "are FP32 weights; weights in the autocast's format or FP8 with FP32 masters; and FP16 weights, or FP8 ones "
         "with FP16 masters, with FP32 vectors."
     )
-
-
-def _check_gradient(row: PrecisionLevel, kind: str) -> None:
-    possible = {"fp32": ("fp32",), "masters": ("fp32", row.rest), "low_bit": ("fp8",)}[kind]
-    if row.weight_grad not in possible:
-        raise ValueError(
-            f"{row.name}: Weight gradient {row.weight_grad.upper()} with Weight {row.weight.upper()} and Master weight "
-            f"{(row.master_weight or 'none').upper()} has no implementation. Use {' or '.join(possible).upper()}."
-        )
-
-
-def _check_comm(row: PrecisionLevel) -> None:
-    possible = ("fp8",) if row.weight_grad == "fp8" else ("fp32", *_HALVES)
-    if row.comm not in possible:
-        raise ValueError(
-            f"{row.name}: Comm {row.comm.upper()} with Weight gradient {row.weight_grad.upper()} has no "
-            f"implementation. Use {', '.join(possible).upper()}."
-        )
 
 
 def _weights(

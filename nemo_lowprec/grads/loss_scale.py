@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from nemo_lowprec.options import LossScaleConfig
-from nemo_lowprec.options.loss_scale import HIGHEST
+from nemo_lowprec.options.groups import HIGHEST
 
 _STUCK = 10  # skipped steps in a row, at the smallest scale, before a warning
 

@@ -43,7 +43,8 @@ def prepare(
 
     Call ``prepare`` once the model is on its device, before ``DistributedDataParallel``, which then averages gradients
     in the level's format. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the
-    first call gives every process the weights and buffers of the group's first process.
+    first call gives every process the weights and buffers of the group's first process. Processes that never call it,
+    such as those that train different models, stay apart.
 
     Args:
         model: any module.

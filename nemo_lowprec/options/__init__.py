@@ -1,12 +1,10 @@
 """Arguments of the levels: names, defaults and ranges of values, for every column.
 
-The package imports the chart only. So a command line is checked before torch is imported, and every column can read its
-arguments from this package.
+The package imports the chart and ``arguments.py`` only. So a command line is checked before torch is imported, and
+every column can read its arguments from this package.
 """
 
-from nemo_lowprec.options.layers import LayerFilter
-from nemo_lowprec.options.loss_scale import LossScaleConfig
-from nemo_lowprec.options.low_bit import LowBitOptions
+from nemo_lowprec.options.groups import LayerFilter, LossScaleConfig, LowBitOptions
 from nemo_lowprec.options.parse import ATTENTION, BACKEND_NAMES, Options, check_option, option_defaults, parse_options
 from nemo_lowprec.options.recipe import Recipe
 

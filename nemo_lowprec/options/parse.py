@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
-from nemo_lowprec.options.layers import LayerFilter
-from nemo_lowprec.options.loss_scale import LossScaleConfig
-from nemo_lowprec.options.low_bit import LowBitOptions
+from nemo_lowprec.options.groups import LayerFilter, LossScaleConfig, LowBitOptions
 from nemo_lowprec.options.recipe import Recipe
 
 BACKEND_NAMES = ("te", "torch", "reference")  # the order in which ``auto`` tries them

@@ -6,20 +6,22 @@ Argument names are NeMo's (``fp8``, ``fp8_margin``, ...) and Accelerate's (``int
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import inf
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
+from annotated_types import Ge, Le
+
+from nemo_lowprec.arguments import AtLeast1, check_value
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.options.values import check_flag, is_integer
 
 _ALGOS = ("max", "most_recent")
 _FP8_FORMATS = ("hybrid", "e4m3")
 
 # E4M3 spans 17 powers of two. A margin of 8 leaves half of the powers, and a margin of -1 clamps values above half of
 # the amax. Margins beyond these two give zeros or clamped values throughout.
-_MARGINS = (-1, 8)
-_LONGEST_HISTORY = 2**16  # entries of each operand, 4 bytes each
+_Margin = Annotated[int, Ge(-1), Le(8), "an integer of at least -1 and at most 8"]
+# Entries of each operand, 4 bytes each.
+_HistoryLength = Annotated[int, Ge(1), Le(2**16), "an integer of at least 1 and at most 65536"]
 
 # The arguments of each way of scaling, with their defaults; every way also takes override_linear_precision. An argument
 # is listed only where the argument has an effect.
@@ -60,7 +62,7 @@ class Recipe:
     fp8_amax_compute_algo: str = "max"
     fp8_params: bool = False
     interval: int = 1
-    override_linear_precision: tuple[bool, bool, bool] = field(default=(False, False, False))
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
 
     def __post_init__(self) -> None:
         if self.fp8 not in _FP8_FORMATS:
@@ -71,16 +73,10 @@ class Recipe:
             raise ValueError(
                 f"fp8_amax_compute_algo={self.fp8_amax_compute_algo!r} is unknown. Choose one of: {', '.join(_ALGOS)}."
             )
-        for name, low, high in (
-            ("fp8_margin", *_MARGINS),
-            ("fp8_amax_history_len", 1, _LONGEST_HISTORY),
-            ("interval", 1, inf),
-        ):
-            value = getattr(self, name)
-            if not is_integer(value, low, high):
-                top = "" if high == inf else f" and at most {high}"
-                raise ValueError(f"{name}={value!r} must be an integer of at least {low}{top}.")
-        check_flag("fp8_params", self.fp8_params)
+        check_value("fp8_margin", self.fp8_margin, _Margin)
+        check_value("fp8_amax_history_len", self.fp8_amax_history_len, _HistoryLength)
+        check_value("interval", self.interval, AtLeast1)
+        check_value("fp8_params", self.fp8_params, bool)
         flags = self.override_linear_precision
         if isinstance(flags, str) or not hasattr(flags, "__len__") or len(flags) != 3:
             raise ValueError(

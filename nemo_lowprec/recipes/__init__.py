@@ -16,19 +16,23 @@ and on the command line, with or without nemo_run's own ``nemorun lowprec pretra
 The factories return configs. To train without nemo_run, pass ``nemo_lowprec.fp16_mixed()`` to the Trainer.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 try:
     import nemo_run as run
 except ImportError as error:
     raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
-from nemo_lowprec.recipes import llama3_8b, llama32_1b, tiny
 from nemo_lowprec.recipes.context import RecipeContext
-from nemo_lowprec.recipes.factories import FACTORIES
-from nemo_lowprec.recipes.megatron import megatron_llama3_8b, megatron_llama3_70b, megatron_llama32_1b, megatron_tiny
-from nemo_lowprec.recipes.strategies import lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.recipes.factories import FACTORIES, lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.recipes.llamas import (
+    RECIPES,
+    llama3_8b,
+    llama32_1b,
+    megatron_llama3_8b,
+    megatron_llama3_70b,
+    megatron_llama32_1b,
+    megatron_tiny,
+    tiny,
+)
 from nemo_lowprec.train import pretrain
 
 __all__ = [
@@ -48,10 +52,6 @@ __all__ = [
 ]
 
 globals().update(FACTORIES)
-_ON_MEGATRON = (megatron_tiny, megatron_llama32_1b, megatron_llama3_8b, megatron_llama3_70b)
-RECIPES: dict[str, Callable[..., Any]] = {
-    recipe.NAME: recipe.pretrain_recipe for recipe in (tiny, llama32_1b, llama3_8b, *_ON_MEGATRON)
-}
 run.cli.entrypoint(
     pretrain,
     namespace="lowprec",

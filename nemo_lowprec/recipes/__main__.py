@@ -25,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line without the program's name; None: the command line of this process.
 
     Raises:
-        ValueError: an unknown level or recipe, or a value that nemo_run cannot read.
-        TypeError: an unknown argument.
+        ValueError, TypeError: as ``check_run_arguments``; or a value that nemo_run cannot read.
         RuntimeError: a strategy that this machine cannot run.
         KeyboardInterrupt: the question whether to start was not answered.
     """

@@ -1,4 +1,4 @@
-"""Every level as a nemo_run factory of its name, and the decorator that makes the other factories."""
+"""Every level and every strategy as a nemo_run factory of its name, and the decorator that registers factories."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import nemo_run as run
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.plugins import LEVELS, LowPrecision
-from nemo_lowprec.recipes.parsers import register_parsers
+from nemo_lowprec.recipes.parsers import register_annotations
 from nemo_lowprec.run_arguments import check_level_argument
+from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,5 +65,24 @@ def _level_factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
     return run.cli.factory(build, target=Precision)  # type: ignore[no-any-return]
 
 
-register_parsers()
+def _strategy_factory(strategy: Any) -> Callable[..., run.Config[Any]]:
+    """A factory with the name and the own arguments of a strategy, which returns the strategy's config."""
+    of_class = inspect.signature(strategy, eval_str=True)
+    own = [parameter for parameter in of_class.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    signature = of_class.replace(parameters=own, return_annotation=run.Config[strategy])
+
+    def build(*args: Any, **kwargs: Any) -> run.Config[Any]:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return run.Config(strategy, **given.arguments)
+
+    build.__name__, build.__module__, build.__doc__ = strategy.strategy_name, __name__, strategy.__doc__
+    build.__signature__ = signature  # type: ignore[attr-defined]
+    return factory(Strategy)(build)
+
+
+register_annotations(LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy)
+lowprec_ddp = _strategy_factory(LowPrecisionDDPStrategy)
+lowprec_sharded = _strategy_factory(LowPrecisionShardedStrategy)
+lowprec_megatron = _strategy_factory(MegatronStrategy)
 FACTORIES: dict[str, Callable[..., run.Config[LowPrecision]]] = {name: _level_factory(name) for name in LEVELS}

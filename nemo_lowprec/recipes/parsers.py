@@ -1,6 +1,7 @@
 """Parsers for the types that nemo_run's command line does not read: tuples, sequences, ``X | Y``, string annotations.
 
-nemo_run refuses these types ("Unsupported type"), so a registered parser changes nothing for other recipes.
+Importing this file registers the parsers. nemo_run refuses these types ("Unsupported type"), so a registered parser
+changes nothing for other recipes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, get_args
 from nemo_run.cli.cli_parser import ParseError, type_parser
 
 
+@type_parser.register_parser(Sequence)
 def _sequence(value: str, annotation: Any) -> list[Any]:
     try:
         parsed = ast.literal_eval(value)
@@ -24,10 +26,12 @@ def _sequence(value: str, annotation: Any) -> list[Any]:
     return list(parsed)
 
 
+@type_parser.register_parser(tuple)
 def _tuple(value: str, annotation: Any) -> tuple[Any, ...]:
     return tuple(_sequence(value, annotation))
 
 
+@type_parser.register_parser(types.UnionType)
 def _union(value: str, annotation: Any) -> Any:
     members = get_args(annotation)
     if type(None) in members and value.lower() in ("none", "null"):
@@ -40,12 +44,6 @@ def _union(value: str, annotation: Any) -> Any:
         except ParseError as error:
             reasons.append(str(error))
     raise ParseError(value, annotation, "; ".join(reasons))
-
-
-def register_parsers() -> None:
-    """Register the parsers of this file with nemo_run's command line."""
-    for kind, parser in ((tuple, _tuple), (Sequence, _sequence), (types.UnionType, _union)):
-        type_parser.register_parser(kind)(parser)
 
 
 def register_annotations(*functions: Callable[..., Any]) -> None:

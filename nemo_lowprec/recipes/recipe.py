@@ -10,15 +10,14 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.data import TextDataModule
-from nemo_lowprec.recipes.factories import FACTORIES, factory
+from nemo_lowprec.recipes.factories import FACTORIES, factory, lowprec_sharded
 from nemo_lowprec.recipes.level_folder import CheckedTrainer
-from nemo_lowprec.recipes.strategies import lowprec_sharded
 from nemo_lowprec.run_arguments import RECIPES
 from nemo_lowprec.train import pretrain
 
 
 class PretrainRecipe(NamedTuple):
-    """The two factories of one recipe; the modules ``tiny``, ``llama32_1b`` and ``llama3_8b`` have the same names.
+    """The two factories of one recipe.
 
     Attributes:
         NAME: name of both factories on the command line.

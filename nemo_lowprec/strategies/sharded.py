@@ -55,8 +55,8 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         reshard_after_forward: whether weights are freed between forward and backward (ZeRO-3), or kept (ZeRO-2).
         shard_size: processes that hold one copy of the model among them, for hybrid sharding; None for all.
         async_checkpoints: whether checkpoints are written while training goes on, from copies in the CPU's memory.
-        options: options of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``,
-            ``process_group_backend``, ``timeout``.
+        save_distributed_checkpoint: whether every process writes its part of a checkpoint folder, or rank 0 one file.
+        options: options of Lightning's ``ModelParallelStrategy``: ``process_group_backend``, ``timeout``.
 
     Raises:
         ValueError: ``shard_size`` does not divide the number of processes; ``async_checkpoints`` of one file.
@@ -70,13 +70,14 @@ class LowPrecisionShardedStrategy(AgreesOnResume, ModelParallelStrategy):
         reshard_after_forward: bool = True,
         shard_size: int | None = None,
         async_checkpoints: bool = False,
+        save_distributed_checkpoint: bool = True,
         **options: Any,
     ) -> None:
         for name in ("data_parallel_size", "tensor_parallel_size"):
             if name in options:
                 raise TypeError(f"lowprec_sharded shards over all processes, or over shard_size. Leave {name} out.")
-        super().__init__(**options)
-        if async_checkpoints and not self._save_distributed_checkpoint:
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
+        if async_checkpoints and not save_distributed_checkpoint:
             raise ValueError(
                 "async_checkpoints=True writes folders. Leave save_distributed_checkpoint=False out, or give the "
                 "Trainer Lightning's AsyncCheckpointIO."

@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from nemo_lowprec import recipes
 from nemo_lowprec.recipes import fp16_mixed, msamp_o2, tiny
 from nemo_lowprec.recipes.level_folder import CheckedTrainer
 from tests.processes import of_a_shell
@@ -100,7 +101,7 @@ def test_two_processes_start_and_the_second_run_goes_on(data_dir: Path, tmp_path
         "data.micro_batch_size=2",
         "data.validation_samples=8",
     ]
-    environment = of_a_shell() | {"PYTHONPATH": str(Path(tiny.__file__).parents[2])}
+    environment = of_a_shell() | {"PYTHONPATH": str(Path(recipes.__file__).parents[2])}
     for more in (["trainer.max_steps=1"], ["trainer.max_steps=3", "ckpt_path=last"]):
         command = [sys.executable, "-m", "nemo_lowprec.cli", *line, *more]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nemo_run.core.serialization.zlib_json import ZlibJSONSerializer
 
+from nemo_lowprec import recipes
 from nemo_lowprec.cli import main
 from nemo_lowprec.models import PRESETS, CausalLM
 from nemo_lowprec.recipes import bf16_mixed, fp16_mixed, llama3_8b, llama32_1b, tiny
@@ -73,7 +74,7 @@ def test_recipe_runs_in_a_process_of_the_local_executor(
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     recipe = small(data_dir, tmp_path)
     recipe.trainer.plugins = bf16_mixed()
-    root = str(Path(tiny.__file__).parents[2])
+    root = str(Path(recipes.__file__).parents[2])
     executor = run.LocalExecutor(env_vars={"PYTHONPATH": root})
     run.run(recipe, executor=executor, name="test", tail_logs=False)
     saved = torch.load(tmp_path / "run" / "bf16_mixed" / "checkpoints" / "last.ckpt", weights_only=False)

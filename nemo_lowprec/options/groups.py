@@ -1,0 +1,115 @@
+"""Groups of arguments that several levels take: layers, loss scale (the names are Megatron's), low-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, get_type_hints
+
+from annotated_types import Ge, Le
+
+from nemo_lowprec.arguments import AtLeast0, AtLeast1, Seed, check_value
+
+_LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of 1 would become zero
+HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
+_Scale = Annotated[
+    float, Ge(_LOWEST), Le(HIGHEST),
+    "a positive number from 2**-24 (below, FP16 gradients of 1 become zero) "
+    "to 2**126 (above, FP32 does not hold it and its reciprocal)",
+]  # fmt: skip
+
+
+class Arguments:
+    """Base of the groups, which are frozen dataclasses: a value is checked against the annotation of its field."""
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            check_value(name, getattr(self, name), kind)
+
+    @classmethod
+    def arguments(cls) -> dict[str, Any]:
+        """Argument names and defaults."""
+        return {f.name: f.default for f in fields(cls)}  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class LayerFilter(Arguments):
+    """A choice of linear layers and norms.
+
+    An ``nn.MultiheadAttention`` is a layer, too: its name stands for the projections of its inputs.
+
+    Args:
+        convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
+            ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
+            names the head.
+        skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
+        num_layers_at_start_in_half, num_layers_at_end_in_half: blocks that stay in half precision, of the
+            ``ModuleList`` with the most linear layers (single layers in a model without a ``ModuleList``).
+    """
+
+    convert: Sequence[str] | Callable[..., bool] | None = None
+    skip: Sequence[str] = ()
+    num_layers_at_start_in_half: int = 0
+    num_layers_at_end_in_half: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("convert", "skip"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif value is None:
+                object.__setattr__(self, name, None if name == "convert" else ())
+            elif not (name == "convert" and callable(value)) and not _are_strings(value):
+                raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
+        for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
+            check_value(name, getattr(self, name), AtLeast0)
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, Iterable) and all(isinstance(v, str) for v in value)
+
+
+@dataclass(frozen=True)
+class LossScaleConfig(Arguments):
+    """How the loss of an FP16 level is scaled.
+
+    Args:
+        loss_scale: a static scale; None for dynamic scaling.
+        initial_loss_scale: first scale of dynamic scaling.
+        loss_scale_window: steps without an overflow after which the scale doubles.
+        hysteresis: overflows after which the scale halves.
+        min_loss_scale: smallest scale of dynamic scaling.
+
+    Raises:
+        ValueError: a scale below 2**-24 or above 2**126, a count below 1, or ``initial_loss_scale`` below
+            ``min_loss_scale``.
+    """
+
+    loss_scale: _Scale | None = None
+    initial_loss_scale: _Scale = 2.0**16
+    loss_scale_window: AtLeast1 = 1000
+    hysteresis: AtLeast1 = 2
+    min_loss_scale: _Scale = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"initial_loss_scale={self.initial_loss_scale!r} lies below min_loss_scale={self.min_loss_scale!r}."
+            )
+
+
+@dataclass(frozen=True)
+class LowBitOptions(Arguments):
+    """How low-bit weights are updated.
+
+    Args:
+        stochastic_rounding: round updated 16-bit weights (O3: masters) up or down at random, so that updates far
+            smaller than a weight are kept on average.
+        rounding_seed: seed of stochastic rounding, of weights and of moments (see ``StateFormats``).
+        gradient_release: step each parameter as soon as its gradient is complete, and free the gradient.
+    """
+
+    stochastic_rounding: bool = False
+    rounding_seed: Seed = 0
+    gradient_release: bool = False
