@@ -145,9 +145,10 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         if trainer is None:
             self.engine.convert(module, next((p.device for p in module.parameters()), torch.device("cpu")))
             return module
-        strategy, fits = trainer.strategy, trainer.state.fn == "fit"
+        strategy = trainer.strategy
         if nemo.runs(strategy):
             return nemo.take_over(strategy, self.level, self.dtype_config).convert_module(module)
+        fits = trainer.state.fn == "fit"
         if isinstance(strategy, ParallelStrategy):
             self.stop_together(trainer, evaluates_in_step=self.engine.sharding is not None)
         if fits:
