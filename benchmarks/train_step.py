@@ -24,7 +24,7 @@ import torch
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
 from benchmarks.measure import stay_on_gpu
 from benchmarks.record import Record, arguments, earlier
-from nemo_lowprec.compute import new_histories, new_weight_scales, prefer_attention
+from nemo_lowprec.compute.attention import prefer_attention
 from nemo_lowprec.plugins import LEVELS
 
 WARMUP, ROUND = 6, 5
@@ -77,22 +77,24 @@ def by_hand(rounds: int) -> list[float]:
 
     As the plugin does, it skips a step whose gradients are not finite.
     """
-    from nemo_lowprec.compute import choose_backend, convert_layers
+    from nemo_lowprec.compute import DelayedAmaxes, choose_backend, convert_layers
     from nemo_lowprec.options import LayerFilter, Recipe
 
     device = torch.device("cuda")
     model = new_model(torch.float32)
     recipe = Recipe("delayed")
-    histories, scales = new_histories(recipe), new_weight_scales(recipe)
+    amaxes = DelayedAmaxes(recipe)
     backend = choose_backend("auto", recipe, device)
-    convert_layers(model, torch.bfloat16, recipe, backend, None, LayerFilter(), histories, weight_scales=scales)
-    histories.to(device)
+    convert_layers(
+        model, torch.bfloat16, recipe, backend, None, LayerFilter(), amaxes.histories,
+        weight_scales=amaxes.weight_scales,
+    )  # fmt: skip
     params = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().clone()) for p in params]
     for p in params:
         p.data = p.data.bfloat16()
         p.grad_dtype = torch.float32
-    scales.settle(device)
+    amaxes.settle(device)
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
     seconds, start = [], 0.0
     for index, tokens in enumerate(loader()):
@@ -118,8 +120,7 @@ def by_hand(rounds: int) -> list[float]:
             optimizer.step()
             with torch.no_grad():
                 torch._foreach_copy_(params, masters)
-            histories.update()
-            scales.renew()
+            amaxes.after_step(skipped=False)
     raise AssertionError("the loader is endless")
 
 

@@ -10,11 +10,6 @@ import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    *("WIDTH", "help_page", "name_lines", "pair_lines", "text_lines"),
-    *("abbreviate", "did_you_mean", "nearest", "one_line"),
-]
-
 WIDTH = 80
 
 

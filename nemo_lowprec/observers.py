@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["EVENTS", "NOBODY", "Observer", "Observers"]
-
 EVENTS = ("quantized", "gradient", "message", "weight", "step")
 
 
@@ -33,8 +31,8 @@ class Observer:
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
         """An operand of a GEMM is ready: once in forward, and again where backward quantizes the operand again.
 
-        Not announced: layers inside ``torch.compile`` that compute in half precision, ``torch.jit.trace``, and
-        gradients of ``torch.autograd.grad(is_grads_batched=True)``.
+        Not announced: inputs without elements, layers inside ``torch.compile`` that compute in half precision,
+        ``torch.jit.trace``, and gradients of ``torch.autograd.grad(is_grads_batched=True)``.
 
         Args:
             layer: name of the layer in ``Conversion``: the linear layer's name in the model, or the name of the weight
@@ -133,11 +131,8 @@ class Observers:
             wanted = [one for one in self._subscribers if getattr(type(one), event) is not base]
             setattr(self, event, tuple(getattr(one, event) for one in wanted))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Observers:
-        return NOBODY  # a copy of a model belongs to no engine
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nobody, ()
+        return _nobody, ()  # a copy of a model belongs to no engine
 
 
 class _Nobody(Observers):

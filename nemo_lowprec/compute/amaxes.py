@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.operands import new_histories, new_weight_scales
+from nemo_lowprec.compute.operands import new_histories, operand_of
+from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.options import Recipe
 
 
@@ -86,7 +87,7 @@ class DelayedAmaxes(AmaxState):
 
     def __init__(self, recipe: Recipe, renews: bool = True) -> None:
         self.histories = new_histories(recipe)
-        self.weight_scales = new_weight_scales(recipe)
+        self.weight_scales = WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
         self._renews = renews
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:

@@ -39,7 +39,7 @@ def prefer_attention_in(model: nn.Module, attention: str) -> None:
     """``prefer_attention`` in each forward pass of ``model`` and in its backward pass, for a loop of the user's own."""
     if attention != "auto":
         passes = _Passes(attention)
-        model.register_forward_pre_hook(passes.before_forward, prepend=True)
+        model.register_forward_pre_hook(passes.enter, prepend=True)
         model.register_forward_hook(passes.after_forward, always_call=True)
 
 
@@ -53,12 +53,9 @@ class _Passes:
         self._attention = attention
         self._stack = ExitStack()
 
-    def _enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         self._stack.close()  # of a pass that an exception has ended
         self._stack.enter_context(prefer_attention(self._attention))
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        self._enter()
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.close()
@@ -67,5 +64,5 @@ class _Passes:
                 leaf.register_hook(self._before_backward)
 
     def _before_backward(self, _: Tensor) -> None:
-        self._enter()
+        self.enter()
         after_backward(self._stack.close)

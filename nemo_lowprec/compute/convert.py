@@ -18,12 +18,13 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
-from nemo_lowprec.compute.half_layers import fp32_input_class, open_autocast
+from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
-from nemo_lowprec.compute.patterns import LowPrecisionLayerNorm, LowPrecisionRMSNorm, apply_patterns, candidates
+from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats import DelayedScaling
@@ -111,14 +112,6 @@ def convert_layers(
     return result
 
 
-def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
-    """Let unconverted layers of ``model`` with half weights take FP32 input."""
-    for module in model.modules():
-        cls = fp32_input_class(module, on_cpu)
-        if cls is not None:
-            swap(module, cls)
-
-
 def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
     """Let ``model`` and its modules take FP32 input while autocast is off. Returns the handles of the hooks."""
 
@@ -188,11 +181,10 @@ def _convert_low(
 ) -> None:
     linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
     found = candidates(model)
-    norms = {name: one.module for name, one in found.items() if not one.pattern.is_parent}
+    norms = {name: module for name, (module, patterns) in found.items() if not patterns[0].is_parent}
     refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
-    for name, candidate in found.items():
-        candidate.recognise(refused.get(name))
+    recognised = {name: recognise(*candidate, refused.get(name)) for name, candidate in found.items()}
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -227,7 +219,7 @@ def _convert_low(
         _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)
-    apply_patterns(found, refused, backend, result)
+    apply_patterns(model, recognised, refused, backend, result)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

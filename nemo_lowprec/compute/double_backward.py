@@ -53,11 +53,16 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
         values = plan.in_half("input", _saved_input(ctx))
         dw = plan.backend.matmul(plan.in_half("grad_output", dy).t(), values, ctx.grad_dtype)
         dw = dw.t() if ctx.transposed else dw
-        if ctx.part is not None:  # as ``among_rows`` in linear.py
-            dw = F.pad(dw, (0, 0, ctx.part[0], ctx.all_rows - ctx.part[1]))
+        if ctx.part is not None:
+            dw = among_rows(dw, ctx.part, ctx.all_rows)
     if ctx.bias_dtype is not None and need_bias:
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, db, None
+
+
+def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
+    """A gradient [all_rows, ...] that is ``values`` in the rows of ``part``, and zero elsewhere."""
+    return F.pad(values, (0, 0, part[0], all_rows - part[1]))
 
 
 def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
@@ -71,13 +76,10 @@ def _saved_input(ctx: Any) -> Tensor:
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
         values = saved[0]
-    elif ctx.rows == 0:
-        features = ctx.weight.shape[0 if ctx.transposed else 1]
-        values = torch.zeros(0, features, dtype=plan.half, device=ctx.weight.device)
     else:
         operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
         rows = ctx.rows + ctx.pad
-        values = _values(plan.backend, operand, rows, plan.operand("input"), plan.half, ctx.weight.device)
+        values = _values(plan.backend, operand, rows, plan.operands["input"], plan.half, ctx.weight.device)
     if ctx.gradient is None or not torch.is_grad_enabled():
         return values[: ctx.rows]
     linked: Tensor = _LinkedInput.apply(saved[w_end], values[: ctx.rows], ctx.gradient, ctx.x_dtype, ctx.pad)

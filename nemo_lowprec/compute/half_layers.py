@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
+from nemo_lowprec.compute.class_swap import swap
 
 
 def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -55,20 +56,20 @@ class HalfEmbeddingBag(nn.EmbeddingBag):
         return super().forward(input, offsets, per_sample_weights)
 
 
-_ON_CPU: dict[type[nn.Module], type[nn.Module]] = {
+_CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: HalfLayerNorm,
     nn.GroupNorm: HalfGroupNorm,
     nn.Bilinear: HalfBilinear,
+    nn.EmbeddingBag: HalfEmbeddingBag,
 }
 
 
-def fp32_input_class(module: nn.Module, on_cpu: bool) -> type[nn.Module] | None:
-    """The class with which ``module`` takes FP32 input; None where its own class does."""
-    if "forward" in module.__dict__:
-        return None
-    if type(module) is nn.EmbeddingBag:
-        return HalfEmbeddingBag
-    return _ON_CPU.get(type(module)) if on_cpu else None
+def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
+    """Let unconverted layers of ``model`` with half weights take FP32 input."""
+    for module in model.modules():
+        cls = _CASTING.get(type(module))
+        if cls is not None and (on_cpu or cls is HalfEmbeddingBag) and "forward" not in module.__dict__:
+            swap(module, cls)
 
 
 class _Opened(local):
@@ -141,6 +142,5 @@ def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 
 def _widen(leaf: Any) -> Any:
-    if isinstance(leaf, PackedSequence):
-        return leaf.float()
-    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALVES else leaf
+    is_half = isinstance(leaf, Tensor) and leaf.dtype in _HALVES
+    return leaf.float() if is_half or isinstance(leaf, PackedSequence) else leaf

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.backends.base import is_transformed
-from nemo_lowprec.compute.backends.scaled_mm import half_matmul
-from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, among_rows, wgrad_dtype
+from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
+from nemo_lowprec.compute.double_backward import among_rows
+from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, wgrad_dtype
 
 
 class HalfLinear(nn.Linear):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched, is_tracing, outside_transforms
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
-from nemo_lowprec.compute.double_backward import differentiable_backward
+from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient, SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale
@@ -38,7 +38,7 @@ class GemmPlan:
         backend: runs the GEMMs; None for ``HalfLinear``, which torch computes.
         half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
         recipe: None for a layer whose GEMMs all run in half precision.
-        operands: the layer's ``input``, ``weight`` and ``grad_output``, where there is a recipe.
+        operands: the layer's ``input``, ``weight`` and ``grad_output``; none without a recipe.
         inputs: the ``SharedInput`` of all layers of the model that have a recipe.
         keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
             that is gathered again in backward: forward then saves nothing of it.
@@ -49,7 +49,7 @@ class GemmPlan:
     backend: Backend
     half: torch.dtype
     recipe: Recipe | None = None
-    operands: dict[str, Operand] | None = None
+    operands: dict[str, Operand] = field(default_factory=dict)
     inputs: SharedInput = field(default_factory=SharedInput)
     keeps_weight: bool = True
     name: str = ""
@@ -62,11 +62,6 @@ class GemmPlan:
             return (False, False, False)
         fprop, dgrad, wgrad = self.recipe.override_linear_precision
         return (not fprop, not dgrad, not wgrad)
-
-    def operand(self, kind: str) -> Operand:
-        """The operand ``kind`` of a layer that has a recipe."""
-        assert self.operands is not None
-        return self.operands[kind]
 
     def in_half(self, kind: str, values: Tensor) -> Tensor:
         """The operand ``kind`` [rows, features] of a GEMM in half precision."""
@@ -103,7 +98,7 @@ class LowPrecisionLinear(nn.Linear):
     gemm_plan: GemmPlan
 
     def forward(self, input: Tensor) -> Tensor:
-        return _apply(input, self.weight, self.bias, self)
+        return apply_plan(input, self.weight, self.bias, self.gemm_plan, self.training)
 
     def extra_repr(self) -> str:
         plan = self.gemm_plan
@@ -115,7 +110,7 @@ class LowPrecisionConv1D(LowPrecisionLinear):
     """``LowPrecisionLinear`` for transformers' ``Conv1D`` (GPT-2), whose weight is [in_features, out_features]."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return _apply(x, self.weight, self.bias, self, transposed=True)
+        return apply_plan(x, self.weight, self.bias, self.gemm_plan, self.training, transposed=True)
 
 
 class AutocastOff:
@@ -137,15 +132,23 @@ class AutocastOff:
 
 
 @torch.compiler.disable
-def _apply(
+def apply_plan(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    layer: Any,
+    plan: GemmPlan,
+    record: bool,
     transposed: bool = False,
     part: tuple[int, int] | None = None,
 ) -> Tensor:
-    plan: GemmPlan = layer.gemm_plan
+    """A linear layer [..., in_features] to [..., out_features] by ``plan``.
+
+    Args:
+        record: whether amaxes enter the histories: whenever the layer trains, also in the no-grad first pass of
+            reentrant checkpointing.
+        transposed: whether ``weight`` is [in_features, out_features].
+        part: (first row, row behind the last) of the weight to multiply with; None for all rows.
+    """
     device = x.device.type
     out_dtype = x.dtype
     if torch.is_autocast_enabled(device):
@@ -154,8 +157,8 @@ def _apply(
             plan = replace(plan, half=out_dtype)
     if is_transformed():
         return _by_torch(x, weight, bias, plan, out_dtype, transposed, part)
-    # Recorded whenever the layer trains, also in the no-grad first pass of reentrant checkpointing.
-    record = layer.training
+    if x.numel() == 0:  # no kernel takes an operand without elements
+        return _by_torch(x, weight, bias, replace(plan, observers=NOBODY), out_dtype, transposed, part)
     with AutocastOff(device):
         flat = x.reshape(-1, x.shape[-1])
         # needs_input_grad does not know of no_grad.
@@ -213,12 +216,10 @@ class _Call:
     Attributes:
         source: the input that the layer was called with, [..., in_features].
         values: the same values as [rows, in_features], detached.
-        record: whether amaxes enter the histories.
         grad_dtype: dtype of the weight's gradient.
         grad: whether autograd is on.
         gradient: the sum of the input's gradient; None for an input without a gradient and for half layers.
         gives_out: whether this is the first layer to read the input, which gives out the handle.
-        part: (first row, row behind the last) of the weight to multiply with; None for all rows.
     """
 
     plan: GemmPlan
@@ -245,7 +246,7 @@ class _LinearFunction(torch.autograd.Function):
         plan, out_dtype, record, transposed, grad = call.plan, call.out_dtype, call.record, call.transposed, call.grad
         backend = plan.backend
         fprop8, dgrad8, wgrad8 = plan.fp8
-        if (fprop8 or dgrad8) and isinstance(scale := plan.operand("weight").slot, WeightScale):
+        if (fprop8 or dgrad8) and isinstance(scale := plan.operands["weight"].slot, WeightScale):
             scale.follow(weight, record)  # before the input is quantized, whose history may end here
         if transposed:
             weight = weight.transposed() if isinstance(weight, Fp8Weight | Fp16Weight) else weight.t()
@@ -265,7 +266,7 @@ class _LinearFunction(torch.autograd.Function):
         if fprop8 or x_columnwise:
             values = _compute_dtype(xp, plan)
             x8 = plan.inputs.quantize(
-                backend, call.source, values, plan.operand("input"),
+                backend, call.source, values, plan.operands["input"],
                 rowwise=fprop8, columnwise=x_columnwise, record=record,
             )  # fmt: skip
             if plan.observers.quantized:
@@ -286,13 +287,13 @@ class _LinearFunction(torch.autograd.Function):
         x_tensors: list[Tensor | None] = []
         x_meta: Any = None
         if x_columnwise:
-            x_tensors, x_meta = backend.save(_drop(x8, rowwise=fprop8, backend=backend))
+            x_tensors, x_meta = backend.save(x8)
         elif need_wgrad:
             x_tensors = [source if call.gradient is None else x]
         w_tensors: list[Tensor | None] = []
         w_meta: Any = None
         if w_kept:
-            w_tensors, w_meta = backend.save(_drop(w8, rowwise=fprop8, backend=backend))
+            w_tensors, w_meta = backend.save(w8)
         elif need_dgrad:
             w_tensors = [weight]
         handle = x.new_empty(0) if call.gives_out else None
@@ -337,7 +338,7 @@ class _LinearFunction(torch.autograd.Function):
         if rowwise or columnwise:
             values = _compute_dtype(F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy, plan)
             dy8 = backend.quantize(
-                values, plan.operand("grad_output"), rowwise=rowwise, columnwise=columnwise, record=ctx.record
+                values, plan.operands["grad_output"], rowwise=rowwise, columnwise=columnwise, record=ctx.record
             )
             if plan.observers.quantized:
                 plan.announce("grad_output", values, dy8)
@@ -375,18 +376,13 @@ class _LinearFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
-    """A gradient [all_rows, ...] that is ``values`` in the rows of ``part``, and zero elsewhere."""
-    return F.pad(values, (0, 0, part[0], all_rows - part[1]))
-
-
 def _compute_dtype(values: Tensor, plan: GemmPlan) -> Tensor:
     """``values`` in the plan's half dtype, from which activations and their gradients are quantized."""
     return values if values.dtype == plan.half else values.to(plan.half)
 
 
 def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
-    backend, operand = plan.backend, plan.operand("weight")
+    backend, operand = plan.backend, plan.operands["weight"]
     if isinstance(weight, Fp8Weight):
         w8 = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
     else:
@@ -394,8 +390,3 @@ def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise
     if plan.observers.quantized:
         plan.announce("weight", weight, w8)
     return w8
-
-
-def _drop(operand: Any, rowwise: bool, backend: Backend) -> Any:
-    """The operand without its rowwise orientation, which backward does not read."""
-    return backend.columnwise_only(operand) if rowwise else operand

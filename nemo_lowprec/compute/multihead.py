@@ -8,14 +8,14 @@ nested tensors of ``nn.TransformerEncoder`` bypass the layers of a whole block; 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemo_lowprec.compute.half_linear import half_linear
-from nemo_lowprec.compute.linear import GemmPlan, _apply
+from nemo_lowprec.compute.linear import GemmPlan, apply_plan
 
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
@@ -27,13 +27,6 @@ FUSED: dict[type[nn.Module], tuple[str, Any]] = {
 def projection_weights(module: nn.MultiheadAttention) -> list[str]:
     """Names of the weights of the input projections of ``module``: one of three, or where kdim or vdim differ three."""
     return ["in_proj_weight"] if module.in_proj_weight is not None else [f"{x}_proj_weight" for x in "qkv"]
-
-
-class _Planned(NamedTuple):
-    """The attributes of a layer that ``linear._apply`` reads, for a projection without a layer of its own."""
-
-    gemm_plan: GemmPlan
-    training: bool
 
 
 class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
@@ -120,7 +113,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
         if plan is None:
             return half_linear(x, weight, bias, rows, self.half_plans.get(name))
-        return _apply(x, weight, bias, _Planned(plan, self.training), part=rows)
+        return apply_plan(x, weight, bias, plan, self.training, part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projection in the layout [batch, heads, length, head_dim]."""

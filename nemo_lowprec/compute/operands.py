@@ -1,16 +1,10 @@
-"""Formats and scales of the operands of a linear layer's three GEMMs, by the recipe.
-
-fprop   output      [M, N] = input [M, K] @ weight [N, K].T
-dgrad   grad_input  [M, K] = grad_output [M, N] @ weight [N, K]
-wgrad   grad_weight [N, K] = grad_output [M, N].T @ input [M, K]
-"""
+"""Formats and scales of the operands of a linear layer's three GEMMs (``backends/base.py``), by the recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.formats.delayed import AmaxSlot, DelayedScaling
 from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
 from nemo_lowprec.formats.gemm_block_scaling import (
@@ -57,19 +51,15 @@ class Operand:
 
 
 def operand_of(recipe: Recipe, kind: str, slot: AmaxSlot | None = None) -> Operand:
-    """How the operand ``kind`` of a layer is quantized.
-
-    Args:
-        slot: amax history and scale of this operand, for delayed scaling.
-    """
+    """How the operand ``kind`` of a layer is quantized, with delayed scaling by the history in ``slot``."""
     fmt = E5M2 if kind == "grad_output" and recipe.fp8 == "hybrid" else E4M3
     layout = _LAYOUTS[recipe.scaling][kind] if recipe.scaling in _LAYOUTS else None
     return Operand(kind, recipe.scaling, fmt, recipe.fp8_margin, layout, slot)
 
 
-def new_histories(recipe: Recipe | None) -> DelayedScaling | None:
+def new_histories(recipe: Recipe) -> DelayedScaling | None:
     """An empty table of amax histories, for delayed scaling; weights have none."""
-    if recipe is None or recipe.scaling != "delayed":
+    if recipe.scaling != "delayed":
         return None
     return DelayedScaling(
         recipe.fp8_amax_history_len,
@@ -77,10 +67,3 @@ def new_histories(recipe: Recipe | None) -> DelayedScaling | None:
         recipe.fp8_margin,
         recipe.interval,
     )
-
-
-def new_weight_scales(recipe: Recipe | None) -> WeightScales | None:
-    """An empty table of the scales of weights, for delayed scaling."""
-    if recipe is None or recipe.scaling != "delayed":
-        return None
-    return WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)

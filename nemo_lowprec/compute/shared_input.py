@@ -113,11 +113,8 @@ class SharedInput:
         self._quantized = _Latest()
         self._gradient = _Latest()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
-        return SharedInput()  # no engine renews the scales of a copied model
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return SharedInput, ()
+        return SharedInput, ()  # no engine renews the scales of a copied model
 
     def quantize(
         self, backend: Backend, source: Tensor, values: Tensor, operand: Operand, *,

@@ -85,32 +85,25 @@ def te_context(recipe: Recipe | None, half: torch.dtype) -> Iterator[None]:
         yield
 
 
-_EMPTY_EXTRA_STATE = "_lowprec_empty_extra_state"
+class _EmptyExtraState:
+    """Comes before the class of a TE module."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Replaced whether the checkpoint has the key or not: TE's own override may read the key.
+        state_dict[f"{prefix}_extra_state"] = self.get_extra_state()
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 
 @lru_cache(maxsize=256)
 def _with_empty_extra_state(kind: Any) -> Any:
-    def get_extra_state(self: nn.Module) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self: nn.Module, state: Any) -> None:
-        pass
-
-    def _load_from_state_dict(self: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Replaced whether the checkpoint has the key or not: TE's own override may read the key.
-        state_dict[f"{prefix}_extra_state"] = get_extra_state(self)
-        kind._load_from_state_dict(self, state_dict, prefix, *args)
-
-    names = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-        "get_extra_state": get_extra_state,
-        "set_extra_state": set_extra_state,
-        "_load_from_state_dict": _load_from_state_dict,
-        _EMPTY_EXTRA_STATE: True,
-    }
-    return type(kind)(kind.__name__, (kind,), names)
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind)(kind.__name__, (_EmptyExtraState, kind), names)
 
 
 def empty_extra_state(model: nn.Module) -> None:
@@ -120,7 +113,7 @@ def empty_extra_state(model: nn.Module) -> None:
     """
     for _, module in _te_modules(model):
         kind: Any = type(module)
-        if not hasattr(kind, _EMPTY_EXTRA_STATE):
+        if not issubclass(kind, _EmptyExtraState):
             module.__class__ = _with_empty_extra_state(kind)
 
 

@@ -9,15 +9,14 @@ from torch import nn
 
 from nemo_lowprec.compute import (
     Conversion,
-    LowPrecisionLayerNorm,
     LowPrecisionLinear,
-    LowPrecisionRMSNorm,
     ReferenceBackend,
     convert_layers,
     is_converted,
     revert_layers,
 )
 from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
 

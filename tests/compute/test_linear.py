@@ -8,15 +8,9 @@ from numerics import sqnr
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_lowprec.compute import (
-    OPERANDS,
-    GemmPlan,
-    LowPrecisionConv1D,
-    LowPrecisionLinear,
-    ReferenceBackend,
-    convert_layers,
-)
-from nemo_lowprec.compute.operands import new_histories, operand_of
+from nemo_lowprec.compute import LowPrecisionConv1D, LowPrecisionLinear, ReferenceBackend, convert_layers
+from nemo_lowprec.compute.linear import GemmPlan
+from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight

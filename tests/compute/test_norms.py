@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_lowprec.compute import LowPrecisionRMSNorm, ReferenceBackend, convert_layers, revert_layers
+from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
+from nemo_lowprec.compute.patterns.norms import LowPrecisionRMSNorm
 from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16

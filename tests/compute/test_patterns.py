@@ -38,7 +38,7 @@ class FusedGatedMLP(GatedMLP):
         rows = hidden.detach().reshape(-1, hidden.shape[-1]).to(plan.half)
         rows = F.pad(rows, (0, 0, 0, -rows.shape[0] % plan.backend.row_multiple))
         how = {"rowwise": True, "columnwise": torch.is_grad_enabled(), "record": self.training}
-        operand = plan.operand("input")
+        operand = plan.operands["input"]
         data = self.backend.quantize(rows, operand, **how)
         plan.inputs.offer(plan.backend, hidden, data, operand, shape=tuple(rows.shape), dtype=plan.half, **how)
         self.calls.append(tuple(rows.shape))

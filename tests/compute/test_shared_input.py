@@ -281,7 +281,7 @@ def produced(block, x, offers=True, record=True):
     """A tensor of a producer that has quantized it for ``block.q``, as a fused norm would."""
     out, plan = x * 1.0, block.q.gemm_plan
     if offers:
-        backend, operand = ReferenceBackend(), plan.operand("input")
+        backend, operand = ReferenceBackend(), plan.operands["input"]
         rows = out.detach().to(plan.half)
         rows = torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % backend.row_multiple))
         data = backend.quantize(rows, operand, rowwise=True, columnwise=True, record=record)
@@ -343,7 +343,7 @@ def test_an_operand_that_does_not_fit_is_not_used(change):
         elif change == "evaluation":
             block.eval()
         elif change == "a restarted history":
-            block.q.gemm_plan.operand("input").slot.restart()
+            block.q.gemm_plan.operands["input"].slot.restart()
         got, want = block.q(out), block.q(out.clone())
     assert torch.equal(got, want) and backend.inputs == before + 2
 

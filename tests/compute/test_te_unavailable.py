@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend, half_matmul
+from nemo_lowprec.compute.backends.base import half_matmul
+from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.options import Recipe
 

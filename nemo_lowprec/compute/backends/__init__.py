@@ -40,29 +40,20 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         if reason:
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
         return BACKENDS[name]()
-    if recipe is not None and recipe.scaling in _BLACKWELL and not (on_gpu and _has_blackwell()):
+    has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
+    if recipe is not None and recipe.scaling in _BLACKWELL and not has_blackwell:
         raise ValueError(
             f"{recipe.scaling} GEMMs need a Blackwell GPU (compute capability 10.0) and Transformer Engine. "
             "Use a bf16_with_fp8 level here, or backend='reference' to emulate them slowly."
         )
-    if recipe is None or not on_gpu:
-        _say("reference")
-        return ReferenceBackend()
+    chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
-    for kind in BACKENDS.values():
+    for kind in BACKENDS.values() if recipe is not None and on_gpu else ():
         reason = kind.unavailable(recipe)
         if reason is None:
-            _say(kind.name + (f" ({'; '.join(reasons)})" if reasons else ""))
-            return kind()
+            chosen = kind
+            break
         reasons.append(f"not {kind.name}: {reason}")
-    raise AssertionError("the reference backend runs anywhere")
-
-
-def _say(choice: str) -> None:
-    """Log the choice, on the first process: all processes have the same GPUs and packages."""
-    if not (dist.is_initialized() and dist.get_rank()):
-        log.info("GEMM backend: %s", choice)
-
-
-def _has_blackwell() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+    if not (dist.is_initialized() and dist.get_rank()):  # all processes have the same GPUs and packages
+        log.info("GEMM backend: %s", chosen.name + (f" ({'; '.join(reasons)})" if reasons else ""))
+    return chosen()

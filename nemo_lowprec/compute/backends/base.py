@@ -33,11 +33,16 @@ def is_transformed() -> bool:
 _BLOCK_FORMATS = {"e8m0": "mxfp8", "e4m3": "nvfp4"}
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
-    """RMSNorm over the last dimension by torch's operations, which have derivatives of any order."""
-    if weight is not None and zero_centered:
-        return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
+def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Half-precision GEMM [m, k] @ [k, n]; an FP32 result is the accumulator, not rounded to half before.
+
+    An operand that requires a gradient gives a rounded result: torch's GEMM with ``out_dtype`` may have no derivative.
+    """
+    mixed = out_dtype == torch.float32 and a.dtype != out_dtype and a.is_cuda and a.numel() > 0 and b.numel() > 0
+    mixed = mixed and not (torch.is_grad_enabled() and (a.requires_grad or b.requires_grad))
+    if mixed and "dtype" in torch.ops.aten.mm.overloads():
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return torch.mm(a, b).to(out_dtype)
 
 
 class Orientation(NamedTuple):
@@ -68,12 +73,10 @@ class Backend(ABC):
     Attributes:
         name: as in ``backend=``.
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
-        scalings: the scalings that the backend has kernels for.
     """
 
     name: str
     row_multiple: int = 1
-    scalings: frozenset[str] = frozenset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # a backend holds nothing of a model, and modules of TE cannot be copied
@@ -108,11 +111,7 @@ class Backend(ABC):
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Half-precision GEMM [m, k] @ [k, n], for overridden GEMMs."""
-        return torch.mm(a, b).to(out_dtype)
-
-    def columnwise_only(self, operand: Any) -> Any:
-        """The operand without its rowwise orientation, which backward does not read."""
-        return QuantizedOperand(None, operand.columnwise)
+        return half_matmul(a, b, out_dtype)
 
     def copy_operand(self, operand: Any) -> Any:
         """An operand of the same data, for another layer, which may drop an orientation of it."""
@@ -120,7 +119,9 @@ class Backend(ABC):
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dimension, statistics in FP32; ``x`` and ``weight`` of one dtype."""
-        return rms_norm(x, weight, eps, zero_centered)
+        if weight is not None and zero_centered:
+            return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def describe(self, operand: Any) -> str:
         """The chart's name of an operand's format."""
@@ -131,15 +132,11 @@ class Backend(ABC):
 
     # Operands go from forward to backward as plain tensors, which activation checkpointing and offloading see.
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
-        """Split an operand into plain tensors and a description."""
-        parts = (operand.rowwise, operand.columnwise)
-        tensors = [t for p in parts for t in ((p.data, p.scale_inv) if p is not None else (None, None))]
-        return tensors, [p.layout if p is not None else None for p in parts]
+        """Split the columnwise orientation, which backward reads, into plain tensors and a description (not None)."""
+        return [operand.columnwise.data, operand.columnwise.scale_inv], (operand.columnwise.layout,)
 
     def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
         """The operand of which ``save`` has returned ``tensors`` and ``meta``."""
-        parts = []
-        for i, layout in enumerate(meta):
-            data, scale_inv = tensors[2 * i], tensors[2 * i + 1]
-            parts.append(None if data is None or scale_inv is None else Orientation(data, scale_inv, layout))
-        return QuantizedOperand(*parts)
+        data, scale_inv = tensors
+        assert data is not None and scale_inv is not None
+        return QuantizedOperand(None, Orientation(data, scale_inv, *meta))

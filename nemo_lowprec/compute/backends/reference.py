@@ -7,6 +7,8 @@ to half and accumulate in FP32, as tensor cores do. (On CPUs without half-precis
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,19 +28,16 @@ from nemo_lowprec.tensors import Fp8Weight
 
 
 class ReferenceBackend(Backend):
-    """Quantize with ``formats``, multiply in FP32."""
+    """Quantizes with ``formats`` to ``QuantizedOperand``, multiplies in FP32."""
 
     name = "reference"
     row_multiple = 16  # so that the Hadamard blocks of NVFP4's wgrad are whole; zero rows change nothing
-    scalings = frozenset({"delayed", "current", "blockwise", "mxfp8", "nvfp4"})
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
         return None
 
-    def quantize(
-        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
-    ) -> QuantizedOperand:
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         if operand.layout is None:
             part = self._per_tensor(values, operand, record)
             return self._orient(part, rowwise, columnwise)
@@ -79,23 +78,15 @@ class ReferenceBackend(Backend):
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
         return self._orient(Orientation(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
 
-    def fprop(
-        self, x: QuantizedOperand, weight: QuantizedOperand, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         out = _gemm(x.rowwise, weight.rowwise)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
-    def dgrad(
-        self,
-        grad_output: QuantizedOperand,
-        weight: QuantizedOperand,
-        out_dtype: torch.dtype,
-        total: Tensor | None = None,
-    ) -> Tensor:
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         dx = _gemm(grad_output.rowwise, weight.columnwise)
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
-    def wgrad(self, grad_output: QuantizedOperand, x: QuantizedOperand, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -17,13 +17,13 @@ import importlib
 from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Backend, is_transformed, rms_norm
-from nemo_lowprec.compute.backends.scaled_mm import half_matmul
+from nemo_lowprec.compute.backends.base import Backend, is_transformed
+from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax, compute_scale
 from nemo_lowprec.kernels.loader import fused_kernels
@@ -43,14 +43,6 @@ _LARGE = 2**24  # elements
 _CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 
 
-class _Empty(NamedTuple):
-    """An operand without elements, for which no kernel is launched."""
-
-    rows: int
-    cols: int
-    device: torch.device
-
-
 class TEBackend(Backend):
     """All five scalings. Quantized operands are TE's tensor storages, not ``QuantizedOperand``."""
 
@@ -58,7 +50,6 @@ class TEBackend(Backend):
     # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
     # cast-and-transpose kernel runs. Zero rows change no result.
     row_multiple = 32
-    scalings = frozenset(_CHECKS)
 
     def __init__(self) -> None:
         self._te = _load()
@@ -84,8 +75,6 @@ class TEBackend(Backend):
         return None if available else f"Transformer Engine: {reason.rstrip('.')}; use another level"
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
-        if values.numel() == 0:
-            return _Empty(values.shape[0], values.shape[1], values.device)
         kernels = fused_kernels() if columnwise and values.numel() >= _LARGE else None
         slot = operand.slot
         if kernels is not None and slot is not None and not slot.cold and values.dtype != torch.float32:
@@ -150,8 +139,6 @@ class TEBackend(Backend):
     # those of TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        if isinstance(x, _Empty):
-            return torch.zeros(x.rows, weight.size(0), dtype=out_dtype, device=x.device)
         fused = bias is not None and out_dtype != torch.float32  # the epilogue adds half biases only
         out = self._te.general_gemm(
             weight, x, out_dtype=out_dtype, layout="TN", bias=bias.to(out_dtype) if bias is not None and fused else None
@@ -159,9 +146,6 @@ class TEBackend(Backend):
         return out if bias is None or fused else out + bias.float()
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        if isinstance(grad_output, _Empty):
-            dx = torch.zeros(grad_output.rows, weight.size(1), dtype=out_dtype, device=grad_output.device)
-            return dx if total is None else total
         in_gemm = total is not None and isinstance(weight, self._te.te.Float8TensorStorage)
         dx = self._te.general_gemm(
             weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=True,
@@ -170,19 +154,9 @@ class TEBackend(Backend):
         return dx if total is None or in_gemm else dx.add_(total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
-        if isinstance(x, _Empty):
-            return torch.zeros(grad_output.cols, x.cols, dtype=out_dtype, device=x.device)
         return self._te.general_gemm(
             x, grad_output, out_dtype=out_dtype, layout="NT", grad=True, use_split_accumulator=True
         )[0]
-
-    def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return half_matmul(a, b, out_dtype)
-
-    def columnwise_only(self, operand: Any) -> Any:
-        if not isinstance(operand, _Empty):
-            operand.update_usage(rowwise_usage=False)
-        return operand
 
     def describe(self, operand: Any) -> str:
         if isinstance(operand, self._te.te.MXFP8TensorStorage):
@@ -190,12 +164,11 @@ class TEBackend(Backend):
         return "nvfp4" if isinstance(operand, self._te.te.NVFP4TensorStorage) else "fp8"
 
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
-        return ([], operand) if isinstance(operand, _Empty) else operand.prepare_for_saving()
+        operand.update_usage(rowwise_usage=False)
+        return operand.prepare_for_saving()
 
     def copy_operand(self, operand: Any) -> Any:
-        if isinstance(operand, _Empty):
-            return operand
-        # ``save`` and ``columnwise_only`` remove tensors from a storage.
+        # ``save`` removes tensors from a storage.
         storage = object.__new__(type(operand))
         storage.__dict__.update(operand.__dict__)
         return storage
@@ -207,8 +180,6 @@ class TEBackend(Backend):
         return out.view(x.shape)
 
     def restore(self, tensors: list[Tensor | None], meta: Any) -> Any:
-        if isinstance(meta, _Empty):
-            return meta
         # Into a copy: with retain_graph ``meta`` is restored again, and must not keep the tensors alive.
         storage = self.copy_operand(meta)
         storage.restore_from_saved(list(tensors))
@@ -238,12 +209,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _rms_norm_gradients(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor) -> Iterator[Tensor | None]:
-    """The gradients of ``_RMSNorm`` by torch's own norm, which has further derivatives."""
+    """The gradients of ``_RMSNorm`` by torch's operations, which have derivatives of any order."""
     needed = ctx.needs_input_grad[:2]
     wanted = [t for t, need in zip((x, weight), needed, strict=True) if need]
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-        out = rms_norm(x, weight, ctx.eps, ctx.zero_centered)
+        out = ReferenceBackend().rms_norm(x, weight, ctx.eps, ctx.zero_centered)
     found = iter(torch.autograd.grad(out, wanted, grad_output, create_graph=create_graph))
     return (next(found) if need else None for need in needed)
 

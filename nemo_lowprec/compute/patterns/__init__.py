@@ -25,7 +25,6 @@ module without linear layers (a norm) is chosen by its name as a linear layer is
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -33,81 +32,61 @@ from torch import nn
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import own_forward
 from nemo_lowprec.compute.filters import full_name
-from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm, Norms
+from nemo_lowprec.compute.patterns.norms import Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 
 if TYPE_CHECKING:
     from nemo_lowprec.compute.convert import Conversion
 
-__all__ = [
-    "PATTERNS",
-    "Candidate",
-    "LowPrecisionLayerNorm",
-    "LowPrecisionRMSNorm",
-    "Match",
-    "Pattern",
-    "apply_patterns",
-    "candidates",
-    "run_with",
-]
+__all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "recognise", "run_with"]
 
 PATTERNS: list[Pattern] = [Norms()]
 
 
-@dataclass
-class Candidate:
-    """A module that patterns may compute.
-
-    Attributes:
-        patterns: the patterns to ask, in the order of ``PATTERNS``.
-        pattern: the first pattern that matches; the first of all where none does.
-        outcome: the match, or the reason why no pattern computes the module.
-    """
-
-    module: nn.Module
-    patterns: list[Pattern]
-    outcome: Match | str = ""
-
-    def __post_init__(self) -> None:
-        self.pattern = self.patterns[0]
-
-    def recognise(self, refused: str | None) -> None:
-        """Find pattern and outcome. ``refused`` is the user's reason to leave the module alone."""
-        self.outcome = refused or own_forward(self.module) or ""
-        for pattern in () if self.outcome else self.patterns:
-            outcome = pattern.recognise(self.module)
-            if isinstance(outcome, Match):
-                self.pattern, self.outcome = pattern, outcome
-                return
-            self.outcome = self.outcome or outcome
-
-
-def candidates(model: nn.Module) -> dict[str, Candidate]:
-    """Modules of ``model`` that a pattern may compute, by name; a parent comes before its children."""
+def candidates(model: nn.Module) -> dict[str, tuple[nn.Module, list[Pattern]]]:
+    """Modules of ``model`` and the patterns that may compute them, by name; a parent comes before its children."""
     found = {name: (m, [p for p in PATTERNS if p.is_candidate(m)]) for name, m in model.named_modules()}
-    return {name: Candidate(module, patterns) for name, (module, patterns) in found.items() if patterns}
+    return {name: (module, patterns) for name, (module, patterns) in found.items() if patterns}
+
+
+def recognise(module: nn.Module, patterns: list[Pattern], refused: str | None) -> tuple[Pattern, Match | str]:
+    """The first of ``patterns`` that matches, and the match; else the first pattern, and why none matches.
+
+    Args:
+        refused: the user's reason to leave ``module`` alone.
+    """
+    reason = refused or own_forward(module) or ""
+    for pattern in () if reason else patterns:
+        outcome = pattern.recognise(module)
+        if isinstance(outcome, Match):
+            return pattern, outcome
+        reason = reason or outcome
+    return patterns[0], reason
 
 
 def apply_patterns(
-    found: dict[str, Candidate], refused: Container[str], backend: Backend, conversion: Conversion
+    model: nn.Module,
+    found: dict[str, tuple[Pattern, Match | str]],
+    refused: Container[str],
+    backend: Backend,
+    conversion: Conversion,
 ) -> None:
     """Swap the forwards of the modules that match, and enter all modules into ``conversion``.
 
     Args:
-        found: modules by name, parents first. A module that is part of a matched parent is not matched again.
+        found: by the modules' names, parents first. A module that is part of a matched parent is not matched again.
         refused: names of norms that the user keeps.
         conversion: lists the linear layers that are converted by now.
     """
     free, computed = set(conversion.low), set[str]()
-    for name, candidate in found.items():
-        pattern, outcome = candidate.pattern, candidate.outcome
+    for name, (pattern, outcome) in found.items():
         if name in computed:
             continue
         if isinstance(outcome, Match):
             linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))
             left = [part for part in linears if part not in free] + [norm for norm in norms if norm in refused]
             if not left:
-                pattern.apply(candidate.module, outcome, backend)
+                pattern.apply(model.get_submodule(name), outcome, backend)
                 free.difference_update(linears)
                 computed.update(norms)
                 conversion.norms += norms

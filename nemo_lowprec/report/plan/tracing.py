@@ -113,10 +113,9 @@ def _with_fake_tensors(model: nn.Module) -> None:
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
         for plan in gemm_plans(module).values():
-            if plan.operands is not None:
-                plan.operands = {kind: copy.copy(operand) for kind, operand in plan.operands.items()}
-                for operand in plan.operands.values():
-                    operand.slot = None
+            plan.operands = {kind: copy.copy(operand) for kind, operand in plan.operands.items()}
+            for operand in plan.operands.values():
+                operand.slot = None
 
 
 def trace(
