@@ -7,6 +7,7 @@ functions make parts of a message: a few of many names, suggestions for a mistyp
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -82,12 +83,9 @@ def name_lines(names: Sequence[str], indent: int) -> list[str]:
         if len(joined) <= room:
             lines[-1] = joined
             continue
-        parts = [word] if len(word) <= room else [part + "." for part in word.split(".")]
-        if len(parts) > 1:
-            parts[-1] = parts[-1][:-1]
         if lines[-1]:
             lines.append("")
-        for part in parts:
+        for part in re.split(r"(?<=\.)", word):
             if lines[-1] and len(lines[-1]) + len(part) > room:
                 lines.append("")
             lines[-1] += part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +26,7 @@ class AmaxState:
     weight_scales: Any = None
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
-        """Move the tables to ``device``, the model's.
-
-        Args:
-            gathered_as: dtype in which FSDP2 gathers weights from shards; None for whole weights.
-        """
+        """Move the tables to ``device``. FSDP2 gathers weights from shards in ``gathered_as``; None: they are whole."""
 
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
         """Scale by the amaxes of several processes.
@@ -143,28 +139,25 @@ class TEAmaxes(AmaxState):
     """Amax histories in Transformer Engine's own layers.
 
     Args:
-        models: the models with such layers, the chunks of one pipeline stage in Megatron-core.
+        model: has such layers; in Megatron-core a list of the chunks of one pipeline stage.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._models = models
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
 
     def expect(self, growth: float) -> None:
-        for model in self._models:
-            te_layers.rescale_gradients(model, growth)
+        te_layers.rescale_gradients(self._model, growth)
 
     def nonfinite(self) -> Tensor | None:
-        flags = [flag for model in self._models if (flag := te_layers.nonfinite_amaxes(model)) is not None]
-        return torch.stack(flags).any() if flags else None
+        return te_layers.nonfinite_amaxes(self._model)
 
     def after_step(self, skipped: bool) -> None:
         if skipped:
-            for model in self._models:
-                te_layers.forget_nonfinite_amaxes(model)
+            te_layers.forget_nonfinite_amaxes(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"te": te_layers.te_state_dict(self._models[0])}
+        return {"te": te_layers.te_state_dict(self._model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "te" in state:
-            te_layers.load_te_state_dict(self._models[0], state["te"])
+            te_layers.load_te_state_dict(self._model, state["te"])

@@ -110,7 +110,7 @@ class Computation(Column):
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
-            self.amaxes.append(TEAmaxes([model]))
+            self.amaxes.append(TEAmaxes(model))
 
     def settle(self) -> None:
         self.own_amaxes.settle(self.device, self._gathered_as)

@@ -1,8 +1,7 @@
 """Convert the layers of a model in place.
 
-Conversion changes the class of a layer and adds a few attributes (``class_swap``). Parents, parameters, hooks and other
-attributes stay; a module with two parents is converted once; a layer that cannot be converted is left as it is, with
-the reason in ``Conversion.kept``.
+Conversion changes the class of a layer and adds a few attributes (``class_swap``). A module with two parents is
+converted once; a layer that cannot be converted is left as it is, with the reason in ``Conversion.kept``.
 """
 
 from __future__ import annotations
@@ -97,17 +96,10 @@ def convert_layers(
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
-            if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
+            without = half_backend is None and _is_conv1d(module)  # torch has no such layer
+            if without or weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
-            plan = GemmPlan(half_backend, half, name=item, observers=observers)  # type: ignore[arg-type]
-            if half_backend is not None:
-                _plan(module, weight, plan)
-            elif _is_conv1d(module):
-                continue
-            elif isinstance(module, nn.Linear):
-                swap(module, HalfLinear, half_plan=plan)
-            elif isinstance(module, LowPrecisionMultiheadAttention):
-                module.half_plans[weight] = plan
+            _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
             result.half.append(item)
     return result
 
@@ -123,9 +115,9 @@ def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
 
 
 def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
-    """The plans of a converted module by the names of its weights."""
+    """The plans by which backends compute a converted module, by the names of its weights."""
     if isinstance(module, LowPrecisionMultiheadAttention):
-        return module.gemm_plans
+        return {name: plan for name, plan in module.gemm_plans.items() if plan.backend is not None}
     return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
 
 
@@ -145,7 +137,7 @@ def _call_layers(module: nn.Module) -> None:
         if isinstance(module, kind) and getattr(module, name, value) != value:
             swap(module, type(module), **{name: value})
     if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        swap(module, LowPrecisionMultiheadAttention, gemm_plans={}, half_plans={})
+        swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
@@ -165,7 +157,7 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
         swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
     else:
-        swap(module, LowPrecisionLinear, gemm_plan=plan)
+        swap(module, HalfLinear if plan.backend is None else LowPrecisionLinear, gemm_plan=plan)
 
 
 def _convert_low(
@@ -205,9 +197,8 @@ def _convert_low(
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]
-        keys = {f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds}
-        histories.add_all(keys)
-        slots = {key: histories.slots[key] for key in keys}
+        histories.add_all({f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds})
+        slots |= histories.slots
         if weight_scales is not None:
             for item, (_, module, weight) in chosen.items():
                 others = [slots[f"{item}.{kind}"] for kind in kinds]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.convert import Conversion
+from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.te_layers import is_te_module
 
 _ENOUGH = 0.5  # of the elements
@@ -107,7 +108,7 @@ def _found(
     name: str, module: nn.Module, own: str, low: dict[str, str], conversion: Conversion
 ) -> tuple[int, Fate, str]:
     """(rank of the module among those that have the matrix, fate, name of the layer or matrix)."""
-    full = f"{name}.{own}" if name else own
+    full = full_name(name, own)
     if full in low:
         return 0, Fate("low"), low[full]
     if is_te_module(module):

@@ -69,20 +69,19 @@ def _ends(layers: LayerFilter, model: nn.Module, linears: list[str]) -> dict[str
     start, end = layers.num_layers_at_start_in_half, layers.num_layers_at_end_in_half
     if not (start or end):
         return {}
-    stacks = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1]
-    inside = {n: [x for x in linears if x.startswith(n + ".")] for n, _ in stacks}
-    stacks = [(n, m) for n, m in stacks if inside[n]]
-    if not stacks:
+    stacks = {n: len(m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 1}
+    inside = {n: sum(linear.startswith(n + ".") for linear in linears) for n in stacks}
+    if not any(inside.values()):
         last = linears[max(len(linears) - end, 0) :]
         return {**dict.fromkeys(linears[:start], "first"), **dict.fromkeys(last, "last")}
-    name, stack = max(stacks, key=lambda item: (len(inside[item[0]]), len(item[1])))
+    name = max(stacks, key=lambda n: (inside[n], stacks[n]))
     ends: dict[str, str] = {}
     for layer, _ in model.named_modules():
         if layer.startswith(name + "."):
             index = int(layer[len(name) + 1 :].split(".")[0])
             if index < start:
                 ends[layer] = "first"
-            elif index >= len(stack) - end:
+            elif index >= stacks[name] - end:
                 ends[layer] = "last"
     return ends
 

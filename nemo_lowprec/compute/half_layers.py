@@ -113,8 +113,7 @@ def _enter_half(half: torch.dtype, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def _half_of(module: nn.Module) -> torch.dtype | None:
-    dtypes = (p.dtype for p in module.parameters())
-    return next((dtype for dtype in dtypes if dtype in _HALVES), None)
+    return next((p.dtype for p in module.parameters() if p.dtype in _HALVES), None)
 
 
 def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -23,13 +23,13 @@ class HalfLinear(nn.Linear):
     In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
 
     Attributes:
-        half_plan: announces the operands; None for a layer that was made without ``convert``.
+        gemm_plan: announces the operands; None for a layer that was made without ``convert``.
     """
 
-    half_plan: GemmPlan | None = None
+    gemm_plan: GemmPlan | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        return half_linear(input, self.weight, self.bias, None, self.half_plan)
+        return half_linear(input, self.weight, self.bias, None, self.gemm_plan)
 
 
 def half_linear(

@@ -1,7 +1,6 @@
 """The converted linear layer: an ``nn.Linear`` whose three GEMMs run at the level's precision.
 
-``convert`` changes the class of an existing layer, whose identity, parameters, hooks, names and attributes stay. The
-layer's ``GemmPlan`` says which of the three GEMMs run in FP8, on which backend and with which operands. The steps:
+The layer's ``GemmPlan`` says which of the GEMMs run in FP8, on which backend and with which operands. The steps:
 
 forward   quantize the input [M, K] (``SharedInput``) and the weight [N, K], ``backend.fprop``; save the columnwise data
 backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the input's gradient, ``backend.wgrad``
@@ -167,9 +166,7 @@ def apply_plan(
         if grad and x.requires_grad and plan.recipe is not None:
             gradient, handle = plan.inputs.gradient(x)
         gives_out = gradient is not None and handle is None
-        call = _Call(
-            plan, x, flat.detach(), out_dtype, record, wgrad_dtype(weight), transposed, grad, gradient, gives_out, part
-        )
+        call = _Call(plan, x, flat.detach(), out_dtype, record, transposed, grad, gradient, gives_out, part)
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
             plan.inputs.give_out(x, gradient, given_out)
@@ -216,7 +213,6 @@ class _Call:
     Attributes:
         source: the input that the layer was called with, [..., in_features].
         values: the same values as [rows, in_features], detached.
-        grad_dtype: dtype of the weight's gradient.
         grad: whether autograd is on.
         gradient: the sum of the input's gradient; None for an input without a gradient and for half layers.
         gives_out: whether this is the first layer to read the input, which gives out the handle.
@@ -227,7 +223,6 @@ class _Call:
     values: Tensor
     out_dtype: torch.dtype
     record: bool
-    grad_dtype: torch.dtype
     transposed: bool
     grad: bool
     gradient: InputGradient | None
@@ -248,13 +243,12 @@ class _LinearFunction(torch.autograd.Function):
         fprop8, dgrad8, wgrad8 = plan.fp8
         if (fprop8 or dgrad8) and isinstance(scale := plan.operands["weight"].slot, WeightScale):
             scale.follow(weight, record)  # before the input is quantized, whose history may end here
+        is_stored = isinstance(weight, Fp8Weight | Fp16Weight)
         if transposed:
-            weight = weight.transposed() if isinstance(weight, Fp8Weight | Fp16Weight) else weight.t()
+            weight = weight.transposed() if is_stored else weight.t()
         all_rows = weight.shape[0]
         if call.part is not None:
-            weight = weight.rows(*call.part) if isinstance(weight, Fp8Weight | Fp16Weight) else weight[
-                slice(*call.part)
-            ]  # fmt: skip
+            weight = weight.rows(*call.part) if is_stored else weight[slice(*call.part)]
         need_dgrad = grad and ctx.needs_input_grad[0]
         need_wgrad = grad and ctx.needs_input_grad[1]
         rows = x.shape[0]
@@ -303,7 +297,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
         ctx.metas = (x_meta, w_meta)
         ctx.plan, ctx.record, ctx.rows, ctx.pad, ctx.transposed = plan, record, rows, pad, transposed
-        ctx.x_dtype, ctx.grad_dtype = x.dtype, call.grad_dtype
+        ctx.x_dtype, ctx.grad_dtype = x.dtype, wgrad_dtype(ctx.weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = call.gradient, call.gives_out
         ctx.part, ctx.all_rows = call.part, all_rows

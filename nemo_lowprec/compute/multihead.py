@@ -37,12 +37,10 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     ``scaled_dot_product_attention``, or with ``need_weights`` the operations of torch's module.
 
     Attributes:
-        gemm_plans: by the name of the weight; a projection without one is computed in half precision.
-        half_plans: announce the operands of the other projections, by the name of the weight.
+        gemm_plans: by the name of the weight; a projection without a backend is computed in half precision.
     """
 
     gemm_plans: dict[str, GemmPlan]
-    half_plans: dict[str, GemmPlan]
 
     def forward(
         self,
@@ -111,8 +109,8 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
     def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
-        if plan is None:
-            return half_linear(x, weight, bias, rows, self.half_plans.get(name))
+        if plan is None or plan.backend is None:
+            return half_linear(x, weight, bias, rows, plan)
         return apply_plan(x, weight, bias, plan, self.training, part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:

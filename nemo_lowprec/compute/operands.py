@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from nemo_lowprec.formats.delayed import AmaxSlot, DelayedScaling
 from nemo_lowprec.formats.floats import E4M3, E5M2, FloatFormat
 from nemo_lowprec.formats.gemm_block_scaling import (
@@ -15,6 +17,7 @@ from nemo_lowprec.formats.gemm_block_scaling import (
     SQUARE_128,
     BlockLayout,
 )
+from nemo_lowprec.formats.scale import compute_scale
 from nemo_lowprec.options import Recipe
 
 OPERANDS = ("input", "weight", "grad_output")
@@ -48,6 +51,14 @@ class Operand:
     margin: int = 0
     layout: BlockLayout | None = None
     slot: Any = None
+
+    def scale(self, amax: Tensor, record: bool) -> Tensor:
+        """The scale per tensor, FP32 [1], for a tensor with ``amax``, which ``record`` enters into the history."""
+        if self.slot is None:
+            return compute_scale(amax.reshape(1), self.fmt.max, self.margin)
+        if record:
+            self.slot.record(amax)
+        return self.slot.current_scale(amax)  # type: ignore[no-any-return]
 
 
 def operand_of(recipe: Recipe, kind: str, slot: AmaxSlot | None = None) -> Operand:

@@ -95,10 +95,10 @@ class _Quantized(NamedTuple):
     columnwise: bool
     delayed: bool
 
-    @property
-    def is_valid(self) -> bool:
-        """Whether the history behind a delayed scale is still in use."""
-        return not (self.delayed and self.operand.slot.cold)
+    def fits(self, key: tuple[Any, ...], rowwise: bool, columnwise: bool) -> bool:
+        """Whether a reader can use ``data``, and the history behind a delayed scale is still in use."""
+        oriented = self.rowwise >= rowwise and self.columnwise >= columnwise
+        return self.key == key and oriented and not (self.delayed and self.operand.slot.cold)
 
 
 class SharedInput:
@@ -132,11 +132,9 @@ class SharedInput:
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
-        fits = there is not None and there.key == key and there.rowwise >= rowwise and there.columnwise >= columnwise
-        if there is not None and fits and there.is_valid:
-            first = there.operand
-            if record and operand.slot is not None and first.slot is not None and self._histories is not None:
-                self._histories.share(operand.slot, first.slot)
+        if there is not None and there.fits(key, rowwise, columnwise):
+            if record and self._histories is not None:
+                self._histories.share(operand.slot, there.operand.slot)
             return backend.copy_operand(there.data)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)

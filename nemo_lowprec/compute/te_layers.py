@@ -174,15 +174,14 @@ def load_te_state_dict(model: nn.Module, state: dict[str, dict[str, Tensor]]) ->
 @contextmanager
 def histories_kept(model: nn.Module) -> Iterator[None]:
     """Context of an evaluation that leaves the amax histories, from which training computes scales, unchanged."""
-    before = {id(h): (h, h.clone()) for h in _histories(model)}  # each history is held, so that no other takes its id
+    before = [(history, history.clone()) for history in _histories(model)]
     try:
         yield
     finally:
-        for history in _histories(model):
-            if id(history) in before:
-                history.copy_(before[id(history)][1])
-            else:  # the history of a module that had not run before
-                history.zero_()
+        for history in _histories(model):  # also of modules that had not run before
+            history.zero_()
+        for history, values in before:
+            history.copy_(values)
 
 
 def _histories(model: nn.Module) -> list[Tensor]:
@@ -197,10 +196,7 @@ def has_empty_histories(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def nonfinite_amaxes(model: nn.Module) -> Tensor | None:
-    """Whether an amax in the histories is not finite, as a bool scalar on the device; None without histories.
-
-    FP8 casts saturate, so an infinity in an FP8 operand shows in the operand's amax only.
-    """
+    """Whether an amax in the histories is not finite, as a bool scalar on the device; None without histories."""
     histories = _histories(model)
     return ~torch.stack(torch._foreach_norm(histories, math.inf)).isfinite().all() if histories else None
 

@@ -93,11 +93,9 @@ class WeightScale:
             self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             self.amax.copy_(amax)
 
-    def note(self) -> None:
-        """Note that the scale was computed from the present weight."""
-        weight = self.weight
-        if weight is not None:
-            self._measured = (True,) if self.gathered else (True, *_state_of(weight))
+    def note(self, weight: Tensor) -> None:
+        """Note that the scale was computed from the present values of ``weight``."""
+        self._measured = (True,) if self.gathered else (True, *_state_of(weight))
 
     def restart(self) -> None:
         """Start new histories for the layer's other operands."""
@@ -169,11 +167,7 @@ class WeightScales:
         return self.scales[key]
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
-        """Move the table to ``device``, the model's; every weight is measured anew.
-
-        Args:
-            gathered_as: dtype in which FSDP2 gathers weights from shards; None for whole weights.
-        """
+        """Move the table to ``device``, the model's; every weight is measured anew. See ``AmaxState.settle``."""
         self._allocate(device)
         self._gathered_as = gathered_as
         for scale in self.scales.values():
@@ -205,30 +199,29 @@ class WeightScales:
     @torch.no_grad()
     def renew(self) -> None:
         """After a step: compute the scales of all weights from their present values. The host does not wait."""
+        if not self.scales:
+            return
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-        norms: list[Tensor | None] = [None] * len(self.scales)
+        norms = [torch.zeros((), device=self.amax.device)] * len(self.scales)
         for i, scale in enumerate(self.scales.values()):
             weight = scale.weight
             if weight is None:  # a parametrization computes the weight for each forward
                 scale.forget()
                 continue
-            scale.note()
+            scale.note(weight)
             local = local_shard(weight)
             data = stored_data(local)
-            norms[i] = _take_amax_of_step(local)
-            has_own = isinstance(local, Fp8Weight | Fp8Gathered)
-            if norms[i] is None and data.numel() and not has_own:
+            left = _take_amax_of_step(local)
+            if left is not None:
+                norms[i] = left
+            elif data.numel() and not isinstance(local, Fp8Weight | Fp8Gathered):  # which have their own scales
                 by_dtype.setdefault(data.dtype, []).append((i, data))
-        if not self.scales:
-            return
         for found in by_dtype.values():
             for (i, _), norm in zip(found, torch._foreach_norm([data for _, data in found], math.inf), strict=True):
                 norms[i] = norm
-        zero = torch.zeros((), device=self.amax.device)
-        known = [zero if norm is None else norm for norm in norms]
-        if len({norm.dtype for norm in known}) > 1:
-            known = [norm.float() for norm in known]
-        amax = torch.stack(known).float()
+        if len({norm.dtype for norm in norms}) > 1:
+            norms = [norm.float() for norm in norms]
+        amax = torch.stack(norms).float()
         if self.reduce_amax is not None:
             self.reduce_amax(amax)
         if self._gathered_as is not None:

@@ -28,7 +28,7 @@ def around(computation: Computation) -> Columns:
 def of_built_chunks(settings: MegatronSettings, chunks: Sequence[nn.Module]) -> Columns:
     """The columns of chunks that Megatron-core has built from Transformer Engine's layers."""
     computation = Computation(settings.options, DTYPES[settings.level.autocast], AmaxState())
-    computation.amaxes = [TEAmaxes(chunks)]
+    computation.amaxes = [TEAmaxes(nn.ModuleList(chunks))]
     return around(computation)
 
 

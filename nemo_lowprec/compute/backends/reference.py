@@ -18,7 +18,6 @@ from nemo_lowprec.formats import (
     BlockScaledMatrix,
     cast,
     compute_amax,
-    compute_scale,
     decode,
     dequantize_blocks,
     quantize_blocks,
@@ -47,13 +46,7 @@ class ReferenceBackend(Backend):
         )
 
     def _per_tensor(self, values: Tensor, operand: Operand, record: bool) -> Orientation:
-        amax = compute_amax(values)
-        if operand.slot is not None:
-            if record:
-                operand.slot.record(amax)
-            scale = operand.slot.current_scale(amax)
-        else:
-            scale = compute_scale(amax.reshape(1), operand.fmt.max, operand.margin)
+        scale = operand.scale(compute_amax(values), record)
         return Orientation(cast(values.float() * scale, operand.fmt), scale.reciprocal(), None)
 
     def _blocks(self, values: Tensor, operand: Operand, columnwise: bool) -> Orientation:
@@ -63,10 +56,8 @@ class ReferenceBackend(Backend):
             if columnwise and operand.kind != "weight":
                 values = _hadamard(values.float())
             if operand.kind == "grad_output":
-                device = values.device
-                generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else (
-                    torch.default_generator
-                )  # fmt: skip
+                generators = torch.cuda.default_generators if values.is_cuda else (torch.default_generator,)
+                generator = generators[values.device.index or 0]
         quantized = quantize_blocks(values, operand.fmt, operand.layout, generator)
         return Orientation(quantized.data, quantized.scale_inv, operand.layout)
 

@@ -18,7 +18,6 @@ class ScaledMMBackend(ReferenceBackend):
     """Per-tensor scales; quantization by a fused kernel where there is Triton, GEMMs on tensor cores."""
 
     name = "torch"
-    row_multiple = 16
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
@@ -46,15 +45,10 @@ class ScaledMMBackend(ReferenceBackend):
         slot, fmt = operand.slot, operand.fmt
         if slot is None:
             row, col, scale_inv = kernels.quantize_current(values, fmt, operand.margin, rowwise, columnwise)
-        elif slot.cold:
-            amax = kernels.amax(values)
-            if record:
-                slot.record(amax)
-            scale = slot.current_scale(amax)
-            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, None)
-        else:
-            recorded = slot.amax if record else None
-            row, col, scale_inv = kernels.quantize(values, slot.scale, fmt, rowwise, columnwise, recorded)
+        else:  # ``operand.scale`` records the amax of a cold slot, the kernel any other amax
+            scale = operand.scale(kernels.amax(values), record) if slot.cold else slot.scale
+            recorded = slot.amax if record and not slot.cold else None
+            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, recorded)
         return QuantizedOperand(
             None if row is None else Orientation(row, scale_inv, None),
             None if col is None else Orientation(col, scale_inv, None),

@@ -25,22 +25,21 @@ from torch import Tensor
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax, compute_scale
+from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
 _INSTALL = "install a transformer-engine[pytorch] that matches this PyTorch and CUDA, or use backend='torch'"
-# TE's own check of each scaling.
-_CHECKS = {
-    "delayed": "is_fp8_available",
-    "current": "is_fp8_available",
-    "blockwise": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-    "nvfp4": "is_nvfp4_available",
+# By scaling: the compute capability that it needs, and TE's own check.
+_NEEDS = {
+    "delayed": ((8, 9), "is_fp8_available"),
+    "current": ((8, 9), "is_fp8_available"),
+    "blockwise": ((9, 0), "is_fp8_block_scaling_available"),
+    "mxfp8": ((10, 0), "is_mxfp8_available"),
+    "nvfp4": ((10, 0), "is_nvfp4_available"),
 }
 _LARGE = 2**24  # elements
-_CAPABILITY = {"delayed": (8, 9), "current": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
 
 
 class TEBackend(Backend):
@@ -61,7 +60,7 @@ class TEBackend(Backend):
         if not torch.cuda.is_available() or torch.version.cuda is None:
             return "backend='te' needs an NVIDIA GPU; use backend='reference' on this machine"
         scaling = "delayed" if recipe is None else recipe.scaling
-        needed = _CAPABILITY[scaling]
+        needed, check = _NEEDS[scaling]
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < needed:
             return (
@@ -71,7 +70,7 @@ class TEBackend(Backend):
         broken = _import_error()
         if broken:
             return broken
-        available, reason = getattr(_load().te, _CHECKS[scaling])(return_reason=True)
+        available, reason = getattr(_load().te, check)(return_reason=True)
         return None if available else f"Transformer Engine: {reason.rstrip('.')}; use another level"
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
@@ -110,14 +109,8 @@ class TEBackend(Backend):
                 held = slot, self._float8_quantizer(slot.scale, amax, operand, rowwise, columnwise)
                 self._quantizers[key] = held
             return held[1]
-        own, amax = compute_amax(values), _unread(values.device)
-        if slot is None:  # TE's own current scaling knows no margin
-            scale = compute_scale(own.reshape(1), operand.fmt.max, operand.margin)
-        else:
-            if record:
-                slot.record(own)
-            scale = slot.current_scale(own)
-        return self._float8_quantizer(scale, amax, operand, rowwise, columnwise)
+        scale = operand.scale(compute_amax(values), record)  # TE's own current scaling knows no margin
+        return self._float8_quantizer(scale, _unread(values.device), operand, rowwise, columnwise)
 
     def _float8_quantizer(self, scale: Tensor, amax: Tensor, operand: Operand, rowwise: bool, columnwise: bool) -> Any:
         dtype = self._te.dtype[operand.fmt.dtype]

@@ -16,10 +16,8 @@ one file here. To add one, such as a norm that hands its quantized output to the
    module bit for bit on the reference backend, as ``tests/compute/test_patterns.py`` does.
 
 A parent (``is_parent``) is fused on top of its linear layers, which are converted as ever: names, scales, histories and
-the weights' storage do not change, and a checkpoint fits with and without the pattern. It is left alone where one of
-its linear layers or norms is left in half precision. ``Conversion.fused`` names the parents with their patterns, and
-``Conversion.unfused`` says of the other candidates why; norms that a pattern computes are in ``Conversion.norms``. A
-module without linear layers (a norm) is chosen by its name as a linear layer is; ``Conversion.kept`` has the reasons.
+the weights' storage do not change, and a checkpoint fits with and without the pattern. A parent is left alone where one
+of its linear layers or norms is left in half precision. ``Conversion`` lists the outcomes.
 """
 
 from __future__ import annotations

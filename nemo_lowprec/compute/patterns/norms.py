@@ -98,9 +98,7 @@ def _rms_norm_settings(module: nn.Module) -> dict[str, Any] | None:
     """
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-        return None
-    if any(True for _ in module.children()):
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float) or list(module.children()):
         return None
     generator = torch.Generator().manual_seed(0)
     place = torch.empty(0, dtype=weight.dtype, device="cpu" if weight.is_meta else weight.device)
