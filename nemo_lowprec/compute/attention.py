@@ -6,8 +6,7 @@ builds a plan for every new shape, which a run with sequences of many lengths wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -24,15 +23,10 @@ def check_attention(attention: str, device: torch.device) -> None:
         raise ValueError("attention='cudnn' needs an NVIDIA GPU of compute capability 9.0. Use attention='auto' here.")
 
 
-@contextmanager
-def prefer_attention(attention: str) -> Iterator[None]:
+def prefer_attention(attention: str) -> AbstractContextManager[Any]:
     """Let cuDNN's kernels come first, the others where these cannot."""
-    if attention == "auto":
-        yield
-        return
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
-        yield
+    return nullcontext() if attention == "auto" else sdpa_kernel(order, set_priority=True)
 
 
 def prefer_attention_in(model: nn.Module, attention: str) -> None:

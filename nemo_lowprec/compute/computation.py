@@ -85,7 +85,6 @@ class Computation(Column):
         return choose_backend(self.options.backend, self.options.recipe, device)
 
     def install(self, model: nn.Module, training: bool) -> None:
-        """Convert the layers of ``model``."""
         assert self.backend is not None
         self._model = model
         on_cpu = self.device.type == "cpu"

@@ -96,8 +96,9 @@ def convert_layers(
         _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
-            without = half_backend is None and _is_conv1d(module)  # torch has no such layer
-            if without or weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
+            if half_backend is None and _is_conv1d(module):  # which has no form like HalfLinear
+                continue
+            if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
             _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
             result.half.append(item)

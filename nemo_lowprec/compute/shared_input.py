@@ -147,7 +147,7 @@ class SharedInput:
         """Hand over the quantized operand of a tensor that the caller has produced; its readers then quantize nothing.
 
         The producer quantizes with the scale of ``operand`` and, where ``record``, has entered the amax into
-        ``operand.slot``. An operand that does not fit a reader's backend, dtype or orientation is not read.
+        ``operand.slot``.
 
         Args:
             backend: the readers' ``gemm_plan.backend``.
@@ -157,8 +157,7 @@ class SharedInput:
             operand: the ``input`` operand of one of the readers.
             shape: (rows, features) that were quantized, rows padded to a multiple of ``backend.row_multiple``.
             dtype: the readers' half dtype, from which the values were rounded.
-            rowwise, columnwise: orientations of ``data``. The forward GEMM reads rowwise data, the weight gradient
-                columnwise data.
+            rowwise, columnwise: orientations of ``data``; a reader that trains needs both.
             record: whether the readers train (``module.training``).
         """
         if not _may_change_unseen(source):

@@ -19,8 +19,6 @@ log = logging.getLogger("nemo_lowprec")
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (TEBackend, ScaledMMBackend, ReferenceBackend)}
 
-_BLACKWELL = ("mxfp8", "nvfp4")
-
 
 def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Backend:
     """Return the backend ``name``, or with ``auto`` the fastest that can run ``recipe`` on ``device``.
@@ -41,7 +39,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
         return BACKENDS[name]()
     has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
-    if recipe is not None and recipe.scaling in _BLACKWELL and not has_blackwell:
+    if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4") and not has_blackwell:
         raise ValueError(
             f"{recipe.scaling} GEMMs need a Blackwell GPU (compute capability 10.0) and Transformer Engine. "
             "Use a bf16_with_fp8 level here, or backend='reference' to emulate them slowly."

@@ -132,11 +132,10 @@ class TEBackend(Backend):
     # those of TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        fused = bias is not None and out_dtype != torch.float32  # the epilogue adds half biases only
-        out = self._te.general_gemm(
-            weight, x, out_dtype=out_dtype, layout="TN", bias=bias.to(out_dtype) if bias is not None and fused else None
-        )[0]
-        return out if bias is None or fused else out + bias.float()
+        if bias is not None and out_dtype == torch.float32:  # the epilogue adds half biases only
+            return self.fprop(x, weight, None, out_dtype) + bias.float()
+        half = None if bias is None else bias.to(out_dtype)
+        return self._te.general_gemm(weight, x, out_dtype=out_dtype, layout="TN", bias=half)[0]
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         in_gemm = total is not None and isinstance(weight, self._te.te.Float8TensorStorage)
