@@ -133,8 +133,9 @@ class SharedInput:
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
         if there is not None and there.fits(key, rowwise, columnwise):
-            if record and self._histories is not None:
-                self._histories.share(operand.slot, there.operand.slot)
+            first = there.operand.slot
+            if record and operand.slot is not None and first is not None and self._histories is not None:
+                self._histories.share(operand.slot, first)
             return backend.copy_operand(there.data)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)
