@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.arguments import AtLeast1, check_value
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.options import LayerFilter
-from nemo_lowprec.report.plan.layout import Layout, check_count
+from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
 from nemo_lowprec.report.plan.tracing import Activations, Traced, fake, trace
@@ -44,9 +45,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "seq_length"):
-            value = getattr(self, name)
-            if value is not None:
-                check_count(name, value)
+            check_value(name, getattr(self, name), AtLeast1 | None)
         if (self.micro_batch_size is None) != (self.seq_length is None):
             raise ValueError("micro_batch_size and seq_length go together: give both, or neither.")
         if self.batch is not None and self.seq_length is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_lowprec.arguments import AtLeast1, check_value
 from nemo_lowprec.megatron import ParallelLayout
-from nemo_lowprec.options.values import check_flag, is_integer
 
 MEGATRON = "lowprec_megatron"
 # Megatron-core's names of the arguments of ParallelLayout, in its order, with the defaults.
@@ -18,12 +18,6 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "lowprec_sharded": ("reshard_after_forward", "shard_size"),
     MEGATRON: (*_SIZES, "overlap_grad_reduce", "bucket_size"),
 }
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is an integer of at least 1."""
-    if not is_integer(value, 1):
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gpus", "micro_batches"):
-            check_count(name, getattr(self, name))
+            check_value(name, getattr(self, name), AtLeast1)
         self.sizes.check_world(self.world)
         self.sizes.check_micro_batches(self.micro_batches, "A step")
         if self.sizes.expert > 1:
@@ -69,9 +63,8 @@ class Layout:
                 f"single_device is one process, and nodes={self.nodes} with gpus={self.gpus} are {self.world}. "
                 f"Use one of: {', '.join(s for s in STRATEGIES if s != 'single_device')}."
             )
-        check_flag("reshard_after_forward", self.reshard_after_forward)
-        if self.shard_size is not None:
-            check_count("shard_size", self.shard_size)
+        check_value("reshard_after_forward", self.reshard_after_forward, bool)
+        check_value("shard_size", self.shard_size, AtLeast1 | None)
         if self.world % self.shards:
             raise ValueError(f"shard_size={self.shard_size!r} must divide the number of processes, {self.world}.")
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
