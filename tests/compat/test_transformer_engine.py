@@ -18,7 +18,7 @@ def test_the_parts_of_a_quantized_weight():
     compat.quantizer_of(weight).update_quantized(values, weight)
     data, scale_inv = compat.fp8_data(weight), compat.scale_inv(weight)
     assert data is not None and data.dtype == torch.uint8 and scale_inv.shape == (1,)
-    assert "E4M3" in str(compat.fp8_dtype(weight))
+    assert compat.fp8_dtype(weight).name == "kFloat8E4M3"
     read = data.view(torch.float8_e4m3fn).float() * scale_inv
     assert torch.equal(read, weight.dequantize(dtype=torch.float32))
     assert (read - values.float()).abs().max() <= values.float().abs().max() / 16
