@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from nemo_lowprec import bf16_with_fp8_mixed
 from nemo_lowprec.data import TextDataModule
 from nemo_lowprec.models import CausalLM
-from nemo_lowprec.train import _check_checkpoint, pretrain
+from nemo_lowprec.train import check_ckpt_path, pretrain
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 CONFIG["num_key_value_heads"] = 1
@@ -119,5 +119,5 @@ def test_a_half_written_checkpoint_is_refused_before_anything_runs(tmp_path):
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(whole.read_bytes()[:2000])
     with pytest.raises(ValueError, match="is no complete checkpoint"):
-        _check_checkpoint(cut)
-    _check_checkpoint(whole)
+        check_ckpt_path(cut)
+    check_ckpt_path(whole)

@@ -12,7 +12,7 @@ from nemo_lowprec.checkpoint.writing import part_of, put_in_place, recover, remo
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models.saved_weights import open_checkpoint
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
-from nemo_lowprec.train import _check_checkpoint
+from nemo_lowprec.train import check_ckpt_path
 from tests.processes import on_processes
 from tests.support import Net, Samples, plugin, trainer
 
@@ -194,7 +194,12 @@ def exported(folder):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("opener", [recover, _check_checkpoint, exported])
+def resumed(folder):
+    with pytest.raises(ValueError, match="is a folder, and no checkpoint"):
+        check_ckpt_path(folder)
+
+
+@pytest.mark.parametrize("opener", [recover, resumed, exported])
 def test_a_folder_comes_back_where_a_process_was_killed_between_two_renames(tmp_path, monkeypatch, opener):
     """On a file system without exchange."""
     folder, rename, calls = tmp_path / "a", writing.os.replace, []
