@@ -5,7 +5,8 @@ from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import is_converted, revert_layers
 from nemo_lowprec.compute.computation import Computation
-from nemo_lowprec.compute.convert import Conversion, convert_layers, gemm_plans, linear_weights
+from nemo_lowprec.compute.conversion import Conversion
+from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
 

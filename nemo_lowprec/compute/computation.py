@@ -16,7 +16,8 @@ from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
-from nemo_lowprec.compute.convert import Conversion, convert_layers, gemm_plans, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.conversion import Conversion
+from nemo_lowprec.compute.convert import convert_layers, gemm_plans, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped

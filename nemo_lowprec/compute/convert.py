@@ -6,7 +6,6 @@ converted once; a layer that cannot be converted is left as it is, with the reas
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
 from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
@@ -34,34 +34,6 @@ _PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
-
-
-@dataclass
-class Conversion:
-    """How each linear layer and norm of a model is computed.
-
-    The input projections of ``nn.MultiheadAttention`` are no layers, and are listed by the names of their weights
-    (``attn.in_proj_weight``).
-
-    Attributes:
-        low: names of layers whose GEMMs run below 16 bits.
-        weights: names of their weights, as in ``named_parameters()``.
-        half: names of linear layers whose GEMMs run in half precision on a backend or with FP32 weight gradients.
-        norms: names of converted norms.
-        kept: name to reason, for every linear layer and norm that was left alone.
-        asked: names in ``kept`` of layers that the arguments for choosing layers leave out.
-        fused: name to pattern, for every parent of converted layers that a pattern computes (``compute.patterns``).
-        unfused: name to reason, for every other parent that a pattern has looked at.
-    """
-
-    low: list[str] = field(default_factory=list)
-    weights: list[str] = field(default_factory=list)
-    half: list[str] = field(default_factory=list)
-    norms: list[str] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
-    fused: dict[str, str] = field(default_factory=dict)
-    unfused: dict[str, str] = field(default_factory=dict)
 
 
 def convert_layers(

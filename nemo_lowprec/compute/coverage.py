@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from nemo_lowprec.compute.convert import Conversion
+from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.te_layers import is_te_module
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from nemo_lowprec.chart import PrecisionLevel
-from nemo_lowprec.compute.convert import Conversion
+from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.coverage import Group, as_globs, groups_of, too_little
 from nemo_lowprec.lines import WIDTH, name_lines, text_lines
 

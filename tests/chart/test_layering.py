@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_imports_go_down_the_house(path):
             continue
         assert FLOOR[other] <= FLOOR[part], f"{part} imports {other}, which stands above it"
         assert not {part, other} <= COLUMNS, f"the columns {part} and {other} import each other"
+
+
+def files_imported(path: Path) -> set[Path]:
+    """Files of the package that a file names in an import, anywhere in it."""
+    files = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nemo_lowprec"):
+            module = ROOT.parent / Path(*str(node.module).split("."))
+            files.add(module.with_suffix(".py"))
+            for alias in node.names:  # a file of the package, or a name in its __init__
+                file = module / f"{alias.name}.py"
+                files.add(file if file.exists() else module / "__init__.py")
+    return files & set(FILES)
+
+
+def test_no_files_import_each_other_in_a_circle():
+    graph = {path: files_imported(path) - {path} for path in FILES}
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the files
 
 
 def test_the_chart_imports_nothing_of_ours():

@@ -23,18 +23,15 @@ of its linear layers or norms is left in half precision. ``Conversion`` lists th
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import own_forward
+from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.patterns.norms import Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
-
-if TYPE_CHECKING:
-    from nemo_lowprec.compute.convert import Conversion
 
 __all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "recognise", "run_with"]
 
