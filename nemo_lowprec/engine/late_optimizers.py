@@ -7,23 +7,20 @@ every optimizer attaches the optimizer to the engine before its first step.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-if TYPE_CHECKING:
-    from nemo_lowprec.engine import Engine
-
-_engines: WeakSet[Engine] = WeakSet()
+_engines: WeakSet[Any] = WeakSet()  # each an ``Engine``, whose file imports this one
 _seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # number of parameters when the hook saw the optimizer
 _hooks: list[Any] = []
 
 
-def watch_for_optimizers(engine: Engine) -> None:
-    """Attach every optimizer that steps on a parameter of the engine's model, from now on."""
+def watch_for_optimizers(engine: Any) -> None:
+    """Attach every optimizer that steps on a parameter of the model of ``engine``, an ``Engine``, from now on."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
     _engines.add(engine)
@@ -50,7 +47,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return (torch.optim.AdamW([{"params": []}]), lambda: result), {}
 
 
-def _engine_of(optimizer: Optimizer) -> Engine | None:
+def _engine_of(optimizer: Optimizer) -> Any:
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for engine in list(_engines):
         model = engine.model
