@@ -11,6 +11,7 @@ Formats and scales of the operands are in ``operands.py``, the GEMMs in ``backen
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ class GemmPlan:
         operands: the layer's ``input``, ``weight`` and ``grad_output``; none without a recipe.
         inputs: the ``SharedInput`` of all layers of the model that have a recipe.
         keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
-            that is gathered again in backward: forward then saves nothing of it.
+            that is gathered again in backward: forward then saves nothing of it, but for an input without elements.
         name: the layer's name in the model.
         observers: of the engine that converted the layer; each operand is announced to them when it is ready.
     """
@@ -157,7 +158,8 @@ def apply_plan(
     if is_transformed():
         return _by_torch(x, weight, bias, plan, out_dtype, transposed, part)
     if x.numel() == 0:  # no kernel takes an operand without elements
-        return _by_torch(x, weight, bias, replace(plan, observers=NOBODY), out_dtype, transposed, part)
+        out = _by_torch(x, weight, bias, replace(plan, observers=NOBODY), out_dtype, transposed, part)
+        return _not_a_view(out, out.shape)
     with AutocastOff(device):
         flat = x.reshape(-1, x.shape[-1])
         # needs_input_grad does not know of no_grad.
@@ -170,10 +172,12 @@ def apply_plan(
         out, given_out = _LinearFunction.apply(flat if handle is None else handle, weight, bias, call)
         if gradient is not None and given_out is not None:
             plan.inputs.give_out(x, gradient, given_out)
-        if x.dim() == 2:
-            return out
-        # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
-        return torch.ops.aten._unsafe_view.default(out, [*x.shape[:-1], out.shape[-1]])
+        return out if x.dim() == 2 else _not_a_view(out, [*x.shape[:-1], out.shape[-1]])
+
+
+def _not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """``out`` in ``shape``. FSDP2 hooks into the output of a block: of a view, an in-place operation loses the hook."""
+    return torch.ops.aten._unsafe_view.default(out, shape)
 
 
 def _by_torch(

@@ -11,7 +11,8 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -274,12 +275,12 @@ def _train_tokenizer(documents: Sequence[Document], vocab_size: int, max_bytes: 
             break
         taken.append(document)
         total += document.size
-    texts = (text[:max_bytes] for text in _read(taken, "Reading for the tokenizer", []))
-    # The trainer allocates memory for all ids at once; beyond the 256 bytes, an id takes at least a byte of text.
-    return train_tokenizer(texts, min(vocab_size, MIN_VOCAB_SIZE + total))
+    with closing(_read(taken, "Reading for the tokenizer", [])) as texts:
+        # The trainer allocates memory for all ids at once; beyond the 256 bytes, an id takes at least a byte of text.
+        return train_tokenizer((text[:max_bytes] for text in texts), min(vocab_size, MIN_VOCAB_SIZE + total))
 
 
-def _read(documents: Sequence[Document], task: str, skipped: list[str]) -> Iterator[str]:
+def _read(documents: Sequence[Document], task: str, skipped: list[str]) -> Generator[str]:
     """The texts of the UTF-8 documents, with a bar on a terminal; names of other documents are added to `skipped`."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -301,10 +302,11 @@ def _write_indexed(prefix: Path, tokenizer: Tokenizer, documents: Sequence[Docum
     builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     skipped: list[str] = []
     written = tokens = 0
-    for ids in encode_documents(tokenizer, _read(documents, f"Encoding {prefix.name}", skipped)):
-        builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
-        written += 1
-        tokens += len(ids)
+    with closing(_read(documents, f"Encoding {prefix.name}", skipped)) as texts:
+        for ids in encode_documents(tokenizer, texts):
+            builder.add_document(np.array(ids, dtype=dtype), [len(ids)])
+            written += 1
+            tokens += len(ids)
     builder.finalize(f"{prefix}.idx")
     if not written:
         raise ValueError(

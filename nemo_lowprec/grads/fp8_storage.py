@@ -58,8 +58,9 @@ class Fp8Gradients(Column):
     def cover(self, params: Iterable[Tensor]) -> None:
         """Store the gradients of ``params`` from now on, but for parameters that require no gradient yet."""
         for param in params:
-            if param.requires_grad and param not in self._covered:
-                self._covered.add(param)
+            # A pickled parameter takes its mark along, and not its hook.
+            if param.requires_grad and self._covered.get(param) != id(param):
+                self._covered.add(param, id(param))
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)

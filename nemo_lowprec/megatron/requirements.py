@@ -17,7 +17,11 @@ def check_megatron() -> None:
     The import of Transformer Engine comes before anything else touches the GPU: it fails once cuDNN is loaded. The
     import of Megatron-core comes last: it takes seconds, and prints warnings about optional packages.
     """
-    if not (find_spec("megatron") and find_spec("megatron.core")):
+    try:
+        installed = find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # no package ``megatron``
+        installed = False
+    if not installed:
         raise RuntimeError(_NO_MEGATRON.format("there is no module megatron.core"))
     if not torch.cuda.is_available():
         raise RuntimeError(

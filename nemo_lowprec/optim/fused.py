@@ -32,12 +32,13 @@ class _Tables:
         """Make the tables for these parameters, where the last step had other parameters."""
         wanted = device, [(u.param.shape, u.index) for u in updates]
         if wanted != self.made_for:
-            self.made_for = wanted
+            self.made_for = None  # until all tables are there: an allocation may fail
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
             self.tiles = TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
             self.salts, self.amax, self.changed = torch.zeros(3, len(updates), dtype=torch.int32, device=device)
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)
+            self.made_for = wanted
 
 
 class FusedStep:

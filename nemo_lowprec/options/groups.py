@@ -7,13 +7,22 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 from annotated_types import Ge, Le
+from pydantic import BeforeValidator
 
 from nemo_lowprec.arguments import AtLeast0, AtLeast1, Seed, check_value
 
 _LOWEST = 2.0**-24  # FP16's smallest number: with a smaller scale a gradient of 1 would become zero
 HIGHEST = 2.0**126  # the largest power of two of which FP32 holds the reciprocal as a normal number
+
+
+def _plain_number(value: Any) -> Any:
+    if not isinstance(value, int | float):  # a tensor has a ``__float__``, too
+        raise ValueError
+    return value
+
+
 _Scale = Annotated[
-    float, Ge(_LOWEST), Le(HIGHEST),
+    float, BeforeValidator(_plain_number), Ge(_LOWEST), Le(HIGHEST),
     "a positive number from 2**-24 (below, FP16 gradients of 1 become zero) "
     "to 2**126 (above, FP32 does not hold it and its reciprocal)",
 ]  # fmt: skip
@@ -43,8 +52,9 @@ class LayerFilter(Arguments):
             ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
             names the head.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
-        num_layers_at_start_in_half, num_layers_at_end_in_half: blocks that stay in half precision, of the
-            ``ModuleList`` with the most linear layers (single layers in a model without a ``ModuleList``).
+        num_layers_at_start_in_half: blocks at the start of the stack that stay in half precision. The stack is the
+            ``ModuleList`` with the most linear layers; in a model without a ``ModuleList`` single layers count.
+        num_layers_at_end_in_half: blocks at the end of the stack that stay in half precision.
     """
 
     convert: Sequence[str] | Callable[..., bool] | None = None
@@ -59,8 +69,10 @@ class LayerFilter(Arguments):
                 object.__setattr__(self, name, (value,))
             elif value is None:
                 object.__setattr__(self, name, None if name == "convert" else ())
-            elif not (name == "convert" and callable(value)) and not _are_strings(value):
-                raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
+            elif not (name == "convert" and callable(value)):
+                if not _are_strings(value):
+                    raise ValueError(f"{name}={value!r} must hold names or globs of layers.")
+                object.__setattr__(self, name, tuple(value))  # Hydra and YAML have lists
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             check_value(name, getattr(self, name), AtLeast0)
 
@@ -106,7 +118,7 @@ class LowBitOptions(Arguments):
     Args:
         stochastic_rounding: round updated 16-bit weights (O3: masters) up or down at random, so that updates far
             smaller than a weight are kept on average.
-        rounding_seed: seed of stochastic rounding, of weights and of moments (see ``StateFormats``).
+        rounding_seed: seed of stochastic rounding, of weights and of moments.
         gradient_release: step each parameter as soon as its gradient is complete, and free the gradient.
     """
 

@@ -44,7 +44,7 @@ def _factory(level: PrecisionLevel) -> Callable[..., LowPrecision]:
     defaults = option_defaults(level)
     build.__name__ = build.__qualname__ = level.name
     build.__module__ = "nemo_lowprec"
-    arguments = [line for name in defaults for line in text_lines(f"{name}: {_TEXTS.get(name)}", 4, hanging=8)]
+    arguments = [line for name in defaults for line in text_lines(f"{name}: {_TEXTS.get(name, '')}", 4, hanging=8)]
     build.__doc__ = "\n".join([f"{level.summary}.", "", *(["Args:", *arguments, ""] if defaults else [])])
     build.__annotations__ = {**{name: _HINTS[name] for name in defaults}, "return": LowPrecision}
     build.__signature__ = Signature(  # type: ignore[attr-defined]

@@ -68,15 +68,16 @@ def _level_factory(name: str) -> Callable[..., run.Config[LowPrecision]]:
 def _strategy_factory(strategy: Any) -> Callable[..., run.Config[Any]]:
     """A factory with the name and the own arguments of a strategy, which returns the strategy's config."""
     of_class = inspect.signature(strategy, eval_str=True)
-    own = [parameter for parameter in of_class.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    own = [p.replace(kind=p.KEYWORD_ONLY) for p in of_class.parameters.values() if p.kind is not p.VAR_KEYWORD]
     signature = of_class.replace(parameters=own, return_annotation=run.Config[strategy])
 
-    def build(*args: Any, **kwargs: Any) -> run.Config[Any]:
-        given = signature.bind(*args, **kwargs)
+    def build(**arguments: Any) -> run.Config[Any]:
+        given = signature.bind(**arguments)
         given.apply_defaults()
         return run.Config(strategy, **given.arguments)
 
-    build.__name__, build.__module__, build.__doc__ = strategy.strategy_name, __name__, strategy.__doc__
+    build.__name__ = build.__qualname__ = strategy.strategy_name
+    build.__module__, build.__doc__ = __name__, strategy.__doc__
     build.__signature__ = signature  # type: ignore[attr-defined]
     return factory(Strategy)(build)
 

@@ -181,10 +181,11 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         plugin.follow(module, engine.guard, self.lr_scheduler_configs)
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights report the bytes of another dtype
             summarize_true_size(trainer, plugin.undo)
-        chunks = [unwrapped(chunk) for chunk in engine.chunks]
-        layers, problem = layers_table(chunks, settings, None if pipelined else engine.columns.computation)
-        row = level_table(settings.level, settings.fp8_weights, chunks)
-        print_tables(plugin, [row, settings_table(settings, self.layout, overlaps), layers], problem)
+        if self.is_global_zero:
+            chunks = [unwrapped(chunk) for chunk in engine.chunks]
+            layers, problem = layers_table(chunks, settings, None if pipelined else engine.columns.computation)
+            row = level_table(settings.level, settings.fp8_weights, chunks)
+            print_tables(plugin, [row, settings_table(settings, self.layout, overlaps), layers], problem)
 
     def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
         """The level and its settings for ``module``.

@@ -25,6 +25,10 @@ class Model(nn.Module):
         self.lm_head = nn.Linear(32, 64)
 
 
+def test_lists_of_names_are_those_of_tuples():
+    assert LayerFilter(skip=[]) == LayerFilter() and LayerFilter(convert=["*"]) == LayerFilter("*")
+
+
 def convert(model, **layers):
     recipe = Recipe("current")
     return convert_layers(model, torch.bfloat16, recipe, ReferenceBackend(), None, LayerFilter(**layers), None)

@@ -191,6 +191,8 @@ def test_an_empty_batch(scaling, shape):
     out, dx, dw, db = gradients(layer, torch.empty(shape))
     assert out.shape == dx.shape == shape
     assert dw.abs().sum() == 0 and db.abs().sum() == 0
+    # FSDP2 hooks into the output of a block; an in-place operation on a view would lose the hook.
+    assert not layer(torch.empty(shape, requires_grad=True))._is_view()
     if histories is not None:
         histories.update()
         assert all(slot.cold for slot in histories.slots.values())

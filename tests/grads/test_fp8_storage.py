@@ -1,6 +1,7 @@
 """Gradients stored in FP8 as soon as they are complete, micro-batch after micro-batch."""
 
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -39,6 +40,18 @@ def test_matrices_are_stored_and_vectors_stay(dtype):
             assert p.grad.stored_bytes() <= 1.1 * p.numel()
         else:
             assert type(p.grad) is Tensor and torch.equal(p.grad, q.grad)
+
+
+def test_a_pickled_parameter_is_covered_anew():
+    model, column = make(), Fp8Gradients()
+    column.cover(model.parameters())
+    weight = pickle.loads(pickle.dumps(model[0].weight))
+    weight.grad_dtype = None
+    model[0].weight = weight
+    column.cover(model.parameters())
+    column.cover(model.parameters())
+    backward(model, randn((16, 40), 0))
+    assert isinstance(weight.grad, GradientTensor) and len(weight._post_accumulate_grad_hooks) == 1
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -1,6 +1,7 @@
 """What is said where Megatron-core cannot run, and what ``MegatronStrategy`` refuses before it runs."""
 
 import sys
+from types import ModuleType
 
 import lightning.pytorch as pl
 import pytest
@@ -21,6 +22,13 @@ def test_without_a_gpu(monkeypatch):
 
 def test_without_megatron_core(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(RuntimeError, match="needs Megatron-core: pip install megatron-core"):
+        MegatronStrategy()
+
+
+def test_a_module_of_the_users_own_named_megatron(monkeypatch):
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setitem(sys.modules, "megatron", ModuleType("megatron"))
     with pytest.raises(RuntimeError, match="needs Megatron-core: pip install megatron-core"):
         MegatronStrategy()
 

@@ -38,6 +38,7 @@ from nemo_lowprec.plugins import LEVELS
         ("te_fp8", {"backend": "cutlass"}, ValueError, "Unknown backend 'cutlass'. Choose one of: auto, te, torch"),
         ("te_fp8", {"skip": [3]}, ValueError, r"skip=\[3\] must hold names or globs of layers"),
         ("fp16_mixed", {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0 must be a positive number"),
+        ("fp16_mixed", {"loss_scale": torch.tensor(128.0)}, ValueError, "must be a positive number"),
         ("fp16_mixed", {"hysteresis": 0}, ValueError, "hysteresis=0 must be an integer of at least 1"),
         ("fp16_amp", {"initial_loss_scale": 0.5}, ValueError, "initial_loss_scale=0.5 lies below min_loss_scale=1.0"),
         ("bf16_mixed", {"half": "fp16"}, TypeError, "bf16_mixed takes no 'half'. Levels that do: msamp_o1, msamp_o2"),

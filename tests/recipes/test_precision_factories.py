@@ -1,6 +1,7 @@
 """Every level as a nemo_run factory."""
 
 import inspect
+import pickle
 
 import fiddle as fdl
 import nemo_run as run
@@ -34,6 +35,13 @@ def test_factory_makes_the_level(name: str) -> None:
     assert isinstance(plugin, LowPrecision) and plugin.level.name == name
     level = inspect.signature(getattr(nemo_lowprec, name)).parameters
     assert inspect.signature(factory).parameters == level
+
+
+@pytest.mark.parametrize("factory", [recipes.lowprec_ddp, recipes.lowprec_sharded, recipes.lowprec_megatron])
+def test_strategies_are_pickled_and_take_arguments_by_name(factory) -> None:
+    assert pickle.loads(pickle.dumps(factory)) is factory
+    with pytest.raises(TypeError):
+        factory(True)
 
 
 @pytest.mark.parametrize("name", list(CHART))
