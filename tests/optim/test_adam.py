@@ -364,7 +364,8 @@ def test_a_new_parameter_in_the_place_of_a_freed_one_gets_its_own_master():
     optimizer.param_groups[0]["params"].clear()
     params.clear()
     del param
-    new = next((p for p in (nn.Parameter(torch.ones(4, 8).half()) for _ in range(1000)) if id(p) == old), None)
+    made = [nn.Parameter(torch.ones(4, 8).half()) for _ in range(10_000)]  # held: else they share one other place
+    new = next((p for p in made if id(p) == old), None)
     assert new is not None, "the old parameter is alive"
     new.grad = torch.ones_like(new)
     assert not optimizer.step_param(new)
