@@ -24,7 +24,7 @@ SUMMARY_METHOD = "_summary"  # of ModelSummary
 SWAP_METHOD, AVERAGE_METHOD = "_swap_models", "_copy_average_to_current"  # of WeightAveraging
 SIGTERM_METHOD = "_sigterm_notifier_fn"  # of the signal connector: the handler of SIGTERM
 REQUEUE_METHOD = "_slurm_sigusr_handler_fn"  # of the signal connector: the handler of SLURM's signal
-EXCHANGE_METHOD = "_broadcast_sigterm_tensor"  # of the training loop, from 2.6 on
+EXCHANGE_METHOD = "_broadcast_sigterm_tensor"  # of the training loop
 
 
 def trainer_of(module: Any) -> Any:

@@ -86,7 +86,7 @@ def te_context(recipe: Recipe | None, half: torch.dtype) -> Iterator[None]:
 
 
 class _EmptyExtraState:
-    """Comes before the class of a TE module."""
+    """Mixin before the class of a TE module: the module saves an empty extra state, and loads none."""
 
     def get_extra_state(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)

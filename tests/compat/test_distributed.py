@@ -21,10 +21,6 @@ def model_of(seed=0):
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 
-def on_two(tmp_path, function):
-    assert on_processes(2, tmp_path, function) == [True, True]
-
-
 def _ddp(rank):
     model = model_of()
     compat.ignore_in_ddp(model, ["0.weight"])
@@ -46,7 +42,7 @@ def _ddp(rank):
 
 
 def test_ddp_ignores_parameters_by_name(tmp_path):
-    on_two(tmp_path, _ddp)
+    assert on_processes(2, tmp_path, _ddp) == [True, True]
 
 
 def _reducer(rank):
@@ -61,7 +57,7 @@ def _reducer(rank):
 
 
 def test_a_reducer_is_made_anew_for_one_parameter(tmp_path):
-    on_two(tmp_path, _reducer)
+    assert on_processes(2, tmp_path, _reducer) == [True, True]
 
 
 def _groups(rank):
@@ -75,7 +71,7 @@ def _groups(rank):
 
 
 def test_the_store_of_the_default_group(tmp_path):
-    on_two(tmp_path, _groups)
+    assert on_processes(2, tmp_path, _groups) == [True, True]
 
 
 @pytest.mark.gpu
@@ -132,7 +128,7 @@ def _units(rank):
 
 
 def test_units_of_fsdp2(tmp_path):
-    on_two(tmp_path, _units)
+    assert on_processes(2, tmp_path, _units) == [True, True]
 
 
 def _dtensors(rank):
@@ -151,7 +147,7 @@ def _dtensors(rank):
 
 
 def test_local_shards_of_dtensors(tmp_path):
-    on_two(tmp_path, _dtensors)
+    assert on_processes(2, tmp_path, _dtensors) == [True, True]
 
 
 @pytest.mark.gpu
