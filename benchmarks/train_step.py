@@ -87,7 +87,7 @@ def by_hand(rounds: int) -> list[float]:
     backend = choose_backend("auto", recipe, device)
     convert_layers(
         model, torch.bfloat16, recipe, backend, None, LayerFilter(), amaxes.histories,
-        weight_scales=amaxes.weight_scales,
+        weights=amaxes.weights,
     )  # fmt: skip
     params = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().clone()) for p in params]

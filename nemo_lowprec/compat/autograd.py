@@ -15,6 +15,17 @@ is_transforming = torch._C._are_functorch_transforms_active
 current_backward = torch._C._current_graph_task_id  # a number for each backward pass; -1 outside
 
 
+unwrap_if_dead = _functorch.unwrap_if_dead  # a tensor that a transform has left behind, as the plain tensor that it is
+
+
+def apply_function(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` at less host time: without the search of all arguments for what transforms have left behind.
+
+    The caller hands over tensors after ``unwrap_if_dead``, and calls it outside of ``torch.func``'s transforms.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def is_tracing() -> bool:
     """Whether ``torch.jit.trace`` records the operations."""
     return torch._C._get_tracing_state() is not None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.compute.weight_scales import WeightScales
+from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.options import Recipe
 
 
@@ -19,14 +20,17 @@ class AmaxState:
 
     Attributes:
         histories: ``DelayedScaling``, the amax histories of inputs and output gradients; None without delayed scaling.
-        weight_scales: ``WeightScales``, the scales of weights; None without delayed scaling.
+        weights: which weights were written, and the quantized weights; with delayed scaling ``WeightScales``.
     """
 
     histories: Any = None
-    weight_scales: Any = None
+
+    def __init__(self) -> None:
+        self.weights = WeightStates()
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
         """Move the tables to ``device``. FSDP2 gathers weights from shards in ``gathered_as``; None: they are whole."""
+        self.weights.settle(device, gathered_as)
 
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
         """Scale by the amaxes of several processes.
@@ -55,15 +59,19 @@ class AmaxState:
 
     def after_step(self, skipped: bool) -> None:
         """Enter a step's amaxes into the histories, or forget the amaxes of a step that was skipped."""
+        self.weights.renew()
 
     def forget_weights(self) -> None:
         """Measure each weight when its layer runs next. The histories of the other operands stay."""
+        self.weights.forget()
 
     def restart(self) -> None:
         """Measure each weight when its layer runs next, and start the histories anew."""
+        self.weights.restart()
 
     def leave(self) -> None:
         """Called when the layers are reverted. The histories stay for the next conversion of the same model."""
+        self.weights.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """Histories and scales as plain values."""
@@ -83,22 +91,22 @@ class DelayedAmaxes(AmaxState):
 
     def __init__(self, recipe: Recipe, renews: bool = True) -> None:
         self.histories = new_histories(recipe)
-        self.weight_scales = WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
+        self.weights: WeightScales = WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
         self._renews = renews
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
         self.histories.to(device)
-        self.weight_scales.settle(device, gathered_as)
+        super().settle(device, gathered_as)
 
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
         self.histories.reduce_amax = reduce_amax
-        self.weight_scales.reduce_amax = reduce_amax if of_weights else None
+        self.weights.reduce_amax = reduce_amax if of_weights else None
 
     def expect(self, growth: float) -> None:
         self.histories.rescale("grad_output", growth)
 
     def nonfinite(self) -> Tensor | None:
-        return self.histories.nonfinite() | self.weight_scales.nonfinite()  # type: ignore[no-any-return]
+        return self.histories.nonfinite() | self.weights.nonfinite()  # type: ignore[no-any-return]
 
     def reduce(self, flags: Tensor) -> bool:
         return self.histories.reduce(flags)  # type: ignore[no-any-return]
@@ -112,18 +120,12 @@ class DelayedAmaxes(AmaxState):
             return
         self.histories.update()
         if self._renews:
-            self.weight_scales.renew()
+            self.weights.renew()
         else:
-            self.weight_scales.forget()
-
-    def forget_weights(self) -> None:
-        self.weight_scales.forget()
-
-    def restart(self) -> None:
-        self.weight_scales.restart()
+            self.weights.forget()
 
     def leave(self) -> None:
-        self.weight_scales.leave()
+        super().leave()
         self.share(None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ class DelayedAmaxes(AmaxState):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "fp8" in state:
             self.histories.load_state_dict(state["fp8"])
-            self.weight_scales.forget()
+            self.weights.forget()
 
 
 class TEAmaxes(AmaxState):

@@ -17,12 +17,14 @@ from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.conversion import Conversion
-from nemo_lowprec.compute.convert import convert_layers, gemm_plans, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Options
+
+_KEPT_WEIGHTS = 2**31  # with weight_cache="auto", elements up to which quantized weights are kept: 4 GiB on a GPU
 
 
 class Computation(Column):
@@ -99,7 +101,7 @@ class Computation(Column):
             self.options.layers,
             self.own_amaxes.histories,
             fp32_wgrad=self._fp32_wgrad,
-            weight_scales=self.own_amaxes.weight_scales,
+            weights=self.own_amaxes.weights,
             observers=self.observers,
         )
         if self._half_weights:
@@ -113,10 +115,24 @@ class Computation(Column):
             self.amaxes.append(TEAmaxes(model))
 
     def settle(self) -> None:
+        self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
         for module in self._model.modules() if self._frees_weights and self._model is not None else ():
             for plan in gemm_plans(module).values():
                 plan.keeps_weight = False
+
+    def _keeps_weights(self) -> bool:
+        """Whether the layers keep their quantized weights from step to step: 2 bytes a parameter."""
+        wanted = self.options.weight_cache
+        if self._gathered_as is not None:
+            return False  # FSDP2 gathers, and frees, the weights for each pass
+        if wanted != "auto":
+            return bool(wanted)
+        return sum(weight.numel() for weight in self._converted_weights()) <= _KEPT_WEIGHTS
+
+    def _converted_weights(self) -> Iterator[nn.Parameter]:
+        for weights in map(linear_weights, [self._model] if self._model is not None else []):
+            yield from (weights[name] for name in self.conversion.weights if name in weights)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

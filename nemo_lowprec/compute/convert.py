@@ -17,15 +17,17 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
+from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
-from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionConv1D, LowPrecisionLinear
+from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.shared_input import SharedInput
-from nemo_lowprec.compute.weight_scales import WeightScales
+from nemo_lowprec.compute.weight_scales import WeightScale
+from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
@@ -45,7 +47,7 @@ def convert_layers(
     layers: LayerFilter,
     histories: DelayedScaling | None,
     fp32_wgrad: bool = False,
-    weight_scales: WeightScales | None = None,
+    weights: WeightStates | None = None,
     observers: Observers = NOBODY,
 ) -> Conversion:
     """Convert linear layers and norms of ``model`` in place.
@@ -58,14 +60,14 @@ def convert_layers(
         layers: chooses the layers.
         histories: for delayed scaling; gets a column for every input and output gradient.
         fp32_wgrad: whether layers in half precision get FP32 weight gradients, without torch's rounding to half.
-        weight_scales: for delayed scaling; gets an entry for every weight. None scales a weight at each use.
+        weights: gets an entry for every weight. None quantizes, and with delayed scaling measures, each at each use.
         observers: the operands of the layers' GEMMs are announced to them.
     """
     result = Conversion()
     for module in list(model.modules()):
         _call_layers(module)
     if recipe is not None:
-        _convert_low(model, half, recipe, backend, layers, histories, weight_scales, observers, result)
+        _convert_low(model, half, recipe, backend, layers, histories, weights, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
         for item, weight in _linear_weights(name, module).items():
             if half_backend is None and _is_conv1d(module):  # which has no form like HalfLinear
@@ -140,7 +142,7 @@ def _convert_low(
     backend: Backend,
     layers: LayerFilter,
     histories: DelayedScaling | None,
-    weight_scales: WeightScales | None,
+    weights: WeightStates | None,
     observers: Observers,
     result: Conversion,
 ) -> None:
@@ -172,14 +174,15 @@ def _convert_low(
         kinds = [kind for kind in OPERANDS if kind != "weight"]
         histories.add_all({f"{item}.{k}": operand_of(recipe, k).fmt for item in chosen for k in kinds})
         slots |= histories.slots
-        if weight_scales is not None:
-            for item, (_, module, weight) in chosen.items():
-                others = [slots[f"{item}.{kind}"] for kind in kinds]
-                slots[f"{item}.weight"] = weight_scales.add(item, module, weight, others)
     inputs = SharedInput(histories)
     for item, (weight_name, module, weight) in chosen.items():
         operands = {kind: operand_of(recipe, kind, slots.get(f"{item}.{kind}")) for kind in OPERANDS}
-        plan = GemmPlan(backend, half, recipe, operands, inputs, name=item, observers=observers)
+        state = None
+        if weights is not None:
+            others = [operand.slot for operand in operands.values() if operand.slot is not None]
+            state = weights.add(item, module, weight, others)
+            operands["weight"].slot = state if isinstance(state, WeightScale) else None
+        plan = GemmPlan(backend, half, recipe, operands, inputs, state, name=item, observers=observers)
         _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)

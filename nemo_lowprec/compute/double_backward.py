@@ -26,11 +26,11 @@ from nemo_lowprec.compute.shared_input import InputGradient
 _CHUNK = 2048  # rows
 
 
-def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features].
 
     Args:
-        ctx: the node of the layer's forward pass, ``linear._LinearFunction``.
+        ctx: the node of the layer's forward pass, ``LinearFunction``.
 
     Raises:
         RuntimeError: the weight was changed in place since the forward pass.
@@ -57,7 +57,7 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
             dw = among_rows(dw, ctx.part, ctx.all_rows)
     if ctx.bias_dtype is not None and need_bias:
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-    return dx, dw, db, None
+    return dx, dw, db
 
 
 def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
@@ -75,7 +75,7 @@ def _saved_input(ctx: Any) -> Tensor:
     """The saved input [rows, in_features] in half precision, linked to the graph that made the input."""
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
-        values = saved[0]
+        values = saved[0].reshape(-1, ctx.shape[-1])
     else:
         operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
         rows = ctx.rows + ctx.pad

@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
 from nemo_lowprec.compute.double_backward import among_rows
-from nemo_lowprec.compute.linear import AutocastOff, GemmPlan, wgrad_dtype
+from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.linear_function import not_a_view, wgrad_dtype
 
 
 class HalfLinear(nn.Linear):
@@ -47,16 +49,13 @@ def half_linear(
         fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
         if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
-                rows = input.to(half).reshape(-1, input.shape[-1])
-                out: Tensor = _HalfLinearFunction.apply(rows, weight, bias, part, plan)
-            # Not a view: FSDP2 hooks into the output of a block, and an in-place operation would lose the hook.
-            shape = [*input.shape[:-1], out.shape[-1]]
-            return out if input.dim() == 2 else torch.ops.aten._unsafe_view.default(out, shape)
+                out: Tensor = _HalfLinearFunction.apply(input.to(half), weight, bias, part, plan)
+            return out
     return F.linear(input, weight if part is None else weight[slice(*part)], bias)
 
 
 class _HalfLinearFunction(torch.autograd.Function):
-    """(input [rows, in_features], weight, bias or None), all half, to the output [rows, out_features]."""
+    """(input [..., in_features], weight, bias or None), all half, to the output [..., out_features]."""
 
     @staticmethod
     def forward(
@@ -64,15 +63,19 @@ class _HalfLinearFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.part, ctx.plan = part, plan
         ctx.save_for_backward(x, weight)
+        shape, x = x.shape, x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         own = weight if part is None else weight[slice(*part)]
         if plan is not None and plan.observers.quantized:
             plan.announce("input", x, x)
             plan.announce("weight", own, own)
-        return F.linear(x, own, bias)
+        out = F.linear(x, own, bias)
+        return out if len(shape) == 2 else not_a_view(out, [*shape[:-1], out.shape[1]])
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
+        shape, x = x.shape, x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        grad_output = grad_output if len(shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         if ctx.plan is not None and ctx.plan.observers.quantized:
             ctx.plan.announce("grad_output", grad_output, grad_output)
@@ -84,4 +87,6 @@ class _HalfLinearFunction(torch.autograd.Function):
                 dw = dw if ctx.part is None else among_rows(dw, ctx.part, weight.shape[0])
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
+        if dx is not None and len(shape) != 2:
+            dx = dx.view(shape)
         return dx, dw, db, None, None

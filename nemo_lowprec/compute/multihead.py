@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.half_linear import half_linear
-from nemo_lowprec.compute.linear import GemmPlan, apply_plan
+from nemo_lowprec.compute.linear import apply_plan
 
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {

@@ -189,7 +189,7 @@ def _weights(
     if kind == "low_bit":
         whole = LowBitWeights(reads_as, names, margin)
     elif kind == "masters":
-        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, amaxes.weight_scales is not None)
+        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, amaxes.histories is not None)
     else:
         whole = Fp32Weights(row.name if row.has_loss_scale else None)
     if sharding is None:

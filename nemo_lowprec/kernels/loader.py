@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from types import ModuleType
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=4)
 def _load(name: str) -> ModuleType | None:
     """A module of kernels; None without Triton or without a supported GPU."""
     try:
@@ -19,4 +19,5 @@ def _load(name: str) -> ModuleType | None:
 
 fused_kernels = partial(_load, "nemo_lowprec.kernels.triton_cast")  # per-tensor scaling
 block_kernels = partial(_load, "nemo_lowprec.kernels.triton_blocks")  # tensors in blocks
+weight_kernels = partial(_load, "nemo_lowprec.kernels.triton_weights")  # quantizes all weights of a model
 copy_kernels = partial(_load, "nemo_lowprec.kernels.triton_copy")  # copies masters into half weights

@@ -6,6 +6,7 @@ Data and exponents are bit for bit those of ``formats.block_scale_128``. Importi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
+from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
 from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
@@ -83,7 +85,9 @@ def tile_at(first, cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexp
     return block, inside, row, col, offset
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count", "per_row", "total"], do_not_specialize_on_alignment=["factor_ptr", "nonfinite_ptr"]
+)
 def _quantize_kernel(
     x_ptr, data_ptr, exponent_ptr, factor_ptr, nonfinite_ptr, alpha, count, cols, per_row, total, stride_r, stride_c,
     FLAT: tl.constexpr, ACCUMULATE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr, ROUND_BITS: tl.constexpr,
@@ -112,24 +116,38 @@ def _quantize_kernel(
     tl.store(exponent_ptr + block, exponent.to(tl.uint8), mask=block < total)
 
 
+_quantize = Launcher(_quantize_kernel)
+
+
 def _launch(
     values: Tensor, data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, fmt: FloatFormat,
     alpha: float = 1.0, count: int = 0, positive: bool = False,
 ) -> None:  # fmt: skip
     rows, cols, per_row = block_grid(values.shape)
-    matrix = values.reshape(rows, cols)
+    matrix = values if values.dim() == 2 else values.reshape(rows, cols)
     total = rows * per_row
     if total == 0:
         return
+    flat = cols % 128 == 0 and matrix.is_contiguous()
+    key = None
+    if flat and not (matrix.data_ptr() % 16 or data.data_ptr() % 16 or exponent.data_ptr() % 16):
+        key = matrix.dtype, fmt.name, count > 0, positive
+    _quantize(
+        key, triton.cdiv(total, _BLOCKS),
+        (matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride()),
+        {"FLAT": flat, "ACCUMULATE": count > 0, **_constants(fmt, positive)},
+        num_warps=_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _constants(fmt: FloatFormat, positive: bool) -> dict[str, Any]:
     top, mantissa = exponent_rule(fmt)
     bits, smallest = rounding_rule(fmt.dtype)
-    with torch.cuda.device(values.device):
-        _quantize_kernel[(triton.cdiv(total, _BLOCKS),)](
-            matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride(),
-            FLAT=matrix.is_contiguous() and cols % 128 == 0, ACCUMULATE=count > 0,
-            TOP=top, MANTISSA=mantissa, ROUND_BITS=bits, ROUND_SMALLEST=smallest,
-            SMALLEST=fmt.smallest if positive else 0.0, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+    return {
+        "TOP": top, "MANTISSA": mantissa, "ROUND_BITS": bits, "ROUND_SMALLEST": smallest,
+        "SMALLEST": fmt.smallest if positive else 0.0, "BLOCKS": _BLOCKS,
+    }  # fmt: skip
 
 
 _flags: dict[torch.device, list[Tensor]] = {}
@@ -153,8 +171,8 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
         not finite, else 0.
     """
     rows, _, per_row = block_grid(values.shape)
-    data = torch.empty(values.shape, dtype=fmt.dtype, device=values.device)
-    exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=values.device)
+    data = values.new_empty(values.shape, dtype=fmt.dtype)
+    exponent = values.new_empty((rows, per_row), dtype=torch.uint8)
     nonfinite = _flag(values.device)
     _launch(values, data, exponent, nonfinite, nonfinite, fmt, positive=positive)
     return data, exponent, nonfinite

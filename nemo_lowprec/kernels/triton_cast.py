@@ -8,16 +8,16 @@ infinity. So a NaN is recorded, as in the reference; a maximum of floats would s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
+from nemo_lowprec.kernels.launcher import Launcher
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
+_TILE = {"BM": _TILE_ROWS, "BN": _TILE_COLS}
 TYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -92,7 +92,7 @@ def _cast_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
 
     if RECORD:
-        raise_amax(amax_ptr, x)
+        raise_amax(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), x)
 
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
@@ -111,11 +111,17 @@ def _cast_kernel(
         tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
 
 
+_amax = Launcher(_amax_kernel)
+_cast = Launcher(_cast_kernel)
+
+
 def amax(values: Tensor) -> Tensor:
     """Largest magnitude of a 2-D CUDA tensor as FP32 [1]: 0 for no element, NaN where one is NaN."""
     bits = torch.zeros(1, dtype=torch.int32, device=values.device)
     if values.numel():
-        _launch(_amax_kernel, values, bits, *values.shape, *values.stride())
+        key = values.dtype if _is_even(values) else None
+        args = values, bits, *values.shape, *values.stride()
+        _amax(key, _programs(values), args, _TILE, num_warps=_WARPS)
     return bits.view(torch.float32)
 
 
@@ -150,18 +156,26 @@ def quantize(
         return row if rowwise else None, row.t().contiguous(), scale_inv
     row = out
     if rowwise and row is None:
-        row = torch.empty(rows, cols, dtype=fmt.dtype, device=values.device)
-    col = torch.empty(cols, rows, dtype=fmt.dtype, device=values.device) if columnwise else None
-    if values.numel() == 0:
+        row = values.new_empty((rows, cols), dtype=fmt.dtype)
+    col = values.new_empty((cols, rows), dtype=fmt.dtype) if columnwise else None
+    if not values.numel():
         return row, col, torch.ones(1, device=values.device)
-    scale_inv = torch.empty(1, device=values.device)
-    _launch(
-        _cast_kernel, values, scale, scale_inv,
-        row if row is not None else col, col if col is not None else row,
-        scale if record is None else record.view(torch.int32),
-        rows, cols, *values.stride(), 2.0 ** -(margin or 0),
-        FP8_MAX=fmt.max, FROM_AMAX=margin is not None,
-        ROWWISE=rowwise, COLUMNWISE=columnwise, RECORD=record is not None,
+    scale_inv = values.new_empty(1, dtype=torch.float32)
+    records, from_amax = record is not None, margin is not None
+    key = None
+    if out is None and _is_even(values):
+        key = values.dtype, fmt.dtype, from_amax, rowwise, columnwise, records
+    _cast(
+        key, _programs(values),
+        (
+            values, scale, scale_inv, col if row is None else row, row if col is None else col,
+            record if records else scale, rows, cols, *values.stride(), 2.0 ** -(margin or 0),
+        ),
+        {
+            "FP8_MAX": fmt.max, "FROM_AMAX": from_amax, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
+            "RECORD": records, **_TILE,
+        },
+        num_warps=_WARPS,
     )  # fmt: skip
     return row, col, scale_inv
 
@@ -173,8 +187,12 @@ def quantize_current(
     return quantize(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
 
 
-def _launch(kernel: Any, values: Tensor, *args: Any, **constants: Any) -> None:
+def _is_even(values: Tensor) -> bool:
+    """Whether Triton compiles the kernels for ``values`` as for all such tensors of the same dtype."""
     rows, cols = values.shape
-    grid = (triton.cdiv(rows, _TILE_ROWS) * triton.cdiv(cols, _TILE_COLS),)
-    with torch.cuda.device(values.device):
-        kernel[grid](values, *args, **constants, BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS)
+    return not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
+
+
+def _programs(values: Tensor) -> int:
+    rows, cols = values.shape
+    return -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)

@@ -9,8 +9,9 @@ from nemo_lowprec.chart import CHART, PrecisionLevel
 from nemo_lowprec.options.groups import LayerFilter, LossScaleConfig, LowBitOptions
 from nemo_lowprec.options.recipe import Recipe
 
-BACKEND_NAMES = ("te", "torch", "reference")  # the order in which ``auto`` tries them
+BACKEND_NAMES = ("torch", "te", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
+WEIGHT_CACHE = ("auto", True, False)
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Options:
     backend: str
     low_bit: LowBitOptions
     attention: str
+    weight_cache: str | bool
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if level.has_fp8:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
-        defaults |= {"attention": "auto"}
+        defaults |= {"attention": "auto", "weight_cache": "auto"}
     if level.half:
         defaults |= {"half": level.autocast}
     if level.is_low_bit:
@@ -94,6 +96,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKEND_NAMES)}.")
         if values["attention"] not in ATTENTION:
             raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
+        if values["weight_cache"] not in WEIGHT_CACHE:
+            raise ValueError(f"weight_cache={values['weight_cache']!r} must be one of: auto, true, false.")
     low_bit = LowBitOptions(**pick(LowBitOptions.arguments())) if level.is_low_bit else LowBitOptions()
     if low_bit.gradient_release and level.has_loss_scale:
         raise ValueError(
@@ -108,4 +112,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         values.get("backend", "auto"),
         low_bit,
         values.get("attention", "auto"),
+        values.get("weight_cache", "auto"),
     )

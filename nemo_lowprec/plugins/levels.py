@@ -18,6 +18,7 @@ _CLASSES = (Recipe, LossScaleConfig, LayerFilter, LowBitOptions)
 _HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typing.get_type_hints(cls).items()} | {
     "backend": typing.Literal["auto", "te", "torch", "reference"],
     "attention": typing.Literal["auto", "cudnn"],
+    "weight_cache": typing.Literal["auto", True, False],
     "half": typing.Literal["bf16", "fp16"],
     "fp8": typing.Literal["hybrid", "e4m3"],
     "fp8_amax_compute_algo": typing.Literal["max", "most_recent"],
@@ -33,6 +34,10 @@ def _texts_of(cls: type) -> dict[str, str]:
 _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items()} | {
     "backend": "'auto', 'te' (Transformer Engine), 'torch' (scaled_mm) or 'reference' (plain torch).",
     "attention": "'auto' (torch's choice) or 'cudnn' (its kernels first; each new shape takes a while).",
+    "weight_cache": (
+        "keep the FP8 forms of weights from step to step, which takes 2 bytes a parameter on a GPU; 'auto' keeps them "
+        "where the converted weights hold at most 2**31 elements. FSDP2's gathered weights are never kept."
+    ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }
 

@@ -59,5 +59,5 @@ def test_a_forced_gpu_backend_for_a_model_on_the_cpu_is_an_error():
 
 @pytest.mark.parametrize("name", ["cutlass", "", "TE", None])
 def test_an_unknown_backend_is_a_value_error_that_lists_the_known_ones(name):
-    with pytest.raises(ValueError, match=re.escape(f"Unknown backend {name!r}") + ".*auto, te, torch, reference"):
+    with pytest.raises(ValueError, match=re.escape(f"Unknown backend {name!r}") + ".*auto, torch, te, reference"):
         choose_backend(name, recipe("delayed"), CPU)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import LowPrecisionConv1D, LowPrecisionLinear, ReferenceBackend, convert_layers
-from nemo_lowprec.compute.linear import GemmPlan
+from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe

@@ -10,7 +10,7 @@ from torch import nn
 from nemo_lowprec import CHART
 from nemo_lowprec.comm import GradientReducer, broadcast_weights
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
-from nemo_lowprec.compute.linear import GemmPlan
+from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.observers import EVENTS, NOBODY, Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe

@@ -12,7 +12,8 @@ from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends import BACKENDS
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.linear import GemmPlan, LowPrecisionLinear
+from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaledMatrix, decode, dequantize_blocks
 from nemo_lowprec.options import Recipe

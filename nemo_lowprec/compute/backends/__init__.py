@@ -11,13 +11,14 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.backends.te import TEBackend
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 
 __all__ = ["BACKENDS", "Backend", "choose_backend"]
 
 log = logging.getLogger("nemo_lowprec")
 
-BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (TEBackend, ScaledMMBackend, ReferenceBackend)}
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (ScaledMMBackend, TEBackend, ReferenceBackend)}
 
 
 def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Backend:
@@ -46,7 +47,10 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         )
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
-    for kind in BACKENDS.values() if recipe is not None and on_gpu else ():
+    kinds = list(BACKENDS.values()) if recipe is not None and on_gpu else []
+    if kinds and fused_kernels() is None:  # without them TE quantizes faster than torch
+        kinds.sort(key=lambda kind: kind is ScaledMMBackend)
+    for kind in kinds:
         reason = kind.unavailable(recipe)
         if reason is None:
             chosen = kind

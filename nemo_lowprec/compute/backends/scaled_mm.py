@@ -55,8 +55,11 @@ class ScaledMMBackend(ReferenceBackend):
         )
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
-        return out if bias is None else out + bias.to(out_dtype)
+        if bias is None or out_dtype == torch.float32:  # the epilogue adds half biases only
+            out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
+            return out if bias is None else out + bias.float()
+        half = bias if bias.dtype == out_dtype else bias.to(out_dtype)
+        return _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True, bias=half)
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
@@ -69,8 +72,14 @@ class ScaledMMBackend(ReferenceBackend):
         return half_matmul(a, b, out_dtype)
 
 
-def _gemm(a: Orientation | None, b: Orientation | None, out_dtype: torch.dtype, fast_accum: bool = False) -> Tensor:
+def _gemm(
+    a: Orientation | None,
+    b: Orientation | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
     return torch._scaled_mm(
-        a.data, b.data.t(), a.scale_inv.view(()), b.scale_inv.view(()), out_dtype=out_dtype, use_fast_accum=fast_accum
+        a.data, b.data.t(), a.scale_inv, b.scale_inv, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum
     )

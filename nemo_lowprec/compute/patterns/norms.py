@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.autocast import autocast_off
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
@@ -35,7 +36,7 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype, out = _dtypes(self, input)
-        with torch.autocast(input.device.type, enabled=False):
+        with autocast_off(input.device.type):
             weight, bias = _to(self.weight, dtype), _to(self.bias, dtype)
             return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(out)
 
@@ -54,7 +55,7 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         dtype, out = _dtypes(self, x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x.device.type):
             weight = _to(self.weight, dtype)
             if len(self.normalized_shape) == 1:
                 return self.norm_backend.rms_norm(x.to(dtype), weight, eps, self.zero_centered).to(out)

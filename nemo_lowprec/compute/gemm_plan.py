@@ -1,0 +1,78 @@
+"""How one linear layer computes: the backend, the dtypes and the operands of its three GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compat.autograd import is_legacy_batched, is_tracing, outside_transforms
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.compute.shared_input import SharedInput
+from nemo_lowprec.compute.weight_state import WeightState
+from nemo_lowprec.observers import NOBODY, Observers
+from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import QuantizedTensor
+
+
+@dataclass
+class GemmPlan:
+    """How a layer computes.
+
+    Attributes:
+        backend: runs the GEMMs; None for ``HalfLinear``, which torch computes.
+        half: dtype of inputs and outputs, and of GEMMs that are not in FP8.
+        recipe: None for a layer whose GEMMs all run in half precision.
+        operands: the layer's ``input``, ``weight`` and ``grad_output``; none without a recipe.
+        inputs: the ``SharedInput`` of all layers of the model that have a recipe.
+        weight: says when the weight was written, and keeps the quantized weight; None: it is quantized at each use.
+        keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
+            that is gathered again in backward: forward then saves nothing of it, but for an input without elements.
+        name: the layer's name in the model.
+        observers: of the engine that converted the layer; each operand is announced to them when it is ready.
+        fp8: which of (fprop, dgrad, wgrad) run in FP8.
+    """
+
+    backend: Backend
+    half: torch.dtype
+    recipe: Recipe | None = None
+    operands: dict[str, Operand] = field(default_factory=dict)
+    inputs: SharedInput = field(default_factory=SharedInput)
+    weight: WeightState | None = None
+    keeps_weight: bool = True
+    name: str = ""
+    observers: Observers = NOBODY
+    fp8: tuple[bool, bool, bool] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fp8 = (False, False, False)
+        if self.recipe is not None:
+            fprop, dgrad, wgrad = self.recipe.override_linear_precision
+            self.fp8 = (not fprop, not dgrad, not wgrad)
+
+    def in_half(self, kind: str, values: Tensor) -> Tensor:
+        """The operand ``kind`` [rows, features] of a GEMM in half precision."""
+        if isinstance(values, QuantizedTensor) and not torch.is_grad_enabled() and not is_tracing():
+            half = values.dequantize(self.half)  # which has no derivative, and is not traced
+        else:
+            half = values.to(self.half)
+        if self.observers.quantized:
+            self.announce(kind, values, half)
+        return half
+
+    def announce(self, kind: str, values: Tensor, operand: Any) -> None:
+        """Tell ``observers`` that an operand is ready (see ``Observer.quantized``); called where there are any."""
+        if is_tracing() or is_legacy_batched(values):
+            return
+        values, operand = _outside_transforms(values), _outside_transforms(operand)
+        with torch.no_grad():
+            for see in self.observers.quantized:
+                see(self.name, kind, values, operand, self.backend)
+
+
+def _outside_transforms(operand: Any) -> Any:
+    operand = outside_transforms(operand)
+    return operand.detach() if isinstance(operand, Tensor) else operand

@@ -1,0 +1,217 @@
+"""The passes of a converted linear layer.
+
+forward   quantize the input [M, K] (``SharedInput``) and the weight [N, K], ``backend.fprop``; save the columnwise data
+backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the input's gradient, ``backend.wgrad``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched
+from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
+from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
+
+
+def wgrad_dtype(weight: Tensor) -> torch.dtype:
+    """Dtype in which autograd will store this weight's gradient (``grad_dtype`` where it was set)."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
+def not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """``out`` in ``shape``. FSDP2 hooks into the output of a block: of a view, an in-place operation loses the hook."""
+    return torch.ops.aten._unsafe_view.default(out, shape)
+
+
+class LinearFunction(torch.autograd.Function):
+    """(the input or its handle, weight, bias, ...) to (output, the handle where this layer gives it out).
+
+    Args of ``forward`` beside the tensors of the graph:
+        plan: how the layer computes.
+        hidden: (the input [..., in_features], which autograd shall not see; the ``InputGradient`` that sums its
+            gradient, None for an input without a gradient and for half layers; whether this layer is the first one that
+            reads the input, and gives out the handle).
+        out_dtype: dtype of the output.
+        record, transposed, part: as ``apply_plan`` has them.
+        grad: whether autograd is on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, source, weight, bias, plan: GemmPlan, hidden, out_dtype, record, transposed, part, grad: bool
+    ):
+        ctx.set_materialize_grads(False)
+        x, gradient, gives_out = hidden
+        ctx.weight, ctx.version = weight, None if weight.is_inference() else weight._version
+        backend, operands = plan.backend, plan.operands
+        fprop8, dgrad8, wgrad8 = plan.fp8
+        if plan.weight is not None:
+            plan.weight.follow(weight, record)  # before the input is quantized, whose history may end here
+        is_stored = isinstance(weight, Fp8Weight | Fp16Weight)
+        if transposed:
+            weight = weight.transposed() if is_stored else weight.t()
+        all_rows = weight.shape[0]
+        if part is not None:
+            weight = weight.rows(*part) if is_stored else weight[slice(*part)]
+        needs = ctx.needs_input_grad
+        need_dgrad, need_wgrad = grad and needs[0], grad and needs[1]
+        shape = x.shape
+        values = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        rows = values.shape[0]
+        pad = -rows % backend.row_multiple if recipe_runs(plan) else 0
+
+        x8 = w8 = None
+        x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
+        if fprop8 or x_columnwise:
+            padded = F.pad(values, (0, 0, 0, pad)) if pad else values
+            if padded.dtype != plan.half:
+                padded = padded.to(plan.half)
+            x8 = plan.inputs.quantize(
+                backend, x, padded, operands["input"], rowwise=fprop8, columnwise=x_columnwise, record=record
+            )
+            if plan.observers.quantized:
+                plan.announce("input", padded, x8)
+        # A weight that is stored in FP8 is transposed again in backward, which takes less memory than two orientations.
+        keeper = plan.weight if plan.weight is not None and part is None and plan.weight.keeps else None
+        w_kept = w_columnwise and plan.keeps_weight and (keeper is not None or not isinstance(weight, Fp8Weight))
+        if fprop8 or w_kept:
+            w8 = None if keeper is None else keeper.kept(fprop8, w_kept)
+            if w8 is None:
+                w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
+                if keeper is not None:
+                    keeper.keep(w8, fprop8, w_kept, transposed)
+            elif plan.observers.quantized:
+                plan.announce("weight", weight, w8)
+
+        if fprop8:
+            out = backend.fprop(x8, w8, bias, out_dtype)
+            if pad:
+                out = out[:rows]
+        else:
+            out = backend.matmul(plan.in_half("input", values), plan.in_half("weight", weight).t(), out_dtype)
+            out = out if bias is None else out + bias.to(out_dtype)
+        if pad or len(shape) != 2:
+            out = not_a_view(out, [*shape[:-1], out.shape[1]])
+
+        x_tensors: list[Tensor | None] = []
+        x_meta: Any = None
+        if x_columnwise:
+            x_tensors, x_meta = backend.save(x8)
+        elif need_wgrad:
+            x_tensors = [source if gradient is None else values.detach()]
+        w_tensors: list[Tensor | None] = []
+        w_meta: Any = None
+        if w_kept:
+            w_tensors, w_meta = backend.save(w8 if keeper is None else backend.copy_operand(w8))
+        elif need_dgrad:
+            w_tensors = [weight]
+        handle = x.new_empty(0) if gives_out else None
+        if need_wgrad and gradient is not None:
+            # The link: a second derivative reaches the input through it; it holds no values.
+            ctx.save_for_backward(*x_tensors, *w_tensors, handle if gives_out else source)
+        else:
+            ctx.save_for_backward(*x_tensors, *w_tensors)
+        ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
+        ctx.metas = x_meta, w_meta
+        ctx.plan, ctx.record, ctx.transposed = plan, record, transposed
+        ctx.shape, ctx.rows, ctx.pad = shape, rows, pad
+        ctx.x_dtype, ctx.grad_dtype = x.dtype, wgrad_dtype(ctx.weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.gradient, ctx.gives_out = gradient, gives_out
+        ctx.part, ctx.all_rows = part, all_rows
+        return out, handle
+
+    @staticmethod
+    def backward(ctx: Any, grad_output, _):
+        if grad_output is None:  # this layer's output is no part of the loss; other readers of its input may be
+            total = ctx.gradient.take() if ctx.gives_out else None
+            dx, dw, db = None if total is None else total[: ctx.rows], None, None
+        else:
+            dy = grad_output if len(ctx.shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
+            with AutocastOff("cuda" if dy.is_cuda else dy.device.type):  # a loop may call backward() under autocast
+                # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
+                if torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output):
+                    dx, dw, db = differentiable_backward(ctx, dy)
+                else:
+                    dx, dw, db = _backward(ctx, dy)
+        if dx is not None and len(ctx.shape) != 2:
+            dx = dx.reshape(ctx.shape)
+        return dx, dw, db, None, None, None, None, None, None, None
+
+
+def recipe_runs(plan: GemmPlan) -> bool:
+    """Whether any GEMM of the layer runs in FP8."""
+    return plan.recipe is not None and any(plan.fp8)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features]."""
+    plan: GemmPlan = ctx.plan
+    backend = plan.backend
+    _, dgrad8, wgrad8 = plan.fp8
+    need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
+    saved, (x_end, w_end) = ctx.saved_tensors, ctx.splits
+    x_meta, w_meta = ctx.metas
+
+    rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
+    dy8: Any = None
+    dy_half: Any = None
+    if rowwise or columnwise:
+        values = F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy
+        if values.dtype != plan.half:
+            values = values.to(plan.half)
+        dy8 = backend.quantize(
+            values, plan.operands["grad_output"], rowwise=rowwise, columnwise=columnwise, record=ctx.record
+        )
+        if plan.observers.quantized:
+            plan.announce("grad_output", values, dy8)
+    if (need_dgrad and not dgrad8) or (need_wgrad and not wgrad8):
+        dy_half = plan.in_half("grad_output", dy)
+
+    dx = dw = db = None
+    if need_dgrad:
+        total = None if ctx.gradient is None else ctx.gradient.take()
+        if dgrad8:
+            if w_meta is not None:
+                w8 = backend.restore(saved[x_end:w_end], w_meta)
+            else:
+                w8 = _weight_operand(saved[x_end], plan, rowwise=False, columnwise=True)
+            dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
+        else:
+            dx = backend.matmul(dy_half, plan.in_half("weight", saved[x_end]), ctx.x_dtype)
+            dx = dx if total is None else dx.add_(total[: ctx.rows])
+        if ctx.gradient is not None and not ctx.gives_out:
+            ctx.gradient.put(dx)
+            dx = None
+        elif ctx.pad:
+            dx = dx[: ctx.rows]
+    if need_wgrad:
+        if wgrad8:
+            dw = backend.wgrad(dy8, backend.restore(saved[:x_end], x_meta), ctx.grad_dtype)
+        else:
+            x = saved[0].reshape(-1, ctx.shape[-1])
+            dw = backend.matmul(dy_half.t(), plan.in_half("input", x), ctx.grad_dtype)
+        dw = dw.t() if ctx.transposed else dw
+        if ctx.part is not None:
+            dw = among_rows(dw, ctx.part, ctx.all_rows)
+    if ctx.bias_dtype is not None and need_bias:
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return dx, dw, db
+
+
+def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
+    backend, operand = plan.backend, plan.operands["weight"]
+    if isinstance(weight, Fp8Weight):
+        w8 = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)
+    else:
+        w8 = backend.quantize(stored_data(weight), operand, rowwise=rowwise, columnwise=columnwise, record=False)
+    if plan.observers.quantized:
+        plan.announce("weight", weight, w8)
+    return w8

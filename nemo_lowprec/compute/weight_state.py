@@ -1,0 +1,258 @@
+"""Which weights were written since they were quantized, and the quantized weights, which the layers keep.
+
+A weight changes once a step, so that its quantized form is made once a step, at the first forward pass after it: all
+weights in one launch, where there are Triton kernels. Backward, later micro-batches and evaluation read the kept form.
+The cost is memory: 2 bytes a parameter on a GPU, whose FP8 GEMMs read each orientation of a weight in its own copy; 1
+byte for weights that are stored in FP8.
+
+The kept form has the meaning of the weight that ``nn.Linear`` saves for backward: autograd refuses a backward pass of a
+graph that was made before the weight was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.compute.backends.base import QuantizedOperand
+from nemo_lowprec.formats import AmaxSlot
+from nemo_lowprec.kernels.loader import weight_kernels
+from nemo_lowprec.tensors import Fp8Weight, stored_data
+from nemo_lowprec.tensors.dtensor import local_shard
+
+
+class WeightState:
+    """Whether the weight of one layer was written since it was quantized, and the quantized weight, which is kept.
+
+    Attributes:
+        layer: the module that holds the weight, held weakly; None once the module is gone.
+        name: the weight's name in ``layer``.
+        histories: the columns of the layer's other operands.
+        gathered: whether the weight is gathered from shards for each computation. Its address and version then change
+            at every gathering, and only ``WeightStates.forget`` says that it was written.
+        table: the model's; None for the layers of a copied model, which keep no quantized weights.
+    """
+
+    __slots__ = (
+        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "gathered", "histories", "name", "table",
+    )  # fmt: skip
+
+    def __init__(
+        self, layer: nn.Module, name: str, histories: Sequence[AmaxSlot] = (), table: WeightStates | None = None
+    ) -> None:
+        self.layer, self.name, self.histories, self.table = layer, name, histories, table
+        self.gathered = False
+        self._kept: Any = None  # the weight as a quantized operand of the layer's backend
+        self._form = (False, False, False)  # of ``_kept``: rowwise, columnwise, whether of the weight's transpose
+        # The state at which the weight was measured, and the one of which ``_kept`` was made: the same object, as long
+        # as ``_kept`` is the present weight.
+        self._measured: Any = None
+        self._kept_as: Any = None
+        self._left: Any = None
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # The weights of a copied model have the same values: measured anew, without new histories.
+        names = [name for cls in type(self).__mro__ for name in getattr(cls, "__slots__", ())]
+        state = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        del state["_layer"]
+        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "table"))
+        return None, {**state, "layer": self.layer, **forgotten}
+
+    @property
+    def layer(self) -> nn.Module | None:
+        return self._layer() if self._layer is not None else None
+
+    @layer.setter
+    def layer(self, layer: nn.Module | None) -> None:
+        self._layer = ref(layer) if layer is not None else None
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The layer's weight; None where it is computed anew for each forward (pruned, parametrized)."""
+        return None if self.layer is None else self.layer._parameters.get(self.name)
+
+    def follow(self, weight: Tensor, training: bool) -> None:
+        """Measure ``weight`` [out_features, in_features] unless it was measured with its present values.
+
+        The first evaluation after training measures again: a weight can be written without a trace (``.data``).
+        """
+        state = (training,) if self.gathered else (training, *_state_of(weight))
+        if state != self._measured:  # one comparison, in every forward of every layer
+            self._measure(weight, state)
+
+    @torch.no_grad()
+    def _measure(self, weight: Tensor, state: tuple[int, ...]) -> None:
+        if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
+            self.restart()
+        self._measured = state
+        take_amax_of_step(weight)
+
+    def note(self, weight: Tensor) -> None:
+        """Note that the present values of ``weight`` were measured."""
+        # A new object, also where the state is the same: ``.data`` may have been written.
+        self._measured = (True,) if self.gathered else (True, *_state_of(weight))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layer keeps its quantized weight."""
+        return self.table is not None and self.table.keeps
+
+    def kept(self, rowwise: bool, columnwise: bool) -> Any:
+        """The quantized operand that is kept, if it is the present weight's and has these orientations; else None."""
+        if self._kept is None or self.table is None or self._form[0] < rowwise or self._form[1] < columnwise:
+            return None
+        if self._kept_as is not self._measured:
+            self.table.cast()
+        return self._kept if self._kept_as is self._measured else None
+
+    def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
+        """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
+        self._kept, self._kept_as, self._form = operand, self._measured, (rowwise, columnwise, transposed)
+
+    def drop(self) -> None:
+        """Keep nothing."""
+        self._kept = self._kept_as = None
+
+    def _job(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None] | None:
+        """What ``WeightCast`` takes to make ``_kept`` anew in place; None where nothing needs that, or it cannot."""
+        weight, kept = self.weight, self._kept
+        if kept is None or self._kept_as is self._measured or self._measured is None or weight is None:
+            return None
+        if not isinstance(kept, QuantizedOperand) or self._measured != (self._measured[0], *_state_of(weight)):
+            return None
+        parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
+        row, col = (part.data if part is not None else None for part in parts)
+        scale_inv = next(part.scale_inv for part in parts if part is not None)
+        source, scale = stored_data(weight), self._scale()
+        if not isinstance(weight, Fp8Weight):
+            return None if scale is None else (source, scale, scale_inv, row, col)
+        if col is None or (row is not None and row.data_ptr() != source.data_ptr()):
+            return None
+        return source, None, scale_inv, None, col
+
+    def _scale(self) -> Tensor | None:
+        """The weight's scale, FP32 [1]; None where it is not known before the weight is read."""
+        return None
+
+    def restart(self) -> None:
+        """Start new histories for the layer's other operands."""
+        for slot in self.histories:
+            slot.restart()
+
+    def forget(self) -> None:
+        """Measure the weight when its layer runs next. The histories of the layer's other operands stay."""
+        self._measured = None
+        if self.weight is not None:
+            take_amax_of_step(local_shard(self.weight))
+
+    def leave(self) -> None:
+        """Note the state of the weight when its layer is reverted."""
+        self.drop()
+        self._measured, self._left = None, self._state()
+
+    def come_back(self, layer: nn.Module, histories: Sequence[AmaxSlot]) -> None:
+        """Follow a layer that is converted again. Its histories stay where the weight was not written in between."""
+        self.layer, self.histories = layer, histories
+        if self._left is None or self._left != self._state():
+            self.restart()
+        self._measured = self._left = None
+
+    def _state(self) -> tuple[int, ...] | None:
+        weight = self.weight
+        return None if weight is None or weight.is_meta else _state_of(weight)
+
+
+class WeightStates:
+    """The states of all weights of one model, and whether their quantized forms are kept from step to step.
+
+    Attributes:
+        keeps: whether the layers keep their quantized weights until the weights are written.
+        states: by the layers' names.
+    """
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self.states: dict[str, Any] = {}
+        self._caster: Any = None
+
+    def add(self, key: str, layer: nn.Module, name: str, histories: Sequence[AmaxSlot]) -> Any:
+        """The state of the weight ``name`` of ``layer``; a layer that is converted again gets its earlier one."""
+        if key in self.states:
+            self.states[key].come_back(layer, histories)
+        else:
+            self.states[key] = self._new(layer, name, histories)
+        return self.states[key]
+
+    def _new(self, layer: nn.Module, name: str, histories: Sequence[AmaxSlot]) -> WeightState:
+        return WeightState(layer, name, histories, self)
+
+    def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
+        """The model is on ``device``; every weight is measured anew. See ``AmaxState.settle``."""
+        for state in self.states.values():
+            state.gathered = gathered_as is not None
+            state.drop()
+        self.forget()
+
+    def forget(self) -> None:
+        """Measure every weight when its layer runs next."""
+        for state in self.states.values():
+            state.forget()
+
+    def restart(self) -> None:
+        """Measure every weight when its layer runs next, and start all histories anew."""
+        for state in self.states.values():
+            state.forget()
+            state.restart()
+
+    def cast(self) -> None:
+        """Make the kept operands anew of all weights that were measured since, in one launch and in place.
+
+        Operands for which there is no kernel are left: their layers quantize the weights themselves.
+        """
+        kernels = weight_kernels()
+        jobs = [(state, job) for state in self.states.values() if (job := state._job()) is not None]
+        jobs = [(state, job) for state, job in jobs if job[0].is_cuda and job[0].is_contiguous()]
+        if kernels is None or not jobs:
+            return
+        if self._caster is None:
+            self._caster = kernels.WeightCast()
+        self._caster.cast([job for _, job in jobs])
+        # A step of another optimizer of the model may have written other weights: graphs of this one live on.
+        written = [state for state, _ in jobs if state._kept_as[1:] != state._measured[1:]]
+        torch.autograd.graph.increment_version([t for s in written for t in _parts(s._kept)])
+        for state, _ in jobs:
+            state._kept_as = state._measured
+
+    def leave(self) -> None:
+        """Note the states of all weights when the model is reverted."""
+        for state in self.states.values():
+            state.leave()
+
+    def renew(self) -> None:
+        """After a step: all weights may have been written."""
+        self.forget()
+
+
+def _parts(operand: QuantizedOperand) -> list[Tensor]:
+    return [part.data for part in (operand.rowwise, operand.columnwise) if part is not None]
+
+
+def _state_of(weight: Tensor) -> tuple[int, ...]:
+    """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
+    if type(weight) is nn.Parameter:
+        return -1 if weight.is_inference() else weight._version, weight.data_ptr()
+    data = stored_data(local_shard(weight))
+    version = -1 if weight.is_inference() else weight._version
+    if data is weight:
+        return version, data.data_ptr()
+    return version, -1 if data.is_inference() else data._version, data.data_ptr()
+
+
+def take_amax_of_step(local: Tensor) -> Tensor | None:
+    """The weight's ``amax_of_step`` (FP32 scalar), removed from the weight; None where no kernel has left an amax."""
+    left: Tensor | None = local.__dict__.pop("amax_of_step", None)
+    return left

@@ -1,0 +1,127 @@
+"""Quantizes many weights per tensor in one launch, in both orientations. Importing this file needs Triton.
+
+Data and scales are bit for bit those of ``triton_cast.quantize``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nemo_lowprec.formats.floats import E4M3
+from nemo_lowprec.kernels.multi_tensor import PointerTable
+from nemo_lowprec.kernels.triton_cast import TYPES, saturate
+
+_TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
+
+# (weight [rows, cols], scale, scale_inv, rowwise data [rows, cols], columnwise data [cols, rows])
+Job = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+
+
+@triton.jit
+def _weights_kernel(
+    tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, SCALED: tl.constexpr, ROWWISE: tl.constexpr,
+    COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of one weight. ``grid``: int32 [tensors, 3], first tile, rows, columns."""
+    pid = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + pid)
+    grid = grid_ptr + tensor * 3
+    tile, rows, cols = pid - tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
+    row_of_addresses = address_ptr + tensor * 5
+    source = tl.load(row_of_addresses).to(tl.pointer_type(SOURCE))
+    row = tl.load(row_of_addresses + 3).to(tl.pointer_type(tl.float8e4nv))
+    col = tl.load(row_of_addresses + 4).to(tl.pointer_type(tl.float8e4nv))
+    if ALIGNED:
+        source, row, col = tl.multiple_of(source, 16), tl.multiple_of(row, 16), tl.multiple_of(col, 16)
+        rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
+    tiles_n = tl.cdiv(cols, BN)
+    m = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    n = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(source + m[:, None] * cols + n[None, :], mask=inside, other=0.0)
+    if SCALED:
+        scale = tl.load(tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float32)))
+        if tile == 0:
+            scale_inv = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.float32))
+            tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+        q = saturate(x.to(tl.float32) * scale, FP8_MAX).to(tl.float8e4nv)
+    else:
+        q = x
+    if ROWWISE:
+        tl.store(row + m[:, None] * cols + n[None, :], q, mask=inside)
+    if COLUMNWISE:
+        tl.store(col + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
+
+
+class _Tables:
+    """The tables on the device for weights of one kind, which stay from step to step."""
+
+    def __init__(self) -> None:
+        self._made_for: Any = None
+        self.pointers = PointerTable()
+
+    def fit(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+        if self._made_for == (shapes, device):
+            return
+        self._made_for = None  # until all tables are there: an allocation may fail
+        grid, counts, first = [], [], 0
+        for rows, cols in shapes:
+            grid.append((first, rows, cols))
+            counts.append(-(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS))
+            first += counts[-1]
+        self.tiles = first
+        self.aligned = all(side % 16 == 0 for shape in shapes for side in shape)
+        self.grid = torch.tensor(grid, dtype=torch.int32).to(device)
+        index = torch.arange(len(counts), dtype=torch.int32)
+        self.tensor_of = index.repeat_interleave(torch.tensor(counts)).to(device)
+        self._made_for = shapes, device
+
+
+class WeightCast:
+    """Quantizes weights to E4M3, step after step. Its tables are made anew where the weights are others."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Any, _Tables] = defaultdict(_Tables)
+
+    @torch.no_grad()
+    def cast(self, jobs: Sequence[Job]) -> None:
+        """Quantize weights, without waiting for the device.
+
+        Args:
+            jobs: (weight, scale, scale_inv, row, col) of each. The weight is contiguous, [rows, cols], on a GPU, FP32,
+                half or E4M3, and not empty. ``scale`` is FP32 [1]; None for a weight in E4M3, which is transposed only.
+                The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols] and ``col`` E4M3 [cols, rows],
+                both contiguous; None for an orientation that is not wanted.
+        """
+        kinds: dict[Any, list[Job]] = defaultdict(list)
+        for job in jobs:
+            weight, scale, scale_inv, row, col = job
+            if weight.dtype == torch.float32 and col is not None:
+                # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: transposed in a second launch.
+                row = torch.empty(weight.shape, dtype=E4M3.dtype, device=weight.device) if row is None else row
+                kinds[weight.device, torch.float32, True, False].append((weight, scale, scale_inv, row, None))
+                kinds[weight.device, E4M3.dtype, False, True].append((row, None, scale_inv, None, col))
+            else:
+                kinds[weight.device, weight.dtype, row is not None, col is not None].append(job)
+        for kind in sorted(kinds, key=lambda kind: kind[1] == E4M3.dtype):
+            self._launch(kind, kinds[kind])
+
+    def _launch(self, kind: tuple[torch.device, torch.dtype, bool, bool], jobs: list[Job]) -> None:
+        device, dtype, rowwise, columnwise = kind
+        tables = self._tables[kind]
+        tables.fit([tuple(job[0].shape) for job in jobs], device)
+        # In the place of what is absent stands the weight's address, which is not read.
+        addresses = tables.pointers.get([[job[0] if t is None else t for t in job] for job in jobs], device)
+        with torch.cuda.device(device):
+            _weights_kernel[(tables.tiles,)](
+                tables.tensor_of, tables.grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
+                ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=tables.aligned and tables.pointers.aligned,
+                FP8_MAX=E4M3.max, BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS,
+            )  # fmt: skip
