@@ -34,6 +34,8 @@ class GemmPlan:
         name: the layer's name in the model.
         observers: of the engine that converted the layer; each operand is announced to them when it is ready.
         fp8: which of (fprop, dgrad, wgrad) run in FP8.
+        any_fp8: whether one of the three does.
+        ignores_autocast: whether the passes give the same results under autocast.
     """
 
     backend: Backend
@@ -46,12 +48,16 @@ class GemmPlan:
     name: str = ""
     observers: Observers = NOBODY
     fp8: tuple[bool, bool, bool] = field(init=False)
+    any_fp8: bool = field(init=False)
+    ignores_autocast: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.fp8 = (False, False, False)
         if self.recipe is not None:
             fprop, dgrad, wgrad = self.recipe.override_linear_precision
             self.fp8 = (not fprop, not dgrad, not wgrad)
+        self.any_fp8 = any(self.fp8)
+        self.ignores_autocast = all(self.fp8) and self.backend.ignores_autocast
 
     def in_half(self, kind: str, values: Tensor) -> Tensor:
         """The operand ``kind`` [rows, features] of a GEMM in half precision."""

@@ -7,6 +7,7 @@ backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the inp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,25 +31,29 @@ def not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(out, shape)
 
 
-class LinearFunction(torch.autograd.Function):
-    """(the input or its handle, weight, bias, ...) to (output, the handle where this layer gives it out).
+@lru_cache(maxsize=16)
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
-    Args of ``forward`` beside the tensors of the graph:
+
+class LinearFunction(torch.autograd.Function):
+    """(the input or its handle, weight, bias, call) to (output, the handle where this layer gives it out).
+
+    ``call``, a tuple of what is no part of the graph:
         plan: how the layer computes.
-        hidden: (the input [..., in_features], which autograd shall not see; the ``InputGradient`` that sums its
-            gradient, None for an input without a gradient and for half layers; whether this layer is the first one that
-            reads the input, and gives out the handle).
+        x: the input [..., in_features].
+        gradient: the ``InputGradient`` that sums the input's gradient; None for an input without a gradient and for
+            layers in half precision.
+        gives_out: whether this layer is the first one that reads the input, and gives out the handle.
         out_dtype: dtype of the output.
-        record, transposed, part: as ``apply_plan`` has them.
+        record, transposed, part: as ``linear`` has them.
         grad: whether autograd is on.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, source, weight, bias, plan: GemmPlan, hidden, out_dtype, record, transposed, part, grad: bool
-    ):
+    def forward(ctx: Any, source, weight, bias, call):
         ctx.set_materialize_grads(False)
-        x, gradient, gives_out = hidden
+        plan, x, gradient, gives_out, out_dtype, record, transposed, part, grad = call
         ctx.weight, ctx.version = weight, None if weight.is_inference() else weight._version
         backend, operands = plan.backend, plan.operands
         fprop8, dgrad8, wgrad8 = plan.fp8
@@ -65,7 +70,7 @@ class LinearFunction(torch.autograd.Function):
         shape = x.shape
         values = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         rows = values.shape[0]
-        pad = -rows % backend.row_multiple if recipe_runs(plan) else 0
+        pad = -rows % backend.row_multiple if plan.any_fp8 else 0
 
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
@@ -112,7 +117,9 @@ class LinearFunction(torch.autograd.Function):
             w_tensors, w_meta = backend.save(w8 if keeper is None else backend.copy_operand(w8))
         elif need_dgrad:
             w_tensors = [weight]
-        handle = x.new_empty(0) if gives_out else None
+        handle = None
+        if gives_out:  # without an allocation, where one takes host time
+            handle = _nothing(x.device).detach() if x.is_cuda else x.new_empty(0)
         if need_wgrad and gradient is not None:
             # The link: a second derivative reaches the input through it; it holds no values.
             ctx.save_for_backward(*x_tensors, *w_tensors, handle if gives_out else source)
@@ -135,20 +142,18 @@ class LinearFunction(torch.autograd.Function):
             dx, dw, db = None if total is None else total[: ctx.rows], None, None
         else:
             dy = grad_output if len(ctx.shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
-            with AutocastOff("cuda" if dy.is_cuda else dy.device.type):  # a loop may call backward() under autocast
-                # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
-                if torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output):
-                    dx, dw, db = differentiable_backward(ctx, dy)
-                else:
-                    dx, dw, db = _backward(ctx, dy)
+            # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
+            again = torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output)
+            run = differentiable_backward if again else _backward
+            device = "cuda" if dy.is_cuda else dy.device.type
+            if torch.is_autocast_enabled(device):  # a loop may call backward() under autocast
+                with AutocastOff(device):
+                    dx, dw, db = run(ctx, dy)
+            else:
+                dx, dw, db = run(ctx, dy)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.reshape(ctx.shape)
-        return dx, dw, db, None, None, None, None, None, None, None
-
-
-def recipe_runs(plan: GemmPlan) -> bool:
-    """Whether any GEMM of the layer runs in FP8."""
-    return plan.recipe is not None and any(plan.fp8)
+        return dx, dw, db, None
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

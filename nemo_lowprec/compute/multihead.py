@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.half_linear import half_linear
-from nemo_lowprec.compute.linear import apply_plan
+from nemo_lowprec.compute.linear import linear
 
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
@@ -112,7 +112,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
         if plan is None or plan.backend is None:
             return half_linear(x, weight, bias, rows, plan)
-        return apply_plan(x, weight, bias, plan, self.training, part=rows)
+        return linear(x, weight, bias, plan, self.training, part=rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projection in the layout [batch, heads, length, head_dim]."""

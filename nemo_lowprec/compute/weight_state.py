@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.formats import AmaxSlot
 from nemo_lowprec.kernels.loader import weight_kernels
-from nemo_lowprec.tensors import Fp8Weight, stored_data
-from nemo_lowprec.tensors.dtensor import local_shard
+from nemo_lowprec.tensors import Fp8Weight, QuantizedTensor, stored_data
+from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 
 class WeightState:
@@ -243,13 +243,14 @@ def _parts(operand: QuantizedOperand) -> list[Tensor]:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
-    if type(weight) is nn.Parameter:
-        return -1 if weight.is_inference() else weight._version, weight.data_ptr()
+    if not isinstance(weight, QuantizedTensor) and not is_sharded(weight):
+        return _version_of(weight), weight.data_ptr()
     data = stored_data(local_shard(weight))
-    version = -1 if weight.is_inference() else weight._version
-    if data is weight:
-        return version, data.data_ptr()
-    return version, -1 if data.is_inference() else data._version, data.data_ptr()
+    return _version_of(weight), _version_of(data), data.data_ptr()
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def take_amax_of_step(local: Tensor) -> Tensor | None:

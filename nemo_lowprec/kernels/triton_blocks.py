@@ -116,7 +116,7 @@ def _quantize_kernel(
     tl.store(exponent_ptr + block, exponent.to(tl.uint8), mask=block < total)
 
 
-_quantize = Launcher(_quantize_kernel)
+_quantize = Launcher(_quantize_kernel, num_warps=_WARPS, enable_fp_fusion=False)
 
 
 def _launch(
@@ -132,11 +132,10 @@ def _launch(
     key = None
     if flat and not (matrix.data_ptr() % 16 or data.data_ptr() % 16 or exponent.data_ptr() % 16):
         key = matrix.dtype, fmt.name, count > 0, positive
+    args = matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride()
     _quantize(
-        key, triton.cdiv(total, _BLOCKS),
-        (matrix, data, exponent, factor, nonfinite, alpha, count, cols, per_row, total, *matrix.stride()),
-        {"FLAT": flat, "ACCUMULATE": count > 0, **_constants(fmt, positive)},
-        num_warps=_WARPS, enable_fp_fusion=False,
+        values.get_device(), key, -(-total // _BLOCKS), args,
+        lambda: {"FLAT": flat, "ACCUMULATE": count > 0, **_constants(fmt, positive)},
     )  # fmt: skip
 
 

@@ -54,10 +54,9 @@ class GradientTensor(BlockScaledTensor):
         return cls._wrap((data_blocks, exponent, factor, nonfinite), {"fmt": E4M3, "multiplied": False}, torch.float32)
 
     @classmethod
-    @torch.no_grad()
     def from_float(cls, values: Tensor, fmt: FloatFormat = E4M3) -> GradientTensor:
         """Quantize ``values`` (any shape, any float dtype)."""
-        values = values.detach()
+        values = values.detach() if values.requires_grad else values
         kernels = block_kernels() if values.is_cuda else None
         if kernels is not None:
             data, exponent, nonfinite = kernels.quantize(values, E4M3)

@@ -35,7 +35,7 @@ from nemo_lowprec.plugins import LEVELS
         ("te_fp8", {"fp8_amax_compute_algo": "mean"}, ValueError, "'mean' is unknown. Choose one of: max, most_recent"),
         ("te_fp8", {"interval": True}, ValueError, "interval=True must be an integer of at least 1"),
         ("te_fp8", {"override_linear_precision": True}, ValueError, "override_linear_precision=True must be three"),
-        ("te_fp8", {"backend": "cutlass"}, ValueError, "Unknown backend 'cutlass'. Choose one of: auto, te, torch"),
+        ("te_fp8", {"backend": "cutlass"}, ValueError, "Unknown backend 'cutlass'. Choose one of: auto, torch, te"),
         ("te_fp8", {"skip": [3]}, ValueError, r"skip=\[3\] must hold names or globs of layers"),
         ("fp16_mixed", {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0 must be a positive number"),
         ("fp16_mixed", {"loss_scale": torch.tensor(128.0)}, ValueError, "must be a positive number"),

@@ -73,10 +73,12 @@ class Backend(ABC):
     Attributes:
         name: as in ``backend=``.
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
+        ignores_autocast: whether the FP8 GEMMs give the same results under autocast.
     """
 
     name: str
     row_multiple: int = 1
+    ignores_autocast: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # a backend holds nothing of a model, and modules of TE cannot be copied

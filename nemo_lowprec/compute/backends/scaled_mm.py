@@ -18,6 +18,7 @@ class ScaledMMBackend(ReferenceBackend):
     """Per-tensor scales; quantization by a fused kernel where there is Triton, GEMMs on tensor cores."""
 
     name = "torch"
+    ignores_autocast = True
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:

@@ -49,6 +49,7 @@ class TEBackend(Backend):
     # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
     # cast-and-transpose kernel runs. Zero rows change no result.
     row_multiple = 32
+    ignores_autocast = True
 
     def __init__(self) -> None:
         self._te = _load()
