@@ -195,11 +195,14 @@ def main() -> None:
         return
     kept = [line for line in earlier(args.out, "everyday") if "error" not in line] if args.go_on else []
     have = {(line["model"], line["name"]) for line in kept if "name" in line}
-    record = Record(args.out, kept)
+    jobs = {}
     for model, task in MODELS.items():
-        if args.models and not any(part in model for part in args.models):
-            continue
-        chosen = [n for n in names(task, args.contestants, args.compiled) if (model, n) not in have]
+        if not args.models or any(part in model for part in args.models):
+            jobs[model] = [n for n in names(task, args.contestants, args.compiled) if (model, n) not in have]
+    if not any(jobs.values()):
+        parser.error("There is nothing to measure: no model and contestant has these names, or all have figures.")
+    record = Record(args.out, kept)
+    for model, chosen in jobs.items():
         if chosen:
             in_a_process(model, chosen, args, record)
 
