@@ -35,7 +35,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars, the longest one on top."""
+    """Bars, the first one on top."""
 
     xlabel: str
     bars: tuple[Bar, ...]
@@ -67,7 +67,7 @@ class Bars:
         axes.set_xlabel(self.xlabel)
         axes.set_xlim(right=1.45 * max(bar.value for bar in rows))
         axes.locator_params(axis="x", nbins=4)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_major_formatter("{x:,.10g}")
         patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
         figure.legend(patches, list(colours), loc="outside lower center", ncols=2)
         return figure
