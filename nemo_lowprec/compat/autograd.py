@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,3 +56,24 @@ def run_backward(loss: Tensor) -> None:
     torch.autograd.graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def saves_through_hooks() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` are on, as in non-reentrant activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves of the graph that made ``tensors``: what a backward pass would give a gradient."""
+    nodes = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = set()
+    leaves: list[Tensor] = []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [function for function, _ in node.next_functions]
+    return leaves

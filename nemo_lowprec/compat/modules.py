@@ -18,6 +18,22 @@ def forward_pre_hooks(module: nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
+def all_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """The tables of hooks around the forward and the backward pass of ``module``."""
+    return [
+        module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks,
+    ]  # fmt: skip
+
+
+def global_hooks() -> list[dict[int, Any]]:
+    """The tables of hooks of all modules."""
+    every = nn.modules.module
+    return [
+        every._global_forward_pre_hooks, every._global_forward_hooks, every._global_backward_pre_hooks,
+        every._global_backward_hooks,
+    ]  # fmt: skip
+
+
 def has_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` was registered by ``register_state_dict_post_hook``."""
     return hook in module._state_dict_hooks.values()

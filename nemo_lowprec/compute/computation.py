@@ -18,6 +18,7 @@ from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
@@ -69,10 +70,14 @@ class Computation(Column):
         self.device = torch.device("cpu")
         self._has_te_layers = False
         self._hooks = ExitStack()
+        self._graphs: BlockGraphs | None = None
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
         check_unwrapped(model)
+        if self.options.graphs is True and (device.type != "cuda" or self._gathered_as is not None):
+            where = "on a CPU" if device.type != "cuda" else "with sharded weights, which FSDP2 gathers and frees"
+            raise ValueError(f"graphs=True: there are no CUDA graphs {where}. Leave it out.")
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
             te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
@@ -120,6 +125,18 @@ class Computation(Column):
         for module in self._model.modules() if self._frees_weights and self._model is not None else ():
             for plan in gemm_plans(module).values():
                 plan.keeps_weight = False
+        self._capture_blocks()
+
+    def _capture_blocks(self) -> None:
+        """Let the model's blocks run as CUDA graphs, once they have run a few times."""
+        if self._graphs is not None:
+            self._graphs.remove()
+        wanted = self.options.graphs
+        if wanted is False or self._model is None or self.device.type != "cuda" or self._gathered_as is not None:
+            return
+        self._graphs = BlockGraphs(
+            self._model, self.device, lambda module: gemm_plans(module).values(), self.observers, always=wanted is True
+        )
 
     def _keeps_weights(self) -> bool:
         """Whether the layers keep their quantized weights from step to step: 2 bytes a parameter."""
@@ -170,6 +187,9 @@ class Computation(Column):
             amaxes.load_state_dict(state)
 
     def remove(self) -> None:
+        if self._graphs is not None:
+            self._graphs.remove()
+        self._graphs = None
         self._hooks.close()
         if self._model is not None:
             revert_layers(self._model)

@@ -99,7 +99,8 @@ class WeightState:
     @property
     def keeps(self) -> bool:
         """Whether the layer keeps its quantized weight."""
-        return self.table is not None and self.table.keeps
+        table = self.table
+        return table is not None and table.keeps and (not table.capturing or self.in_place is not None)
 
     def kept(self, rowwise: bool, columnwise: bool) -> Any:
         """The quantized operand that is kept, if it is the present weight's and has these orientations; else None."""
@@ -112,6 +113,21 @@ class WeightState:
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
         self._kept, self._kept_as, self._form = operand, self._measured, (rowwise, columnwise, transposed)
+
+    def refresh(self) -> None:
+        """Make the kept operand anew, in place, where the weight was measured since."""
+        if self._kept is not None and self._kept_as is not self._measured and self.table is not None:
+            self.table.cast()
+
+    @property
+    def in_place(self) -> Any:
+        """The kept operand, if it is the present weight's and is made anew in the same memory; else None."""
+        if self._kept_as is not self._measured or not isinstance(self._kept, QuantizedOperand):
+            return None
+        made_by_kernel = weight_kernels() is not None and (
+            self._scale() is not None or isinstance(self.weight, Fp8Weight)
+        )
+        return self._kept if made_by_kernel else None
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -171,11 +187,12 @@ class WeightStates:
 
     Attributes:
         keeps: whether the layers keep their quantized weights until the weights are written.
+        capturing: whether a CUDA graph is captured, which reads only what stays in its place.
         states: by the layers' names.
     """
 
     def __init__(self) -> None:
-        self.keeps = False
+        self.keeps = self.capturing = False
         self.states: dict[str, Any] = {}
         self._caster: Any = None
 

@@ -11,7 +11,6 @@ from nemo_lowprec.options.recipe import Recipe
 
 BACKEND_NAMES = ("torch", "te", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
-WEIGHT_CACHE = ("auto", True, False)
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,7 @@ class Options:
     low_bit: LowBitOptions
     attention: str
     weight_cache: str | bool
+    graphs: str | bool
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
         defaults |= LowBitOptions.arguments()
     if level.has_loss_scale or level.half:
         defaults |= LossScaleConfig.arguments()
-    return defaults
+    return defaults | {"graphs": "auto"}
 
 
 def check_option(level: PrecisionLevel, name: str) -> None:
@@ -96,8 +96,9 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKEND_NAMES)}.")
         if values["attention"] not in ATTENTION:
             raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
-        if values["weight_cache"] not in WEIGHT_CACHE:
-            raise ValueError(f"weight_cache={values['weight_cache']!r} must be one of: auto, true, false.")
+    for name in ("weight_cache", "graphs"):
+        if not any(values.get(name, "auto") is value for value in (True, False)) and values.get(name, "auto") != "auto":
+            raise ValueError(f"{name}={values[name]!r} must be 'auto', True or False.")
     low_bit = LowBitOptions(**pick(LowBitOptions.arguments())) if level.is_low_bit else LowBitOptions()
     if low_bit.gradient_release and level.has_loss_scale:
         raise ValueError(
@@ -113,4 +114,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         low_bit,
         values.get("attention", "auto"),
         values.get("weight_cache", "auto"),
+        values["graphs"],
     )

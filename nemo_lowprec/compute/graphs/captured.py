@@ -1,0 +1,260 @@
+"""One pass of a block as two CUDA graphs, and the autograd function that replays them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_lowprec.compat.autograd import leaves_of
+from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
+from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
+from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.tensors import stored_data
+
+
+class CapturedPass:
+    """The forward and the backward pass of a block for arguments of one key.
+
+    Args:
+        run: the block's own forward.
+        leaves, structure: the arguments of the call, from ``inputs.flatten``; tensors are copied, not held.
+        block: the module.
+        reads: lists what else the graphs read: it must be the same objects whenever they run.
+        pool: of the model.
+
+    Raises:
+        Unfit: the block did what a graph cannot do.
+
+    Attributes:
+        number: counts the passes of the pool, in the order of their capture.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        leaves: list[Any],
+        structure: Any,
+        block: nn.Module,
+        reads: Callable[[], list[Any]],
+        pool: GraphPool,
+    ) -> None:
+        self.pool, self._all_params = pool, list(block.parameters())
+        self.params = [param for param in self._all_params if param.requires_grad]
+        pool.captured += 1
+        self.number = pool.captured
+        self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._trained = [i for i in self._tensors if leaves[i].requires_grad]
+        self._saved: set[int] = set()
+        self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
+        self.runs = 0  # forward passes so far
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._capturing():
+            self._capture_forward(run, structure)
+            self._capture_backward()
+        self._held = [storage_use_count(out) for out in self._outputs]
+        self._reads, self._pointers = reads(), self._addresses()
+        self._stolen = {grad.data_ptr() for grad in self._grads[len(self._trained) :] if grad is not None}
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Context of a capture. Generators of random numbers are as before where it fails."""
+        generator = torch.cuda.default_generators[self.pool.stream.device_index]
+        before = generator.clone_state()
+        cached = torch.is_autocast_cache_enabled()
+        torch.cuda.synchronize()
+        self.pool.stream.wait_stream(torch.cuda.current_stream())
+        # A cast of a parameter that autocast keeps would be of the first pass for ever.
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            with torch.cuda.stream(self.pool.stream), torch.enable_grad():
+                yield
+        except Exception as error:
+            generator.graphsafe_set_state(before)
+            if isinstance(error, Unfit):
+                raise
+            raise Unfit(f"its capture failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})") from error
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            torch.cuda.current_stream().wait_stream(self.pool.stream)
+
+    @staticmethod
+    @contextmanager
+    def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        # Only this thread: others may copy batches to the GPU.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException:
+            try:
+                graph.capture_end()
+            except RuntimeError:  # says only that the capture has failed
+                torch.cuda.synchronize()
+            raise
+        graph.capture_end()
+
+    def _capture_forward(self, run: Callable[..., Any], structure: Any) -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            self._saved.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        versions = [self._leaves[i]._version for i in self._tensors]
+        args, kwargs = tree_unflatten(self._leaves, structure)
+        with self._recording(self._forward, self.pool.forward), saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = run(*args, **kwargs)
+        if versions != [self._leaves[i]._version for i in self._tensors]:
+            raise Unfit("it writes into its arguments")
+        self._result, self._structure = flatten(result)
+        places = {id(self._leaves[i]): i for i in self._tensors}
+        # A result that is an argument is the caller's own.
+        self._given = {j: places[id(leaf)] for j, leaf in enumerate(self._result) if id(leaf) in places}
+        fresh = [j for j, leaf in enumerate(self._result) if isinstance(leaf, Tensor) and j not in self._given]
+        self._fresh = fresh
+        self._outputs: list[Tensor] = [self._result[j] for j in fresh]
+        others = [leaf for leaf in self._result if not isinstance(leaf, Tensor | CONSTANTS)]
+        if others:
+            raise Unfit(f"it returns a {type(others[0]).__name__}")
+        if any(type(out) is not Tensor or not out.is_cuda for out in self._outputs):
+            raise Unfit("it returns a tensor that is not on the GPU, or of a class of its own")
+        if len({out.untyped_storage().data_ptr() for out in self._outputs}) != len(self._outputs):
+            raise Unfit("its results share their memory")
+        known = {id(t) for t in (*self.params, *(self._leaves[i] for i in self._trained))}
+        if any(id(leaf) not in known for leaf in leaves_of(self._outputs)):
+            raise Unfit("it reads a trained tensor that is none of its parameters")
+        self._versions = [out._version for out in self._outputs]
+
+    def _capture_backward(self) -> None:
+        self._with_gradient = [j for j, out in enumerate(self._outputs) if out.requires_grad]
+        outputs = [self._outputs[j] for j in self._with_gradient]
+        if not outputs:
+            raise Unfit("no result has a gradient")
+        self._grad_outputs = [torch.zeros_like(out) for out in outputs]
+        wanted = [*(self._leaves[i] for i in self._trained), *self.params]
+        with self._recording(self._backward, self.pool.backward):
+            # The graph of autograd is kept, and with it the memory of everything that backward reads.
+            self._grads = torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True)
+
+    # Passes
+
+    def fits(self, reads: list[Any]) -> bool:
+        """Whether everything that the graphs read is still where it was."""
+        return all(map(is_, reads, self._reads)) and self._pointers == self._addresses()
+
+    def _addresses(self) -> list[int]:
+        return [stored_data(param).data_ptr() for param in self._all_params]
+
+    def is_free(self) -> bool:
+        """Whether a forward pass may overwrite the last one's results: nobody needs them any more."""
+        if self._waits is not None and self._waits() is not None:
+            return False
+        return all(storage_use_count(o) <= n for o, n in zip(self._outputs, self._held, strict=True))
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        """Replay the forward pass for these arguments."""
+        trained = [leaves[i] for i in self._trained]
+        outputs = _Replay.apply(self, leaves, *trained, *self.params)
+        result = list(self._result)
+        for j, out in zip(self._fresh, outputs, strict=True):
+            result[j] = out
+        for j, i in self._given.items():
+            result[j] = leaves[i]
+        return tree_unflatten(result, self._structure)
+
+    def _load(self, leaves: list[Any]) -> None:
+        for i in self._tensors:
+            self._leaves[i].detach().copy_(leaves[i])
+
+    def _spare_gradients(self) -> None:
+        """Copy the gradients of an earlier micro-batch out of the memory that the backward pass writes."""
+        held = [p for p in self.params if type(p.grad) is Tensor and p.grad.data_ptr() in self._stolen]
+        for param in held:
+            param.grad = param.grad.clone()  # type: ignore[union-attr]
+
+    def _wait(self) -> _Waiting:
+        token = _Waiting(self)
+        self._waits = weakref.ref(token)
+        self.runs += 1
+        return token
+
+
+class _Waiting:
+    """A forward pass that waits for its backward pass, until the graph of autograd that holds this object is freed."""
+
+    def __init__(self, captured: CapturedPass) -> None:
+        self.captured, self.run = captured, captured.runs + 1
+        self.weights = [param._version for param in captured.params]
+        captured.pool.begin(captured.number)
+        self._end = weakref.finalize(self, captured.pool.end, captured.number)
+
+    def end(self) -> None:
+        """The backward pass has run."""
+        self._end()
+        self.captured._waits = None
+
+
+class _Replay(torch.autograd.Function):
+    """(the pass, its arguments, those of them with a gradient, the parameters) to the results."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: CapturedPass, leaves: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        captured._load(leaves)
+        captured._forward.replay()
+        ctx.token = captured._wait()
+        ctx.leaves = [i for i, t in enumerate(inputs[: len(captured._trained)]) if t.is_leaf]
+        outputs = tuple(out.detach() for out in captured._outputs)
+        ctx.mark_non_differentiable(*(o for j, o in enumerate(outputs) if j not in captured._with_gradient))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        token: _Waiting = ctx.token
+        captured = token.captured
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True reaches a block that runs as a CUDA graph. Pass graphs=False.")
+        if token.run != captured.runs:
+            raise RuntimeError(
+                "A second backward pass through a block whose CUDA graph has run again since. Pass graphs=False."
+            )
+        if token.weights != [param._version for param in captured.params]:
+            raise RuntimeError(
+                "One of the parameters needed for gradient computation has been modified by an inplace operation "
+                "since the forward pass of its block."
+            )
+        for out, version in zip(captured._outputs, captured._versions, strict=True):
+            if out._version != version and out.untyped_storage().data_ptr() in captured._saved:
+                captured._versions = [out._version for out in captured._outputs]
+                raise RuntimeError(
+                    "One of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "the result of a block."
+                )
+        captured._versions = [out._version for out in captured._outputs]
+        for static, j in zip(captured._grad_outputs, captured._with_gradient, strict=True):
+            grad = grads[j]
+            if grad is None:
+                static.zero_()
+            else:
+                static.copy_(grad)
+        captured._spare_gradients()
+        captured._backward.replay()
+        token.end()
+        found = [None if grad is None else grad.detach() for grad in captured._grads]
+        for i in ctx.leaves:  # a leaf would take the static tensor as its gradient
+            grad = found[i]
+            found[i] = None if grad is None else grad.clone()
+        return None, None, *found
+
+
+def _static(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and strides that holds a copy, and is a leaf."""
+    static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    static.copy_(tensor.detach())
+    return static.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,211 @@
+"""Stands in the place of a block's ``forward``: runs the block, captures it, or replays its graphs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from nemo_lowprec.compat.autograd import saves_through_hooks
+from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.graphs.blocks import find_blocks
+from nemo_lowprec.compute.graphs.captured import CapturedPass
+from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
+from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
+from nemo_lowprec.compute.graphs.layers import Layers
+from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.observers import Observers
+
+_WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
+_KEYS = 4  # kinds of arguments that get graphs
+_CAPTURES = 3  # captures of one key, after the block was changed
+_BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
+
+
+class GraphedForward:
+    """The ``forward`` of a block.
+
+    Args:
+        block: a module of the model.
+        name: its name.
+        layers: of the block.
+        pool: of the model.
+        observers: of the engine; a pass that is observed runs without a graph.
+        always: whether blocks are captured whose GPU time is longer than their host time, too.
+    """
+
+    def __init__(
+        self, block: nn.Module, name: str, layers: Layers, pool: GraphPool, observers: Observers, always: bool
+    ) -> None:
+        self._block, self.name, self._layers, self.pool = ref(block), name, layers, pool
+        self._observers, self._always = observers, always
+        self._forward = type(block).forward
+        self._passes: dict[Hashable, list[CapturedPass]] = defaultdict(list)
+        self._seen: Counter[Hashable] = Counter()
+        self._guards: dict[Hashable, Guard] = {}
+        self._changed: Counter[Hashable] = Counter()
+        self._clocks: dict[Hashable, _Clock] = {}
+        self._off: str | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        return MethodType(self._forward, copy.deepcopy(self._block(), memo))
+
+    def __reduce__(self) -> Any:
+        return MethodType, (self._forward, self._block())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block()
+        assert block is not None
+        if self._off is not None or not block.training or not torch.is_grad_enabled() or saves_through_hooks():
+            return self._forward(block, *args, **kwargs)
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return self._forward(block, *args, **kwargs)
+        if self._observers.quantized or self._observers.gradient:
+            return self._forward(block, *args, **kwargs)
+        try:
+            leaves, structure = flatten((args, kwargs))
+            key = key_of(leaves, structure)
+            found = self._find(key)
+            if found is None and self._is_due(key):
+                found = self._capture(block, key, leaves, structure)
+        except Unfit as reason:
+            self._give_up(str(reason))
+            found = None
+        if found is not None:
+            return found(leaves)
+        return self._run(block, key, args, kwargs) if self._off is None else self._forward(block, *args, **kwargs)
+
+    def _give_up(self, reason: str) -> None:
+        self._off = reason
+        self._passes.clear()
+        self.pool.say(self.name, reason)
+
+    def _run(self, block: nn.Module, key: Hashable, args: Any, kwargs: Any) -> Any:
+        """A pass without a graph, which is watched while graphs of this key may still come."""
+        if self._seen[key] > _WARMUP or (key not in self._seen and len(self._seen) >= _KEYS):
+            if len(self._seen) >= _KEYS:
+                self.pool.tell("CUDA graphs: arguments of more than %s shapes; the others run without.", _KEYS)
+            return self._forward(block, *args, **kwargs)
+        self._seen[key] += 1
+        if self._seen[key] == 1:
+            if reason := obstacle(block):
+                self._give_up(reason)
+            before = HostState(block)
+            result = self._forward(block, *args, **kwargs)
+            if reason := before.changed(block):
+                self._give_up(reason)
+            return result
+        clock = self._clocks[key] = _Clock()
+        result = self._forward(block, *args, **kwargs)
+        clock.stop()
+        return result
+
+    def _is_due(self, key: Hashable) -> bool:
+        """Whether a pass of this key is to be captured now."""
+        if self._seen[key] < _WARMUP or self._changed[key] >= _CAPTURES:
+            return False
+        if not self._layers.are_warm():
+            return False
+        if not self._always and not self._passes[key] and self._clocks[key].is_busy():
+            self._give_up("its GPU time is longer than its host time")
+            return False
+        return not self._passes[key] or self._waits_for_more(key)
+
+    def _waits_for_more(self, key: Hashable) -> bool:
+        # A block that is called several times before its backward pass, as ALBERT's, needs a pass for each call.
+        return len(self._passes[key]) < 16
+
+    def _find(self, key: Hashable) -> CapturedPass | None:
+        """A captured pass that may run now."""
+        passes = self._passes.get(key)
+        if not passes:
+            return None
+        self._layers.follow()
+        if not self._guards[key].holds() or not self._layers.are_warm():
+            self._passes.pop(key)
+            self._changed[key] += 1
+            self._seen[key] = 0
+            return None
+        reads = self._layers.reads()
+        for found in passes:
+            if found.is_free() and self.pool.may_run(found.number) and found.fits(reads):
+                return found
+        return None
+
+    def _capture(self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any) -> CapturedPass:
+        self._layers.follow()
+        self._passes[key] = [found for found in self._passes[key] if found.fits(self._layers.reads())]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._forward(block, *args, **kwargs)
+
+        self._guards[key] = Guard(block)
+        with self._layers.capturing():
+            found = CapturedPass(run, leaves, structure, block, self._layers.reads, self.pool)
+        self._passes[key].append(found)
+        self.pool.tell("CUDA graphs: blocks of %s are captured.", type(block).__name__)
+        return found
+
+
+class _Clock:
+    """Host and GPU time of one forward pass."""
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+        self._start = time.perf_counter()
+        self._host = 0.0
+
+    def stop(self) -> None:
+        self._host = time.perf_counter() - self._start
+        self._events[1].record()
+
+    def is_busy(self) -> bool:
+        """Whether the GPU took much longer than the host, and so did not wait for the host."""
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) > _BUSY * self._host * 1e3
+
+
+class BlockGraphs:
+    """The graphs of a model.
+
+    Args:
+        model: converted.
+        device: a GPU.
+        plans_of: returns the ``GemmPlan``s of a module, without its children's.
+        observers: see ``GraphedForward``.
+        always: see ``GraphedForward``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        plans_of: Callable[[nn.Module], Iterable[GemmPlan]],
+        observers: Observers,
+        always: bool,
+    ) -> None:
+        self.pool = GraphPool(device)
+        self._blocks: list[nn.Module] = []
+        for name, block in find_blocks(model).items():
+            if "forward" in block.__dict__ or hasattr(block, "_orig_mod"):
+                self.pool.say(name, "it has a forward of its own")
+                continue
+            layers = Layers([plan for module in block.modules() for plan in plans_of(module)])
+            block.__dict__["forward"] = GraphedForward(block, name, layers, self.pool, observers, always)
+            self._blocks.append(block)
+
+    def remove(self) -> None:
+        """Give the blocks their forwards back."""
+        for block in self._blocks:
+            if isinstance(block.__dict__.get("forward"), GraphedForward):
+                del block.__dict__["forward"]
+        self._blocks.clear()

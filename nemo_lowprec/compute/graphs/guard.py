@@ -1,0 +1,96 @@
+"""What a captured pass has read on the host: a graph holds only as long as all of it stays the same."""
+
+from __future__ import annotations
+
+import random
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.compat.modules import all_hooks, global_hooks
+from nemo_lowprec.compat.tensors import backward_hooks
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Guard:
+    """The state of a block's modules that its forward pass may read: children, parameters, plain attributes, hooks."""
+
+    def __init__(self, block: nn.Module) -> None:
+        modules = list(block.modules())
+        self._hooks = [hooks for module in modules if module is not block for hooks in all_hooks(module)]
+        self._counts = [len(hooks) for hooks in self._hooks]
+        self._tables = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
+        self._held = [list(table.values()) for table in self._tables]  # also keeps tensors alive that a graph reads
+        self._attributes: list[tuple[dict[str, Any], int, Any, Any]] = []
+        for state in (module.__dict__ for module in modules):
+            names = [name for name, value in state.items() if type(value) in _PLAIN]
+            read = itemgetter(*names) if names else len
+            self._attributes.append((state, len(state), read, read(state)))
+        self._tensors = [(m.__dict__, n, v) for m in modules for n, v in m.__dict__.items() if isinstance(v, Tensor)]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        for hooks, count in zip(self._hooks, self._counts, strict=True):
+            if len(hooks) != count:
+                return False
+        for table, held in zip(self._tables, self._held, strict=True):
+            if len(table) != len(held) or any(a is not b for a, b in zip(table.values(), held, strict=True)):
+                return False
+        try:
+            if any(len(state) != size or read(state) != values for state, size, read, values in self._attributes):
+                return False
+        except KeyError:
+            return False
+        return all(state.get(name) is tensor for state, name, tensor in self._tensors) and not any(global_hooks())
+
+
+def obstacle(block: nn.Module) -> str | None:
+    """The reason for which ``block`` cannot be captured at all; None where it may be."""
+    for name, module in block.named_modules():
+        if module is not block:
+            for hooks in all_hooks(module):
+                if any(not _is_ours(hook) for hook in hooks.values()):
+                    return f"{name} has a hook"
+        if isinstance(module, nn.SyncBatchNorm) or type(module).__module__.startswith("transformer_engine."):
+            return f"{name or 'it'} is a {type(module).__name__}"
+    for name, param in block.named_parameters():
+        if backward_hooks(param)[0]:
+            return f"{name} has a gradient hook"
+    return None
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("nemo_lowprec.")
+
+
+class HostState:
+    """State of the host that a pass of a block may change, and a replay of the block would not.
+
+    Args:
+        block: the block that is about to run.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._random = torch.random.get_rng_state(), random.getstate()
+        self._modules = {name: self._of(module) for name, module in block.named_modules()}
+
+    @staticmethod
+    def _of(module: nn.Module) -> dict[str, Any]:
+        state = module.__dict__.items()
+        sizes = {n: len(v) for n, v in state if type(v) in (list, dict, set)}
+        return {n: v if type(v) in _PLAIN else id(v) for n, v in state} | {f"len({n})": s for n, s in sizes.items()}
+
+    def changed(self, block: nn.Module) -> str | None:
+        """What the pass has changed, as a reason not to capture ``block``; None for nothing."""
+        if not torch.equal(self._random[0], torch.random.get_rng_state()) or self._random[1] != random.getstate():
+            return "it draws random numbers on the host"
+        for name, module in block.named_modules():
+            before = self._modules.get(name)
+            if before != self._of(module):
+                now = self._of(module)
+                names = [n for n in now if before is None or before.get(n, self) != now[n]]
+                return f"it changes {'.'.join(filter(None, (name, names[0] if names else '')))} in its forward pass"
+        return None

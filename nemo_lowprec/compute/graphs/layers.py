@@ -1,0 +1,50 @@
+"""What the converted layers of a block do on the host before they run, in the place of a replayed pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_lowprec.compute.gemm_plan import GemmPlan
+
+
+class Layers:
+    """The converted layers of a block.
+
+    Args:
+        plans: of the layers.
+    """
+
+    def __init__(self, plans: list[GemmPlan]) -> None:
+        self._weights = [plan.weight for plan in plans if plan.weight is not None]
+        slots = [operand.slot for plan in plans for operand in plan.operands.values()]
+        self._slots = [slot for slot in slots if slot is not None]
+
+    def follow(self) -> None:
+        """Measure weights that were written, and make their quantized forms anew."""
+        for state in self._weights:
+            weight = state.weight
+            if weight is not None:
+                state.follow(weight, True)
+                state.refresh()
+
+    def are_warm(self) -> bool:
+        """Whether every operand has a scale from the steps before."""
+        return not any([slot.cold for slot in self._slots])
+
+    def reads(self) -> list[Any]:
+        """Objects whose memory the layers read and write beside their arguments and their weights."""
+        return [slot.scale for slot in self._slots] + [state.in_place for state in self._weights]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Context of a capture: the layers read only those kept weights that are made anew in place."""
+        tables = {id(state.table): state.table for state in self._weights if state.table is not None}
+        for table in tables.values():
+            table.capturing = True
+        try:
+            yield
+        finally:
+            for table in tables.values():
+                table.capturing = False

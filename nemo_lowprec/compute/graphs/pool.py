@@ -1,0 +1,59 @@
+"""What the captured blocks of one model share."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+log = logging.getLogger("nemo_lowprec")
+
+
+class GraphPool:
+    """Memory of the graphs, the stream of the capture, the order of the passes, and what was said.
+
+    Graphs that are captured later may take memory in which earlier ones have their temporary tensors, which are dead
+    once a graph has run. What a graph keeps from forward to backward is never given away. So a forward pass may run
+    as long as no graph that was captured after it waits for its backward pass. Forward and backward graphs have memory
+    of their own, since backward passes run in the reverse order.
+
+    Attributes:
+        forward, backward: handles of the memory of the two kinds of graphs.
+        stream: the stream of the capture.
+        captured: number of captured passes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+        self.captured = 0
+        self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
+        self._reasons: Counter[str] = Counter()
+
+    def may_run(self, number: int) -> bool:
+        """Whether the forward pass ``number`` may run now."""
+        return not self._waiting or number > max(self._waiting)
+
+    def begin(self, number: int) -> None:
+        """The forward pass ``number`` runs, and waits for its backward pass."""
+        self._waiting.append(number)
+
+    def end(self, number: int) -> None:
+        """The pass ``number`` waits no longer."""
+        if number in self._waiting:
+            self._waiting.remove(number)
+
+    def say(self, name: str, reason: str) -> None:
+        """Log once for each reason that a block runs without a graph."""
+        self._reasons[reason] += 1
+        if self._reasons[reason] == 1:
+            log.info("CUDA graphs: %s runs without, since %s.", name, reason)
+
+    def tell(self, message: str, *args: Any) -> None:
+        """Log ``message`` once."""
+        if not self._reasons[message]:
+            log.info(message, *args)
+        self._reasons[message] += 1
