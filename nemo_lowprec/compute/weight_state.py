@@ -80,6 +80,8 @@ class WeightState:
 
         The first evaluation after training measures again: a weight can be written without a trace (``.data``).
         """
+        if self.table is not None and self.table.capturing:
+            return  # ``weight`` is a twin of the parameter, which was measured before the capture
         state = (training,) if self.gathered else (training, *_state_of(weight))
         if state != self._measured:  # one comparison, in every forward of every layer
             self._measure(weight, state)
@@ -124,10 +126,8 @@ class WeightState:
         """The kept operand, if it is the present weight's and is made anew in the same memory; else None."""
         if self._kept_as is not self._measured or not isinstance(self._kept, QuantizedOperand):
             return None
-        made_by_kernel = weight_kernels() is not None and (
-            self._scale() is not None or isinstance(self.weight, Fp8Weight)
-        )
-        return self._kept if made_by_kernel else None
+        has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
+        return self._kept if has_scale and weight_kernels() is not None else None
 
     def drop(self) -> None:
         """Keep nothing."""

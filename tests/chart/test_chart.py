@@ -134,7 +134,7 @@ def expected_arguments(level):
         arguments |= {"half": "bf16"} | LowBitOptions.arguments() | LossScaleConfig.arguments()
     elif level.has_loss_scale:
         arguments |= LossScaleConfig.arguments()
-    return arguments
+    return arguments | {"graphs": "auto"}
 
 
 @pytest.mark.parametrize("name", list(CHART))

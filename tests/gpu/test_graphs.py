@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from nemo_lowprec import prepare
 from nemo_lowprec.compute.graphs.graphed import GraphedForward
@@ -379,11 +380,7 @@ def test_under_the_trainer(tmp_path):
         )  # fmt: skip
         seen = []
         module.on_train_end = lambda seen=seen, module=module: seen.append(captured(module.model))
-        trainer.fit(
-            module,
-            torch.utils.data.DataLoader(data, batch_size=None),
-            torch.utils.data.DataLoader(data[:2], batch_size=None),
-        )
+        trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(data[:2], batch_size=None))
         assert bool(seen[0]) is graphs
         found.append(torch.stack(module.losses).tolist())
     assert found[0] == found[1]

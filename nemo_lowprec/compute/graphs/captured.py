@@ -56,9 +56,9 @@ class CapturedPass:
         self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
         self.runs = 0  # forward passes so far
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._capturing():
-            self._capture_forward(run, structure)
-            self._capture_backward()
+        with self._capturing(), self._with_leaves_of_the_capture(block) as own:
+            self._capture_forward(run, structure, own)
+            self._capture_backward(own)
         self._held = [storage_use_count(out) for out in self._outputs]
         self._reads, self._pointers = reads(), self._addresses()
         self._stolen = {grad.data_ptr() for grad in self._grads[len(self._trained) :] if grad is not None}
@@ -79,12 +79,30 @@ class CapturedPass:
                 yield
         except Exception as error:
             generator.graphsafe_set_state(before)
+            self.pool.renew()
             if isinstance(error, Unfit):
                 raise
             raise Unfit(f"its capture failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})") from error
         finally:
             torch.set_autocast_cache_enabled(cached)
             torch.cuda.current_stream().wait_stream(self.pool.stream)
+
+    @contextmanager
+    def _with_leaves_of_the_capture(self, block: nn.Module) -> Iterator[list[Tensor]]:
+        """Context in which ``block`` has parameters of the same memory that are leaves of the captured graph alone.
+
+        Autograd accumulates the gradient of a parameter on the stream on which the parameter was used first, and no
+        other stream may wait for the stream of a capture.
+        """
+        twins = {id(param): _twin(param) for param in self._all_params}
+        tables = [(module._parameters, dict(module._parameters)) for module in block.modules()]
+        for table, before in tables:
+            table.update({name: twins[id(param)] for name, param in before.items() if param is not None})
+        try:
+            yield [twins[id(param)] for param in self.params]
+        finally:
+            for table, before in tables:
+                table.update(before)
 
     @staticmethod
     @contextmanager
@@ -101,7 +119,7 @@ class CapturedPass:
             raise
         graph.capture_end()
 
-    def _capture_forward(self, run: Callable[..., Any], structure: Any) -> None:
+    def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[Tensor]) -> None:
         def pack(tensor: Tensor) -> Tensor:
             self._saved.add(tensor.untyped_storage().data_ptr())
             return tensor
@@ -126,18 +144,18 @@ class CapturedPass:
             raise Unfit("it returns a tensor that is not on the GPU, or of a class of its own")
         if len({out.untyped_storage().data_ptr() for out in self._outputs}) != len(self._outputs):
             raise Unfit("its results share their memory")
-        known = {id(t) for t in (*self.params, *(self._leaves[i] for i in self._trained))}
+        known = {id(t) for t in (*own, *(self._leaves[i] for i in self._trained))}
         if any(id(leaf) not in known for leaf in leaves_of(self._outputs)):
             raise Unfit("it reads a trained tensor that is none of its parameters")
         self._versions = [out._version for out in self._outputs]
 
-    def _capture_backward(self) -> None:
+    def _capture_backward(self, own: list[Tensor]) -> None:
         self._with_gradient = [j for j, out in enumerate(self._outputs) if out.requires_grad]
         outputs = [self._outputs[j] for j in self._with_gradient]
         if not outputs:
             raise Unfit("no result has a gradient")
         self._grad_outputs = [torch.zeros_like(out) for out in outputs]
-        wanted = [*(self._leaves[i] for i in self._trained), *self.params]
+        wanted = [*(self._leaves[i] for i in self._trained), *own]
         with self._recording(self._backward, self.pool.backward):
             # The graph of autograd is kept, and with it the memory of everything that backward reads.
             self._grads = torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True)
@@ -151,11 +169,14 @@ class CapturedPass:
     def _addresses(self) -> list[int]:
         return [stored_data(param).data_ptr() for param in self._all_params]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the last forward pass waits for its backward pass."""
+        return self._waits is not None and self._waits() is not None
+
     def is_free(self) -> bool:
         """Whether a forward pass may overwrite the last one's results: nobody needs them any more."""
-        if self._waits is not None and self._waits() is not None:
-            return False
-        return all(storage_use_count(o) <= n for o, n in zip(self._outputs, self._held, strict=True))
+        return not self.waits and all(storage_use_count(o) <= n for o, n in zip(self._outputs, self._held, strict=True))
 
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay the forward pass for these arguments."""
@@ -248,9 +269,16 @@ class _Replay(torch.autograd.Function):
         token.end()
         found = [None if grad is None else grad.detach() for grad in captured._grads]
         for i in ctx.leaves:  # a leaf would take the static tensor as its gradient
-            grad = found[i]
-            found[i] = None if grad is None else grad.clone()
+            if (of_leaf := found[i]) is not None:
+                found[i] = of_leaf.clone()
         return None, None, *found
+
+
+def _twin(param: nn.Parameter) -> nn.Parameter:
+    twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    if param.requires_grad and param.grad_dtype != twin.grad_dtype:
+        twin.grad_dtype = param.grad_dtype
+    return twin
 
 
 def _static(tensor: Tensor) -> Tensor:

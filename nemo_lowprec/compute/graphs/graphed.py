@@ -24,6 +24,7 @@ from nemo_lowprec.observers import Observers
 
 _WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
 _KEYS = 4  # kinds of arguments that get graphs
+_INSTANCES = 16  # captured passes of one key, of which each waits for its backward pass when the next one runs
 _CAPTURES = 3  # captures of one key, after the block was changed
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
 
@@ -117,11 +118,8 @@ class GraphedForward:
         if not self._always and not self._passes[key] and self._clocks[key].is_busy():
             self._give_up("its GPU time is longer than its host time")
             return False
-        return not self._passes[key] or self._waits_for_more(key)
-
-    def _waits_for_more(self, key: Hashable) -> bool:
         # A block that is called several times before its backward pass, as ALBERT's, needs a pass for each call.
-        return len(self._passes[key]) < 16
+        return len(self._passes[key]) < _INSTANCES and all(found.waits for found in self._passes[key])
 
     def _find(self, key: Hashable) -> CapturedPass | None:
         """A captured pass that may run now."""

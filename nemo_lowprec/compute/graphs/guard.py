@@ -21,30 +21,31 @@ class Guard:
     def __init__(self, block: nn.Module) -> None:
         modules = list(block.modules())
         self._hooks = [hooks for module in modules if module is not block for hooks in all_hooks(module)]
-        self._counts = [len(hooks) for hooks in self._hooks]
-        self._tables = [t for m in modules for t in (m._modules, m._parameters, m._buffers)]
-        self._held = [list(table.values()) for table in self._tables]  # also keeps tensors alive that a graph reads
-        self._attributes: list[tuple[dict[str, Any], int, Any, Any]] = []
-        for state in (module.__dict__ for module in modules):
-            names = [name for name, value in state.items() if type(value) in _PLAIN]
-            read = itemgetter(*names) if names else len
-            self._attributes.append((state, len(state), read, read(state)))
-        self._tensors = [(m.__dict__, n, v) for m in modules for n, v in m.__dict__.items() if isinstance(v, Tensor)]
+        self._hooks += global_hooks()
+        self._tables = [table for m in modules for table in (m._modules, m._parameters, m._buffers)]
+        self._states = [module.__dict__ for module in modules]
+        names = [[name for name, value in state.items() if type(value) in _PLAIN] for state in self._states]
+        self._plain = [(itemgetter(*found), state) for found, state in zip(names, self._states, strict=True) if found]
+        self._tensors = [(s, name) for s in self._states for name, value in s.items() if isinstance(value, Tensor)]
+        # Also keeps the objects alive, so that no other ones get their ids.
+        self._alive = [v for t in self._tables for v in t.values()] + [s[name] for s, name in self._tensors]
+        self._seen = self._look()
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
-        for hooks, count in zip(self._hooks, self._counts, strict=True):
-            if len(hooks) != count:
-                return False
-        for table, held in zip(self._tables, self._held, strict=True):
-            if len(table) != len(held) or any(a is not b for a, b in zip(table.values(), held, strict=True)):
-                return False
         try:
-            if any(len(state) != size or read(state) != values for state, size, read, values in self._attributes):
-                return False
-        except KeyError:
+            return bool(self._look() == self._seen)
+        except KeyError:  # an attribute was deleted
             return False
-        return all(state.get(name) is tensor for state, name, tensor in self._tensors) and not any(global_hooks())
+
+    def _look(self) -> Any:
+        return (
+            [len(hooks) for hooks in self._hooks],
+            [id(value) for table in self._tables for value in table.values()],
+            [len(state) for state in self._states],
+            [read(state) for read, state in self._plain],
+            [id(state[name]) for state, name in self._tensors],
+        )
 
 
 def obstacle(block: nn.Module) -> str | None:

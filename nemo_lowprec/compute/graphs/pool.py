@@ -26,12 +26,15 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.renew()
         self.stream = torch.cuda.Stream(device)
         self.captured = 0
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
+
+    def renew(self) -> None:
+        """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
+        self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
 
     def may_run(self, number: int) -> bool:
         """Whether the forward pass ``number`` may run now."""
