@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import leaves_of
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
+from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.tensors import stored_data
@@ -156,7 +157,8 @@ class CapturedPass:
             raise Unfit("no result has a gradient")
         self._grad_outputs = [torch.zeros_like(out) for out in outputs]
         wanted = [*(self._leaves[i] for i in self._trained), *own]
-        with self._recording(self._backward, self.pool.backward):
+        # The forward pass that captures is under autocast, and loops call ``backward`` outside of it.
+        with AutocastOff("cuda"), self._recording(self._backward, self.pool.backward):
             # The graph of autograd is kept, and with it the memory of everything that backward reads.
             self._grads = torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True)
 

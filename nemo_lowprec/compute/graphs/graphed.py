@@ -65,11 +65,10 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None
-        if self._off is not None or not block.training or not torch.is_grad_enabled() or saves_through_hooks():
+        if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
-        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-            return self._forward(block, *args, **kwargs)
-        if self._observers.quantized or self._observers.gradient:
+        observed = self._observers.quantized or self._observers.gradient
+        if observed or saves_through_hooks() or torch.cuda.is_current_stream_capturing():
             return self._forward(block, *args, **kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
