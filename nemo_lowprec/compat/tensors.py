@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "make_subclass",
-    "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "storage_use_count", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_unflatten", "use_count",
+    "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_unflatten", "use_count",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -46,9 +46,3 @@ def backward_hooks(param: nn.Parameter) -> tuple[Any, Any]:
 def set_backward_hooks(param: nn.Parameter, hooks: tuple[Any, Any]) -> None:
     """Make autograd call ``hooks`` for the storage that ``param`` has now."""
     param._backward_hooks, param._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
-
-
-def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors, in Python and in C++, have the memory of ``tensor``."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return count

@@ -26,6 +26,32 @@ def wgrad_dtype(weight: Tensor) -> torch.dtype:
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
+_GRAD_BUFFER = "_lowprec_grad_buffer"  # on a weight: (memory for its gradient, number of layers that read the weight)
+
+
+def give_grad_buffer(weight: Tensor) -> Tensor:
+    """Memory for the gradient of ``weight``, of its shape and strides, into which the weight's layer will write it.
+
+    A caller still compares addresses: only a layer that alone reads the weight writes there.
+    """
+    stored = stored_data(weight)
+    buffer = torch.empty_strided(stored.shape, stored.stride(), dtype=wgrad_dtype(weight), device=stored.device)
+    weight.__dict__[_GRAD_BUFFER] = buffer, 0
+    return buffer
+
+
+def _count_reader(weight: Tensor) -> None:
+    if _GRAD_BUFFER in weight.__dict__:
+        buffer, readers = weight.__dict__[_GRAD_BUFFER]
+        weight.__dict__[_GRAD_BUFFER] = buffer, readers + 1
+
+
+def _grad_buffer(ctx: Any) -> Tensor | None:
+    """Where backward shall write the weight's gradient; None for new memory."""
+    buffer, readers = ctx.weight.__dict__.get(_GRAD_BUFFER, (None, 0))
+    return buffer if readers == 1 and ctx.part is None and not ctx.transposed else None
+
+
 def not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
     """``out`` in ``shape``. FSDP2 hooks into the output of a block: of a view, an in-place operation loses the hook."""
     return torch.ops.aten._unsafe_view.default(out, shape)
@@ -132,6 +158,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.grad_dtype = x.dtype, wgrad_dtype(ctx.weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = gradient, gives_out
+        _count_reader(ctx.weight)
         ctx.part, ctx.all_rows = part, all_rows
         return out, handle
 
@@ -199,7 +226,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
             dx = dx[: ctx.rows]
     if need_wgrad:
         if wgrad8:
-            dw = backend.wgrad(dy8, backend.restore(saved[:x_end], x_meta), ctx.grad_dtype)
+            dw = backend.wgrad(dy8, backend.restore(saved[:x_end], x_meta), ctx.grad_dtype, _grad_buffer(ctx))
         else:
             x = saved[0].reshape(-1, ctx.shape[-1])
             dw = backend.matmul(dy_half.t(), plan.in_half("input", x), ctx.grad_dtype)

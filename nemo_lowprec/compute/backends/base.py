@@ -108,8 +108,8 @@ class Backend(ABC):
         """Return [M, K] = grad_output @ weight + total. ``total`` has the output's dtype, and may be overwritten."""
 
     @abstractmethod
-    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
-        """Return [N, K] = grad_output.T @ x."""
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        """Return [N, K] = grad_output.T @ x, in ``out`` where that is given and the backend can."""
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Half-precision GEMM [m, k] @ [k, n], for overridden GEMMs."""

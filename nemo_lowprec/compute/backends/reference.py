@@ -77,7 +77,7 @@ class ReferenceBackend(Backend):
         dx = _gemm(grad_output.rowwise, weight.columnwise)
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
-    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

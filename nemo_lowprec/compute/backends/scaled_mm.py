@@ -66,8 +66,8 @@ class ScaledMMBackend(ReferenceBackend):
         dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
         return dx if total is None else dx.add_(total)  # _scaled_mm adds nothing to its result
 
-    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
-        return _gemm(grad_output.columnwise, x.columnwise, out_dtype)
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, out=out)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return half_matmul(a, b, out_dtype)
@@ -79,8 +79,10 @@ def _gemm(
     out_dtype: torch.dtype,
     fast_accum: bool = False,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
+    how: dict[str, Any] = {} if out is None else {"out": out}
     return torch._scaled_mm(
-        a.data, b.data.t(), a.scale_inv, b.scale_inv, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum
+        a.data, b.data.t(), a.scale_inv, b.scale_inv, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum, **how
     )

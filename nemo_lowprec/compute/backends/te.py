@@ -146,9 +146,9 @@ class TEBackend(Backend):
         )[0]  # fmt: skip
         return dx if total is None or in_gemm else dx.add_(total)
 
-    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return self._te.general_gemm(
-            x, grad_output, out_dtype=out_dtype, layout="NT", grad=True, use_split_accumulator=True
+            x, grad_output, out_dtype=out_dtype, layout="NT", grad=True, use_split_accumulator=True, out=out
         )[0]
 
     def describe(self, operand: Any) -> str:

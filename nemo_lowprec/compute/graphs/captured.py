@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import leaves_of
-from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
+from nemo_lowprec.compat.tensors import tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
 from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.compute.linear_function import give_grad_buffer
 from nemo_lowprec.tensors import stored_data
 
 
@@ -34,7 +34,9 @@ class CapturedPass:
         Unfit: the block did what a graph cannot do.
 
     Attributes:
+        params: the block's parameters that require a gradient.
         number: counts the passes of the pool, in the order of their capture.
+        runs: forward passes so far.
     """
 
     def __init__(
@@ -53,16 +55,18 @@ class CapturedPass:
         self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._trained = [i for i in self._tensors if leaves[i].requires_grad]
-        self._saved: set[int] = set()
         self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
-        self.runs = 0  # forward passes so far
+        self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._capturing(), self._with_leaves_of_the_capture(block) as own:
+        # In memory of their own: they live from backward to the optimizer's step, while other graphs run.
+        twins = [_twin(param) for param in self._all_params]
+        own = [twin for twin in twins if twin.requires_grad]
+        self._grads: list[Tensor | None] = [give_grad_buffer(twin) for twin in own]
+        with self._capturing(), _with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own)
             self._capture_backward(own)
-        self._held = [storage_use_count(out) for out in self._outputs]
+        self._stolen = {grad.data_ptr() for grad in self._grads if grad is not None}
         self._reads, self._pointers = reads(), self._addresses()
-        self._stolen = {grad.data_ptr() for grad in self._grads[len(self._trained) :] if grad is not None}
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -88,46 +92,10 @@ class CapturedPass:
             torch.set_autocast_cache_enabled(cached)
             torch.cuda.current_stream().wait_stream(self.pool.stream)
 
-    @contextmanager
-    def _with_leaves_of_the_capture(self, block: nn.Module) -> Iterator[list[Tensor]]:
-        """Context in which ``block`` has parameters of the same memory that are leaves of the captured graph alone.
-
-        Autograd accumulates the gradient of a parameter on the stream on which the parameter was used first, and no
-        other stream may wait for the stream of a capture.
-        """
-        twins = {id(param): _twin(param) for param in self._all_params}
-        tables = [(module._parameters, dict(module._parameters)) for module in block.modules()]
-        for table, before in tables:
-            table.update({name: twins[id(param)] for name, param in before.items() if param is not None})
-        try:
-            yield [twins[id(param)] for param in self.params]
-        finally:
-            for table, before in tables:
-                table.update(before)
-
-    @staticmethod
-    @contextmanager
-    def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-        # Only this thread: others may copy batches to the GPU.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            yield
-        except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:  # says only that the capture has failed
-                torch.cuda.synchronize()
-            raise
-        graph.capture_end()
-
-    def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[Tensor]) -> None:
-        def pack(tensor: Tensor) -> Tensor:
-            self._saved.add(tensor.untyped_storage().data_ptr())
-            return tensor
-
+    def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter]) -> None:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
-        with self._recording(self._forward, self.pool.forward), saved_tensors_hooks(pack, lambda tensor: tensor):
+        with _recording(self._forward, self.pool.forward):
             result = run(*args, **kwargs)
         if versions != [self._leaves[i]._version for i in self._tensors]:
             raise Unfit("it writes into its arguments")
@@ -135,9 +103,8 @@ class CapturedPass:
         places = {id(self._leaves[i]): i for i in self._tensors}
         # A result that is an argument is the caller's own.
         self._given = {j: places[id(leaf)] for j, leaf in enumerate(self._result) if id(leaf) in places}
-        fresh = [j for j, leaf in enumerate(self._result) if isinstance(leaf, Tensor) and j not in self._given]
-        self._fresh = fresh
-        self._outputs: list[Tensor] = [self._result[j] for j in fresh]
+        self._fresh = [j for j, leaf in enumerate(self._result) if isinstance(leaf, Tensor) and j not in self._given]
+        self._outputs: list[Tensor] = [self._result[j] for j in self._fresh]
         others = [leaf for leaf in self._result if not isinstance(leaf, Tensor | CONSTANTS)]
         if others:
             raise Unfit(f"it returns a {type(others[0]).__name__}")
@@ -148,9 +115,8 @@ class CapturedPass:
         known = {id(t) for t in (*own, *(self._leaves[i] for i in self._trained))}
         if any(id(leaf) not in known for leaf in leaves_of(self._outputs)):
             raise Unfit("it reads a trained tensor that is none of its parameters")
-        self._versions = [out._version for out in self._outputs]
 
-    def _capture_backward(self, own: list[Tensor]) -> None:
+    def _capture_backward(self, own: list[nn.Parameter]) -> None:
         self._with_gradient = [j for j, out in enumerate(self._outputs) if out.requires_grad]
         outputs = [self._outputs[j] for j in self._with_gradient]
         if not outputs:
@@ -158,9 +124,15 @@ class CapturedPass:
         self._grad_outputs = [torch.zeros_like(out) for out in outputs]
         wanted = [*(self._leaves[i] for i in self._trained), *own]
         # The forward pass that captures is under autocast, and loops call ``backward`` outside of it.
-        with AutocastOff("cuda"), self._recording(self._backward, self.pool.backward):
+        with AutocastOff("cuda"), _recording(self._backward, self.pool.backward):
             # The graph of autograd is kept, and with it the memory of everything that backward reads.
-            self._grads = torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True)
+            found = list(torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True))
+            self._grad_inputs, found = found[: len(self._trained)], found[len(self._trained) :]
+            for i, (buffer, grad) in enumerate(zip(self._grads, found, strict=True)):
+                if grad is None:
+                    self._grads[i] = None
+                elif grad.data_ptr() != buffer.data_ptr():  # type: ignore[union-attr]
+                    buffer.copy_(grad)  # type: ignore[union-attr]
 
     # Passes
 
@@ -176,10 +148,6 @@ class CapturedPass:
         """Whether the last forward pass waits for its backward pass."""
         return self._waits is not None and self._waits() is not None
 
-    def is_free(self) -> bool:
-        """Whether a forward pass may overwrite the last one's results: nobody needs them any more."""
-        return not self.waits and all(storage_use_count(o) <= n for o, n in zip(self._outputs, self._held, strict=True))
-
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay the forward pass for these arguments."""
         trained = [leaves[i] for i in self._trained]
@@ -191,21 +159,32 @@ class CapturedPass:
             result[j] = leaves[i]
         return tree_unflatten(result, self._structure)
 
-    def _load(self, leaves: list[Any]) -> None:
+    def run_forward(self, leaves: list[Any]) -> tuple[_Waiting, tuple[Tensor, ...]]:
+        """Replay the forward pass. Returns the token of the pass, and the results, in memory of their own."""
         for i in self._tensors:
             self._leaves[i].detach().copy_(leaves[i])
-
-    def _spare_gradients(self) -> None:
-        """Copy the gradients of an earlier micro-batch out of the memory that the backward pass writes."""
-        held = [p for p in self.params if type(p.grad) is Tensor and p.grad.data_ptr() in self._stolen]
-        for param in held:
-            param.grad = param.grad.clone()  # type: ignore[union-attr]
-
-    def _wait(self) -> _Waiting:
+        self._forward.replay()
         token = _Waiting(self)
         self._waits = weakref.ref(token)
         self.runs += 1
-        return token
+        return token, tuple(out.detach().clone() for out in self._outputs)
+
+    def run_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward pass. Returns the gradients of the arguments that require one, and of the parameters."""
+        for static, j in zip(self._grad_outputs, self._with_gradient, strict=True):
+            grad = grads[j]
+            if grad is None:
+                static.zero_()
+            else:
+                static.copy_(grad)
+        for param in self.params:
+            # Of an earlier micro-batch, in the memory that this pass writes.
+            if type(param.grad) is Tensor and param.grad.data_ptr() in self._stolen:
+                param.grad = param.grad.clone()
+        self._backward.replay()
+        self._waits = None
+        inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
+        return inputs + [None if grad is None else grad.detach() for grad in self._grads]
 
 
 class _Waiting:
@@ -215,12 +194,7 @@ class _Waiting:
         self.captured, self.run = captured, captured.runs + 1
         self.weights = [param._version for param in captured.params]
         captured.pool.begin(captured.number)
-        self._end = weakref.finalize(self, captured.pool.end, captured.number)
-
-    def end(self) -> None:
-        """The backward pass has run."""
-        self._end()
-        self.captured._waits = None
+        self.end = weakref.finalize(self, captured.pool.end, captured.number)
 
 
 class _Replay(torch.autograd.Function):
@@ -229,11 +203,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: CapturedPass, leaves: list[Any], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        captured._load(leaves)
-        captured._forward.replay()
-        ctx.token = captured._wait()
-        ctx.leaves = [i for i, t in enumerate(inputs[: len(captured._trained)]) if t.is_leaf]
-        outputs = tuple(out.detach() for out in captured._outputs)
+        ctx.token, outputs = captured.run_forward(leaves)
         ctx.mark_non_differentiable(*(o for j, o in enumerate(outputs) if j not in captured._with_gradient))
         return outputs
 
@@ -252,28 +222,42 @@ class _Replay(torch.autograd.Function):
                 "One of the parameters needed for gradient computation has been modified by an inplace operation "
                 "since the forward pass of its block."
             )
-        for out, version in zip(captured._outputs, captured._versions, strict=True):
-            if out._version != version and out.untyped_storage().data_ptr() in captured._saved:
-                captured._versions = [out._version for out in captured._outputs]
-                raise RuntimeError(
-                    "One of the variables needed for gradient computation has been modified by an inplace operation: "
-                    "the result of a block."
-                )
-        captured._versions = [out._version for out in captured._outputs]
-        for static, j in zip(captured._grad_outputs, captured._with_gradient, strict=True):
-            grad = grads[j]
-            if grad is None:
-                static.zero_()
-            else:
-                static.copy_(grad)
-        captured._spare_gradients()
-        captured._backward.replay()
+        found = captured.run_backward(grads)
         token.end()
-        found = [None if grad is None else grad.detach() for grad in captured._grads]
-        for i in ctx.leaves:  # a leaf would take the static tensor as its gradient
-            if (of_leaf := found[i]) is not None:
-                found[i] = of_leaf.clone()
         return None, None, *found
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    # Only this thread: others may copy batches to the GPU.
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # says only that the capture has failed
+            torch.cuda.synchronize()
+        raise
+    graph.capture_end()
+
+
+@contextmanager
+def _with_parameters(block: nn.Module, params: list[nn.Parameter], twins: list[nn.Parameter]) -> Iterator[None]:
+    """Context in which ``block`` has ``twins`` in the place of ``params``.
+
+    Autograd accumulates the gradient of a parameter on the stream on which the parameter was used first, and no other
+    stream may wait for the stream of a capture. So a capture has leaves of its own, in the memory of the parameters.
+    """
+    by_id = {id(param): twin for param, twin in zip(params, twins, strict=True)}
+    tables = [(module._parameters, dict(module._parameters)) for module in block.modules()]
+    for table, before in tables:
+        table.update({name: by_id[id(param)] for name, param in before.items() if param is not None})
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
 
 
 def _twin(param: nn.Parameter) -> nn.Parameter:

@@ -133,7 +133,7 @@ class GraphedForward:
             return None
         reads = self._layers.reads()
         for found in passes:
-            if found.is_free() and self.pool.may_run(found.number) and found.fits(reads):
+            if not found.waits and self.pool.may_run(found.number) and found.fits(reads):
                 return found
         return None
 

@@ -58,7 +58,7 @@ class PlannedBackend(ReferenceBackend):
         data = grad_output.rowwise.data
         return data.new_empty(data.shape[0], weight.columnwise.data.shape[0], dtype=out_dtype)
 
-    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         data = grad_output.columnwise.data
         return data.new_empty(data.shape[0], x.columnwise.data.shape[0], dtype=out_dtype)
 
