@@ -31,9 +31,6 @@ TE_LAYERS = "te.TransformerLayer, FP8"
 LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
 # The end of a contestant's name, and the level's options that it means.
 OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}}
-    "": {},
-    ", no graphs": {"graphs": False},
-}  # the end of a contestant's name, and the level's options that it means
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ def global_hooks() -> list[dict[int, Any]]:
     ]  # fmt: skip
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is the result of ``torch.compile``, or ``module.compile()`` was called."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
 def has_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` was registered by ``register_state_dict_post_hook``."""
     return hook in module._state_dict_hooks.values()

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nemo_lowprec.column import Column
@@ -132,6 +133,8 @@ class Computation(Column):
         if self._graphs is not None:
             self._graphs.remove()
         wanted = self.options.graphs
+        if wanted == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
+            return  # not measured yet
         if wanted is False or self._model is None or self.device.type != "cuda" or self._gathered_as is not None:
             return
         self._graphs = BlockGraphs(

@@ -113,7 +113,8 @@ class PlainLoop:
 
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False
-        if self._written:
+        written, self._written = self._written, None
+        if written:
             self._engine.columns.weights.refuse_written()
         for column in self._engine.columns:
             column.after_step(skipped=False)

@@ -111,3 +111,26 @@ def test_backward_leaves_function_modes_on_for_recomputed_blocks():
 
     assert sines_of(autograd.run_backward) == 2  # forward, and recomputed in backward
     assert sines_of(torch.Tensor.backward) == 1
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    seen = []
+
+    def look(x):
+        seen.append(autograd.saves_through_hooks())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    look(x)
+    checkpoint(look, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        look(x)
+    look(x)
+    assert seen == [False, True, True, False]
+
+
+def test_leaves_of_a_graph():
+    a, b, c, d = (torch.ones(2, requires_grad=True) for _ in range(4))
+    out, other = (a * 2 + b) * a, c.exp()
+    assert {id(leaf) for leaf in autograd.leaves_of([out, other, torch.ones(1)])} == {id(a), id(b), id(c)}
+    assert autograd.leaves_of([(d * 2).detach()]) == []

@@ -108,3 +108,32 @@ def test_the_grad_scaler_unscales_by_this_method():
     setattr(scaler, modules.UNSCALE_METHOD, unscale)
     scaler.step(optimizer)
     assert called == [optimizer]
+
+
+def test_the_tables_of_hooks():
+    module = nn.Linear(1, 1)
+    for register in (
+        module.register_forward_pre_hook, module.register_forward_hook, module.register_full_backward_pre_hook,
+        module.register_full_backward_hook,
+    ):  # fmt: skip
+        before = sum(map(len, modules.all_hooks(module)))
+        handle = register(lambda *_: None)
+        assert sum(map(len, modules.all_hooks(module))) == before + 1
+        handle.remove()
+    every = nn.modules.module
+    for register in (
+        every.register_module_forward_pre_hook, every.register_module_forward_hook,
+        every.register_module_full_backward_pre_hook, every.register_module_full_backward_hook,
+    ):  # fmt: skip
+        assert not any(modules.global_hooks())
+        handle = register(lambda *_: None)
+        assert any(modules.global_hooks())
+        handle.remove()
+
+
+def test_compiled_modules():
+    module = nn.Linear(1, 1)
+    assert not modules.is_compiled(module)
+    assert modules.is_compiled(torch.compile(module, backend="eager"))
+    module.compile(backend="eager")
+    assert modules.is_compiled(module)

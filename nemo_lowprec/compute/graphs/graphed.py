@@ -12,7 +12,8 @@ from weakref import ref
 import torch
 from torch import nn
 
-from nemo_lowprec.compat.autograd import saves_through_hooks
+from nemo_lowprec.compat.autograd import current_backward, saves_through_hooks
+from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graphs.blocks import find_blocks
 from nemo_lowprec.compute.graphs.captured import CapturedPass
@@ -68,7 +69,8 @@ class GraphedForward:
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
         observed = self._observers.quantized or self._observers.gradient
-        if observed or saves_through_hooks() or torch.cuda.is_current_stream_capturing():
+        recomputes = saves_through_hooks() or current_backward() != -1  # activation checkpointing of both kinds
+        if observed or recomputes or torch.cuda.is_current_stream_capturing():
             return self._forward(block, *args, **kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
@@ -193,7 +195,7 @@ class BlockGraphs:
         self.pool = GraphPool(device)
         self._blocks: list[nn.Module] = []
         for name, block in find_blocks(model).items():
-            if "forward" in block.__dict__ or hasattr(block, "_orig_mod"):
+            if "forward" in block.__dict__ or is_compiled(block):
                 self.pool.say(name, "it has a forward of its own")
                 continue
             layers = Layers([plan for module in block.modules() for plan in plans_of(module)])

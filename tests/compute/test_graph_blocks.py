@@ -1,0 +1,148 @@
+"""Which modules are captured as blocks, and what a captured block watches on the host. The rest is in tests/gpu."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_lowprec import msamp_o2, prepare
+from nemo_lowprec.compute.graphs.blocks import find_blocks
+from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
+from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
+
+
+class Block(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.factor, self.table = 1.0, torch.ones(3)
+        self.calls, self.seen = 0, []
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)))
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.reduce = nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (nn.ModuleDict({"layers": nn.ModuleList([Block(), Block(), Block()])}), ["layers.0", "layers.1", "layers.2"]),
+        (nn.Sequential(Block(), Block()), ["0", "1"]),
+        (nn.Sequential(nn.Linear(16, 16), Block(), Block()), ["1", "2"]),
+        (nn.ModuleDict({"stages": nn.Sequential(Stage(), Stage())}), ["stages.0", "stages.1"]),  # the outermost
+        (nn.ModuleDict({"stem": nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "one": nn.ModuleList([Block()])}), []),
+        (nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), []),  # a layer is no block
+        (nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16)]), []),
+        (nn.ModuleDict({"a": nn.ModuleList([Block(), Block()]), "b": nn.ModuleList([Block(), Block()])}),
+         ["a.0", "a.1", "b.0", "b.1"]),
+    ],
+)  # fmt: skip
+def test_blocks(model, names):
+    found = find_blocks(model)
+    assert list(found) == names
+    assert all(model.get_submodule(name) is block for name, block in found.items())
+
+
+def test_blocks_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.device("meta"):
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+        bert = transformers.BertModel(transformers.BertConfig(vocab_size=64, **sizes))
+    assert list(find_blocks(llama)) == ["model.layers.0", "model.layers.1"]
+    assert list(find_blocks(bert)) == ["encoder.layer.0", "encoder.layer.1"]
+
+
+def changes(block):
+    return {
+        "an attribute": lambda: setattr(block, "factor", 2.0),
+        "a new attribute": lambda: setattr(block, "other", 1),
+        "a deleted attribute": lambda: delattr(block, "factor"),
+        "a tensor attribute": lambda: setattr(block, "table", torch.ones(3)),
+        "evaluation of a layer": lambda: block.norm.eval(),
+        "a module": lambda: setattr(block, "up", nn.Linear(16, 16)),
+        "a parameter": lambda: setattr(block.up, "weight", nn.Parameter(torch.ones(16, 16))),
+        "a hook": lambda: block.up.register_forward_hook(lambda *_: None),
+        "a hook of all modules": lambda: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    }
+
+
+@pytest.mark.parametrize("what", list(changes(Block())))
+def test_a_guard_sees_every_change(what):
+    block = Block()
+    guard = Guard(block)
+    assert guard.holds()
+    with torch.no_grad():
+        block.up.weight.mul_(2.0)  # a graph reads the memory
+    assert guard.holds()
+    handle = changes(block)[what]()
+    try:
+        assert not guard.holds()
+    finally:
+        if hasattr(handle, "remove"):
+            handle.remove()
+
+
+def test_what_cannot_be_captured():
+    block = Block()
+    assert obstacle(block) is None
+    block.register_forward_hook(lambda *_: None)  # is called outside of the block's forward
+    assert obstacle(block) is None
+    handle = block.down.register_full_backward_hook(lambda *_: None)
+    assert obstacle(block) == "down has a hook"
+    handle.remove()
+    handle = block.down.weight.register_hook(lambda grad: grad * 2)
+    assert obstacle(block) == "down.weight has a gradient hook"
+    handle.remove()
+    assert obstacle(nn.Sequential(nn.SyncBatchNorm(4))) == "0 is a SyncBatchNorm"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda block: None, None),
+        (lambda block: torch.rand(1), "it draws random numbers on the host"),
+        (lambda block: random.random(), "it draws random numbers on the host"),
+        (lambda block: setattr(block, "calls", 1), "it changes calls in its forward pass"),
+        (lambda block: setattr(block.norm, "eps", 1e-3), "it changes norm.eps in its forward pass"),
+        (lambda block: block.seen.append(1), "it changes len(seen) in its forward pass"),
+    ],
+)
+def test_what_a_pass_changes_on_the_host(change, reason):
+    block = Block()
+    before = HostState(block)
+    block(torch.ones(2, 16))
+    change(block)
+    assert before.changed(block) == reason
+
+
+def test_arguments_that_no_graph_takes():
+    leaves, structure = flatten(((1, None, "a"), {"flag": True, "pair": (2.0, torch.float32)}))
+    assert key_of(leaves, structure) == key_of(*flatten(((1, None, "a"), {"flag": True, "pair": (2.0, torch.float32)})))
+    assert key_of(leaves, structure) != key_of(*flatten(((1, None, "a"), {"flag": 1, "pair": (2.0, torch.float32)})))
+    with pytest.raises(Unfit, match="an argument is a object"):
+        key_of(*flatten(((object(),), {})))
+    with pytest.raises(Unfit, match="an argument is a Tensor on cpu"):
+        key_of(*flatten(((torch.ones(1),), {})))
+
+
+def test_graphs_need_a_gpu():
+    model = nn.Sequential(Block(), Block())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="graphs=True: there are no CUDA graphs on a CPU"):
+        prepare(model, optimizer, "msamp_o2", graphs=True)
+    assert "forward" not in prepare(model, optimizer, "msamp_o2")[0][0].__dict__
+
+
+@pytest.mark.parametrize("value", ["on", 1, None])
+def test_a_bad_value(value):
+    with pytest.raises(ValueError, match=f"graphs={value!r} must be 'auto', True or False"):
+        msamp_o2(graphs=value)
