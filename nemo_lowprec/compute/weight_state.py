@@ -38,7 +38,7 @@ class WeightState:
     """
 
     __slots__ = (
-        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "gathered", "histories", "name", "table",
+        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered", "histories", "name", "table",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +52,9 @@ class WeightState:
         # as ``_kept`` is the present weight.
         self._measured: Any = None
         self._kept_as: Any = None
+        # The tensor that was measured, held weakly: another one may get its address, and has its version. None for a
+        # gathered weight.
+        self._seen: ref[Tensor] | None = None
         self._left: Any = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -59,7 +62,7 @@ class WeightState:
         names = [name for cls in type(self).__mro__ for name in getattr(cls, "__slots__", ())]
         state = {name: getattr(self, name) for name in names if hasattr(self, name)}
         del state["_layer"]
-        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "table"))
+        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "_seen", "table"))
         return None, {**state, "layer": self.layer, **forgotten}
 
     @property
@@ -81,20 +84,26 @@ class WeightState:
         The first evaluation after training measures again: a weight can be written without a trace (``.data``).
         """
         state = (training,) if self.gathered else (training, *_state_of(weight))
-        if state != self._measured:  # one comparison, in every forward of every layer
+        # Two comparisons, in every forward of every layer.
+        if state != self._measured or (self._seen is not None and self._seen() is not weight):
             self._measure(weight, state)
 
     @torch.no_grad()
     def _measure(self, weight: Tensor, state: tuple[int, ...]) -> None:
         if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
             self.restart()
-        self._measured = state
+        self._see(weight, state)
         take_amax_of_step(weight)
 
     def note(self, weight: Tensor) -> None:
         """Note that the present values of ``weight`` were measured."""
         # A new object, also where the state is the same: ``.data`` may have been written.
-        self._measured = (True,) if self.gathered else (True, *_state_of(weight))
+        self._see(weight, (True,) if self.gathered else (True, *_state_of(weight)))
+
+    def _see(self, weight: Tensor, state: tuple[int, ...]) -> None:
+        if self._seen is not None and self._seen() is not weight:
+            self.drop()  # graphs of the other tensor, as of ``functional_call``, keep its operand
+        self._measured, self._seen = state, None if self.gathered else ref(weight)
 
     @property
     def keeps(self) -> bool:
@@ -107,7 +116,9 @@ class WeightState:
             return None
         if self._kept_as is not self._measured:
             self.table.cast()
-        return self._kept if self._kept_as is self._measured else None
+        if self._kept_as is not self._measured:
+            self.drop()  # the layer makes another one, which may take its memory
+        return self._kept
 
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
@@ -122,7 +133,9 @@ class WeightState:
         weight, kept = self.weight, self._kept
         if kept is None or self._kept_as is self._measured or self._measured is None or weight is None:
             return None
-        if not isinstance(kept, QuantizedOperand) or self._measured != (self._measured[0], *_state_of(weight)):
+        if not isinstance(kept, QuantizedOperand) or self._seen is None or self._seen() is not weight:
+            return None
+        if self._measured != (self._measured[0], *_state_of(weight)):
             return None
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         row, col = (part.data if part is not None else None for part in parts)
@@ -222,8 +235,9 @@ class WeightStates:
             self._caster = kernels.WeightCast()
         self._caster.cast([job for _, job in jobs])
         # A step of another optimizer of the model may have written other weights: graphs of this one live on.
-        written = [state for state, _ in jobs if state._kept_as[1:] != state._measured[1:]]
-        torch.autograd.graph.increment_version([t for s in written for t in _parts(s._kept)])
+        written = [job for state, job in jobs if state._kept_as[1:] != state._measured[1:]]
+        # Not that of the weight's own storage, which may be an orientation, and has not been written here.
+        torch.autograd.graph.increment_version([t for job in written for t in job[3:] if t is not None])
         for state, _ in jobs:
             state._kept_as = state._measured
 
@@ -235,10 +249,6 @@ class WeightStates:
     def renew(self) -> None:
         """After a step: all weights may have been written."""
         self.forget()
-
-
-def _parts(operand: QuantizedOperand) -> list[Tensor]:
-    return [part.data for part in (operand.rowwise, operand.columnwise) if part is not None]
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
