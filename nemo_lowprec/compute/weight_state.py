@@ -81,7 +81,8 @@ class WeightState:
     def follow(self, weight: Tensor, training: bool) -> None:
         """Measure ``weight`` [out_features, in_features] unless it was measured with its present values.
 
-        The first evaluation after training measures again: a weight can be written without a trace (``.data``).
+        The first evaluation after training, and after each ``eval()``, measures again: a weight can be written without
+        a trace (``.data``).
         """
         state = (training,) if self.gathered else (training, *_state_of(weight))
         # Two comparisons, in every forward of every layer.
@@ -94,6 +95,11 @@ class WeightState:
             self.restart()
         self._see(weight, state)
         take_amax_of_step(weight)
+
+    def look_again(self) -> None:
+        """Measure the weight when its layer runs next, since it may have been written without a trace."""
+        if self._measured is not None:
+            self._measured = (None, *self._measured[1:])  # the rest still tells whether the weight was written
 
     def note(self, weight: Tensor) -> None:
         """Note that the present values of ``weight`` were measured."""
@@ -132,6 +138,8 @@ class WeightState:
         """What ``WeightCast`` takes to make ``_kept`` anew in place; None where nothing needs that, or it cannot."""
         weight, kept = self.weight, self._kept
         if kept is None or self._kept_as is self._measured or self._measured is None or weight is None:
+            return None
+        if self._measured[0] is None:  # its layer measures first
             return None
         if not isinstance(kept, QuantizedOperand) or self._seen is None or self._seen() is not weight:
             return None
