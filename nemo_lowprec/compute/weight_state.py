@@ -23,6 +23,7 @@ from nemo_lowprec.formats import AmaxSlot
 from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.tensors import Fp8Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
+from nemo_lowprec.tensors.marks import has_number, number_of, take_stepped
 
 
 class WeightState:
@@ -52,9 +53,9 @@ class WeightState:
         # as ``_kept`` is the present weight.
         self._measured: Any = None
         self._kept_as: Any = None
-        # The tensor that was measured, held weakly: another one may get its address, and has its version. None for a
+        # The number of the tensor that was measured: another one may get its address, and has its version. None for a
         # gathered weight.
-        self._seen: ref[Tensor] | None = None
+        self._seen: int | None = None
         self._left: Any = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -86,7 +87,7 @@ class WeightState:
         """
         state = (training,) if self.gathered else (training, *_state_of(weight))
         # Two comparisons, in every forward of every layer.
-        if state != self._measured or (self._seen is not None and self._seen() is not weight):
+        if state != self._measured or not (self.gathered or has_number(weight, self._seen)):
             self._measure(weight, state)
 
     @torch.no_grad()
@@ -107,9 +108,10 @@ class WeightState:
         self._see(weight, (True,) if self.gathered else (True, *_state_of(weight)))
 
     def _see(self, weight: Tensor, state: tuple[int, ...]) -> None:
-        if self._seen is not None and self._seen() is not weight:
+        number = None if self.gathered else number_of(weight)
+        if number != self._seen:
             self.drop()  # graphs of the other tensor, as of ``functional_call``, keep its operand
-        self._measured, self._seen = state, None if self.gathered else ref(weight)
+        self._measured, self._seen = state, number
 
     @property
     def keeps(self) -> bool:
@@ -141,7 +143,7 @@ class WeightState:
             return None
         if self._measured[0] is None:  # its layer measures first
             return None
-        if not isinstance(kept, QuantizedOperand) or self._seen is None or self._seen() is not weight:
+        if not isinstance(kept, QuantizedOperand) or not has_number(weight, self._seen):
             return None
         if self._measured != (self._measured[0], *_state_of(weight)):
             return None
@@ -154,6 +156,11 @@ class WeightState:
         if col is None or (row is not None and row.data_ptr() != source.data_ptr()):
             return None
         return source, None, scale_inv, None, col
+
+    def _was_written(self) -> bool:
+        """Whether the weight was written since ``_kept`` was made; asked once."""
+        stepped = self.weight is not None and take_stepped(self.weight)
+        return stepped or self._kept_as[1:] != self._measured[1:]  # type: ignore[no-any-return]
 
     def _scale(self) -> Tensor | None:
         """The weight's scale, FP32 [1]; None where it is not known before the weight is read."""
@@ -243,7 +250,7 @@ class WeightStates:
             self._caster = kernels.WeightCast()
         self._caster.cast([job for _, job in jobs])
         # A step of another optimizer of the model may have written other weights: graphs of this one live on.
-        written = [job for state, job in jobs if state._kept_as[1:] != state._measured[1:]]
+        written = [job for state, job in jobs if state._was_written()]
         # Not that of the weight's own storage, which may be an orientation, and has not been written here.
         torch.autograd.graph.increment_version([t for job in written for t in job[3:] if t is not None])
         for state, _ in jobs:

@@ -354,6 +354,19 @@ def test_a_graph_lives_on_while_other_weights_take_the_places_of_its_own():
     with_and_without("te_fp8", run)
 
 
+def test_torch_may_swap_a_weight_that_was_quantized():
+    """``swap_tensors``, of ``module.to()`` on request, refuses tensors that something holds weakly."""
+
+    def run(model, optimizer):
+        step(model, optimizer)
+        before = loss_of(model).detach()
+        torch.utils.swap_tensors(model[0].weight, nn.Parameter(model[0].weight.detach() * 0.5))
+        assert loss_of(model) != before
+        return loss_of(model).detach()
+
+    with_and_without("te_fp8", run)
+
+
 def test_inference_tensors_are_not_kept(quantized):
     with torch.inference_mode():
         model, _ = start("te_fp8")
