@@ -243,7 +243,7 @@ class WeightStates:
         """
         kernels = weight_kernels()
         jobs = [(state, job) for state in self.states.values() if (job := state._job()) is not None]
-        jobs = [(state, job) for state, job in jobs if job[0].is_cuda and job[0].is_contiguous()]
+        jobs = [(state, job) for state, job in jobs if _kernel_takes(job[0])]
         if kernels is None or not jobs:
             return
         if self._caster is None:
@@ -264,6 +264,10 @@ class WeightStates:
     def renew(self) -> None:
         """After a step: all weights may have been written."""
         self.forget()
+
+
+def _kernel_takes(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.is_contiguous()
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:

@@ -3,20 +3,23 @@
 import copy
 import pickle
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support import CASES, assert_same, level_of, plugin
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from nemo_lowprec import prepare
-from nemo_lowprec.compute import ReferenceBackend, computation
+from nemo_lowprec.compute import ReferenceBackend, computation, weight_state
+from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.engine import Engine, Sharding
+from nemo_lowprec.formats import E4M3, cast
 
 FP8 = [case for case in CASES if level_of(case).has_fp8]
 # One for each way of scaling and each format of weights: FP32, BF16, FP16 and FP8, the last with and without masters.
@@ -129,6 +132,40 @@ def with_and_without(case, run, **options):
     return found
 
 
+class WeightCast:
+    """What the kernel does, on a CPU: it writes operands in place, which torch does not count."""
+
+    def cast(self, jobs):
+        for weight, scale, scale_inv, row, col in jobs:
+            values = weight
+            if scale is not None:
+                values = cast(weight.float() * scale, E4M3)
+                scale_inv.data.copy_(scale.reciprocal())
+            for operand, written in ((row, values), (col, values.t())):
+                if operand is not None:
+                    operand.data.copy_(written)
+
+
+def in_memory_of_its_own(part, rowwise, columnwise):
+    """The orientations of an operand as on a GPU."""
+    return QuantizedOperand(
+        Orientation(part.data.contiguous(), part.scale_inv, None) if rowwise else None,
+        Orientation(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None,
+    )
+
+
+@pytest.fixture(autouse=True, params=["anew", "in place"])
+def made(request, monkeypatch):
+    """How quantized weights are made once they were written: as on a CPU, and as by the kernel of a GPU."""
+    if request.param == "in place":
+        monkeypatch.setattr(weight_state, "weight_kernels", lambda: SimpleNamespace(WeightCast=WeightCast))
+        monkeypatch.setattr(weight_state, "_kernel_takes", Tensor.is_contiguous)
+        monkeypatch.setattr(ReferenceBackend, "_orient", staticmethod(in_memory_of_its_own))
+
+
+anew = pytest.mark.parametrize("made", ["anew"], indirect=True)
+
+
 @pytest.fixture
 def quantized(monkeypatch):
     """How often a weight was quantized, or read from its storage in FP8."""
@@ -151,6 +188,7 @@ def quantized(monkeypatch):
 # Once a step
 
 
+@anew
 @pytest.mark.parametrize("case", LEVELS)
 def test_a_weight_is_quantized_once_a_step(case, quantized):
     model, optimizer = start(case)
@@ -174,6 +212,7 @@ def test_without_the_option_a_weight_is_quantized_at_each_use(quantized):
     assert quantized["weight"] == 8 and kept(model) == [None, None]
 
 
+@anew
 @pytest.mark.parametrize("kind", [Recomputes, RecomputesReentrantly])
 def test_a_recomputed_forward_pass_reads_the_kept_weights(kind, quantized):
     model, optimizer = start("te_fp8", lambda: recomputed(kind))
@@ -407,6 +446,7 @@ def graph_over_a_step(model, optimizer, pass_grad):
     return before, x.grad
 
 
+@anew
 @pytest.mark.parametrize("case", ["te_fp8", "bf16_with_fp8_current_scaling_mixed", "msamp_o2"])
 def test_backward_over_a_step_reads_the_weights_of_the_forward_pass(case):
     """``nn.Linear`` refuses. The reference backend makes new operands, and its graphs keep the old ones."""
@@ -421,12 +461,22 @@ def test_nn_linear_refuses_a_backward_over_a_step():
         graph_over_a_step(model, torch.optim.AdamW(model.parameters()), True)
 
 
-@pytest.mark.parametrize("case", ["msamp_o3", "bf16_with_fp8_current_scaling_mixed+fp8_params"])
-def test_a_weight_stored_in_fp8_refuses_too(case):
-    """Its storage is the operand, and is written."""
+def refuses(case):
     model, optimizer = start(case)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         graph_over_a_step(model, optimizer, True)
+
+
+@pytest.mark.parametrize("case", ["msamp_o3", "bf16_with_fp8_current_scaling_mixed+fp8_params"])
+def test_a_weight_stored_in_fp8_refuses_too(case):
+    """Its storage is the operand, and is written."""
+    refuses(case)
+
+
+@pytest.mark.parametrize("made", ["in place"], indirect=True)
+@pytest.mark.parametrize("case", ["te_fp8", "msamp_o2", "bf16_with_fp8_mixed"])
+def test_operands_that_are_made_in_place_refuse_too(case):
+    refuses(case)
 
 
 class Gan(nn.Module):
