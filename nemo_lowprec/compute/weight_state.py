@@ -5,8 +5,9 @@ weights in one launch, where there are Triton kernels. Backward, later micro-bat
 The cost is memory: 2 bytes a parameter on a GPU, whose FP8 GEMMs read each orientation of a weight in its own copy; 1
 byte for weights that are stored in FP8.
 
-The kept form has the meaning of the weight that ``nn.Linear`` saves for backward: autograd refuses a backward pass of a
-graph that was made before the weight was written.
+Where the kept form is made anew in place, it has the meaning of the weight that ``nn.Linear`` saves for backward:
+autograd refuses a backward pass of a graph that was made before the weight was written. Without such a kernel (on CPUs,
+with scales that are computed from the weight itself, on the ``te`` backend) the graph reads the form that it has saved.
 """
 
 from __future__ import annotations
