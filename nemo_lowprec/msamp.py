@@ -41,7 +41,7 @@ def initialize(
         model: any module.
         optimizer: torch's Adam or AdamW over its parameters; None for AdamW with torch's defaults.
         opt_level: ``O1``, ``O2`` or ``O3``.
-        use_te: whether Transformer Engine runs the GEMMs; None where it can.
+        use_te: whether Transformer Engine runs the GEMMs; None for the fastest backend that can.
         options: the FP8 and layer arguments of ``nemo_lowprec.msamp_o1``, ``stochastic_rounding``,
             ``gradient_release``.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,11 @@ class LowPrecisionLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias, self.gemm_plan, self.training)
+
+    def train(self, mode: bool = True) -> Self:
+        if not mode and self.gemm_plan.weight is not None:
+            self.gemm_plan.weight.look_again()
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         plan = self.gemm_plan

@@ -110,7 +110,9 @@ class LinearFunction(torch.autograd.Function):
             if plan.observers.quantized:
                 plan.announce("input", padded, x8)
         # A weight that is stored in FP8 is transposed again in backward, which takes less memory than two orientations.
-        keeper = plan.weight if plan.weight is not None and part is None and plan.weight.keeps else None
+        # A weight that is an inference tensor has no version, and may be written without a trace.
+        keeps = plan.weight is not None and part is None and ctx.version is not None and plan.weight.keeps
+        keeper = plan.weight if keeps else None
         w_kept = w_columnwise and plan.keeps_weight and (keeper is not None or not isinstance(weight, Fp8Weight))
         if fprop8 or w_kept:
             w8 = None if keeper is None else keeper.kept(fprop8, w_kept)

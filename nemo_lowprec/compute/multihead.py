@@ -8,7 +8,7 @@ nested tensors of ``nn.TransformerEncoder`` bypass the layers of a whole block; 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +90,12 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
         # [batch, heads, length, head_dim] to the layout of the query.
         order = (0, 2, 1, 3) if self.batch_first or not batched else (2, 0, 1, 3)
         return self.out_proj(out.permute(order).reshape(query.shape)), weights
+
+    def train(self, mode: bool = True) -> Self:
+        for plan in self.gemm_plans.values():
+            if not mode and plan.weight is not None:
+                plan.weight.look_again()
+        return super().train(mode)
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The projected query, key and value, each [..., embed_dim]."""

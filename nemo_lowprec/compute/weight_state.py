@@ -5,8 +5,9 @@ weights in one launch, where there are Triton kernels. Backward, later micro-bat
 The cost is memory: 2 bytes a parameter on a GPU, whose FP8 GEMMs read each orientation of a weight in its own copy; 1
 byte for weights that are stored in FP8.
 
-The kept form has the meaning of the weight that ``nn.Linear`` saves for backward: autograd refuses a backward pass of a
-graph that was made before the weight was written.
+Where the kept form is made anew in place, it has the meaning of the weight that ``nn.Linear`` saves for backward:
+autograd refuses a backward pass of a graph that was made before the weight was written. Without such a kernel (on CPUs,
+with scales that are computed from the weight itself, on the ``te`` backend) the graph reads the form that it has saved.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nemo_lowprec.formats import AmaxSlot
 from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.tensors import Fp8Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
+from nemo_lowprec.tensors.marks import has_number, number_of, take_stepped
 
 
 class WeightState:
@@ -38,7 +40,7 @@ class WeightState:
     """
 
     __slots__ = (
-        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "gathered", "histories", "name", "table",
+        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered", "histories", "name", "table",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +54,9 @@ class WeightState:
         # as ``_kept`` is the present weight.
         self._measured: Any = None
         self._kept_as: Any = None
+        # The number of the tensor that was measured: another one may get its address, and has its version. None for a
+        # gathered weight.
+        self._seen: int | None = None
         self._left: Any = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
@@ -59,7 +64,7 @@ class WeightState:
         names = [name for cls in type(self).__mro__ for name in getattr(cls, "__slots__", ())]
         state = {name: getattr(self, name) for name in names if hasattr(self, name)}
         del state["_layer"]
-        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "table"))
+        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "_seen", "table"))
         return None, {**state, "layer": self.layer, **forgotten}
 
     @property
@@ -78,25 +83,38 @@ class WeightState:
     def follow(self, weight: Tensor, training: bool) -> None:
         """Measure ``weight`` [out_features, in_features] unless it was measured with its present values.
 
-        The first evaluation after training measures again: a weight can be written without a trace (``.data``).
+        The first evaluation after training, and after each ``eval()``, measures again: a weight can be written without
+        a trace (``.data``).
         """
         if self.table is not None and self.table.capturing:
             return  # ``weight`` is a twin of the parameter, which was measured before the capture
         state = (training,) if self.gathered else (training, *_state_of(weight))
-        if state != self._measured:  # one comparison, in every forward of every layer
+        # Two comparisons, in every forward of every layer.
+        if state != self._measured or not (self.gathered or has_number(weight, self._seen)):
             self._measure(weight, state)
 
     @torch.no_grad()
     def _measure(self, weight: Tensor, state: tuple[int, ...]) -> None:
         if self._measured is not None and state[1:] != self._measured[1:] and self.weight is not None:
             self.restart()
-        self._measured = state
+        self._see(weight, state)
         take_amax_of_step(weight)
+
+    def look_again(self) -> None:
+        """Measure the weight when its layer runs next, since it may have been written without a trace."""
+        if self._measured is not None:
+            self._measured = (None, *self._measured[1:])  # the rest still tells whether the weight was written
 
     def note(self, weight: Tensor) -> None:
         """Note that the present values of ``weight`` were measured."""
         # A new object, also where the state is the same: ``.data`` may have been written.
-        self._measured = (True,) if self.gathered else (True, *_state_of(weight))
+        self._see(weight, (True,) if self.gathered else (True, *_state_of(weight)))
+
+    def _see(self, weight: Tensor, state: tuple[int, ...]) -> None:
+        number = None if self.gathered else number_of(weight)
+        if number != self._seen:
+            self.drop()  # graphs of the other tensor, as of ``functional_call``, keep its operand
+        self._measured, self._seen = state, number
 
     @property
     def keeps(self) -> bool:
@@ -110,7 +128,9 @@ class WeightState:
             return None
         if self._kept_as is not self._measured:
             self.table.cast()
-        return self._kept if self._kept_as is self._measured else None
+        if self._kept_as is not self._measured:
+            self.drop()  # the layer makes another one, which may take its memory
+        return self._kept
 
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
@@ -138,7 +158,11 @@ class WeightState:
         weight, kept = self.weight, self._kept
         if kept is None or self._kept_as is self._measured or self._measured is None or weight is None:
             return None
-        if not isinstance(kept, QuantizedOperand) or self._measured != (self._measured[0], *_state_of(weight)):
+        if self._measured[0] is None:  # its layer measures first
+            return None
+        if not isinstance(kept, QuantizedOperand) or not has_number(weight, self._seen):
+            return None
+        if self._measured != (self._measured[0], *_state_of(weight)):
             return None
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         row, col = (part.data if part is not None else None for part in parts)
@@ -149,6 +173,11 @@ class WeightState:
         if col is None or (row is not None and row.data_ptr() != source.data_ptr()):
             return None
         return source, None, scale_inv, None, col
+
+    def _was_written(self) -> bool:
+        """Whether the weight was written since ``_kept`` was made; asked once."""
+        stepped = self.weight is not None and take_stepped(self.weight)
+        return stepped or self._kept_as[1:] != self._measured[1:]  # type: ignore[no-any-return]
 
     def _scale(self) -> Tensor | None:
         """The weight's scale, FP32 [1]; None where it is not known before the weight is read."""
@@ -232,15 +261,16 @@ class WeightStates:
         """
         kernels = weight_kernels()
         jobs = [(state, job) for state in self.states.values() if (job := state._job()) is not None]
-        jobs = [(state, job) for state, job in jobs if job[0].is_cuda and job[0].is_contiguous()]
+        jobs = [(state, job) for state, job in jobs if _kernel_takes(job[0])]
         if kernels is None or not jobs:
             return
         if self._caster is None:
             self._caster = kernels.WeightCast()
         self._caster.cast([job for _, job in jobs])
         # A step of another optimizer of the model may have written other weights: graphs of this one live on.
-        written = [state for state, _ in jobs if state._kept_as[1:] != state._measured[1:]]
-        torch.autograd.graph.increment_version([t for s in written for t in _parts(s._kept)])
+        written = [job for state, job in jobs if state._was_written()]
+        # Not that of the weight's own storage, which may be an orientation, and has not been written here.
+        torch.autograd.graph.increment_version([t for job in written for t in job[3:] if t is not None])
         for state, _ in jobs:
             state._kept_as = state._measured
 
@@ -254,8 +284,8 @@ class WeightStates:
         self.forget()
 
 
-def _parts(operand: QuantizedOperand) -> list[Tensor]:
-    return [part.data for part in (operand.rowwise, operand.columnwise) if part is not None]
+def _kernel_takes(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.is_contiguous()
 
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ from nemo_lowprec.formats.stochastic import mix, rounding_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.optim.reference import STREAMS, StepInputs, Update, step_by_reference
 from nemo_lowprec.optim.storage import stands_still
-from nemo_lowprec.tensors import BlockScaledTensor, Fp8Gathered, Fp8Weight, Fp16Weight, GradientTensor, stored_data
+from nemo_lowprec.tensors import (
+    BlockScaledTensor,
+    Fp8Gathered,
+    Fp8Weight,
+    Fp16Weight,
+    GradientTensor,
+    QuantizedTensor,
+    stored_data,
+)
+from nemo_lowprec.tensors.marks import mark_stepped
 
 _BLOCKS, _WARPS = 8, 2
 
@@ -111,6 +120,8 @@ class FusedStep:
             if measures:
                 for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
+            for update in updates if isinstance(one.param, QuantizedTensor) else ():
+                mark_stepped(update.param)
             if isinstance(one.param, Fp8Weight):
                 self._fit_scales(tables, addresses, one, found_inf, MASTER=types["MASTER"], ALIGNED=aligned)
 

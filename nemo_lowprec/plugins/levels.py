@@ -33,7 +33,7 @@ def _texts_of(cls: type) -> dict[str, str]:
 
 
 _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items()} | {
-    "backend": "'auto', 'te' (Transformer Engine), 'torch' (scaled_mm) or 'reference' (plain torch).",
+    "backend": "'auto', 'torch' (scaled_mm), 'te' (Transformer Engine) or 'reference' (plain torch).",
     "attention": "'auto' (torch's choice) or 'cudnn' (its kernels first; each new shape takes a while).",
     "weight_cache": (
         "keep the FP8 forms of weights from step to step, which takes 2 bytes a parameter on a GPU; 'auto' keeps them "

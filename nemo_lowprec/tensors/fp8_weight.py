@@ -50,6 +50,8 @@ class Fp8Weight(QuantizedTensor):
         if kernels is not None:
             _, _, scale_inv = kernels.quantize_current(values, self.fmt, self.margin, True, False, out=self.data_fp8)
             self.scale_inv.copy_(scale_inv)
+            if not self.data_fp8.is_inference():  # the kernel's write is not counted
+                torch.autograd.graph.increment_version(self.data_fp8)
             return self
         scale = _scale(values, self.fmt, self.margin, self.power_of_two)
         self.data_fp8.copy_(cast(values.float() * scale, self.fmt))

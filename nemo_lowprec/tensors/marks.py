@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
 
 _PART = "part_of_matrix"
+_NUMBER = "_lowprec_number"
+_STEPPED = "_lowprec_stepped"
+_numbers = count()
 
 
 class Marks:
@@ -49,6 +53,26 @@ def mark_part_of_matrix(part: Tensor) -> None:
     Megatron's distributed optimizer makes such slices when it cuts a gradient buffer into equal shards.
     """
     part.__dict__[_PART] = True
+
+
+def number_of(tensor: Tensor) -> int:
+    """A number that no other tensor of this process has, also none that gets the address of ``tensor`` later."""
+    return tensor.__dict__.setdefault(_NUMBER, next(_numbers))  # type: ignore[no-any-return]
+
+
+def has_number(tensor: Tensor, number: int | None) -> bool:
+    """Whether ``number_of(tensor)`` has returned ``number``; with None whether it was never called."""
+    return tensor.__dict__.get(_NUMBER) == number
+
+
+def mark_stepped(tensor: Tensor) -> None:
+    """Note that a kernel has written ``tensor``, whose version does not tell."""
+    tensor.__dict__[_STEPPED] = True
+
+
+def take_stepped(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was marked by ``mark_stepped`` since this was asked last."""
+    return tensor.__dict__.pop(_STEPPED, False)  # type: ignore[no-any-return]
 
 
 def is_matrix(tensor: Tensor) -> bool:

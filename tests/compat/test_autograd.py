@@ -64,6 +64,23 @@ def test_transforms_are_seen_through():
     assert autograd.outside_transforms("no tensor") == "no tensor"
 
 
+def test_a_function_is_applied_without_the_search_of_its_arguments():
+    a, b = torch.ones(2, requires_grad=True), torch.full((2,), 3.0, requires_grad=True)
+    out = autograd.apply_function(Asks)(a, b)
+    assert torch.equal(out, Asks.apply(a, b)) and type(out.grad_fn) is type(Asks.apply(a, b).grad_fn)
+    out.sum().backward()
+    assert a.grad.tolist() == b.grad.tolist() == [2.0, 2.0] and Asks.wanted == [True, True]
+
+
+def test_what_a_transform_has_left_behind_is_a_plain_tensor():
+    left = []
+    torch.func.grad(lambda x: left.append(x) or x.square().sum())(torch.ones(2))
+    plain = autograd.unwrap_if_dead(left[0])
+    assert torch.equal(plain, torch.ones(2)) and autograd.outside_transforms(plain) is plain
+    alive = torch.ones(2)
+    assert autograd.unwrap_if_dead(alive) is alive
+
+
 def test_batched_gradients_are_told():
     class Looks(torch.autograd.Function):
         @staticmethod

@@ -221,6 +221,7 @@ class Measure(Callback):
         if engine.amaxes.histories is not None:
             table = engine.amaxes.histories
             self.found["Amax history"] = size(table.history, table.amax, table.scale)
+        self.found["Quantized weights"] = quantized_weights(engine, params)
         ddp = trainer.strategy.model
         if isinstance(ddp, DistributedDataParallel) and not engine.level.has_half_weights:
             buckets = ddp._get_ddp_logging_data()["bucket_sizes"]  # as its reducer reports them
@@ -229,6 +230,13 @@ class Measure(Callback):
             if one.kind != "broadcast":
                 self.sent[one.kind] = self.sent.get(one.kind, 0) + one.bytes
         self._most = self._traffic = None
+
+
+def quantized_weights(engine: Any, params: list[Any]) -> int:
+    """Bytes of the operands that layers keep, without those that are a weight's own storage."""
+    kept = [vars(state._kept) for state in engine.amaxes.weights.states.values() if state._kept is not None]
+    of_params = storages(params)
+    return sum(found for key, found in storages(kept).items() if key not in of_params)
 
 
 def is_master(param: Any, engine: Any) -> bool:

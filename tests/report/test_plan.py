@@ -8,8 +8,10 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from nemo_lowprec.compute import computation
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
@@ -166,6 +168,81 @@ def test_frozen_parameters_take_no_gradient_and_no_states():
     assert got.column("Weight gradient").bytes == 4 * trained
     assert got.column("Optimizer states").bytes == 8 * trained
     assert got.column("Master weight").bytes == 4 * trained
+
+
+def quantized(precision, **options):
+    """(column of quantized weights or None, elements of the converted weights); the head is not converted."""
+    model = Llama()
+    elements = sum(m.weight.numel() for m in model.model.model.modules() if isinstance(m, nn.Linear))
+    found = [c for c in plan_training(model, precision, **options).columns if c.name == "Quantized weights"]
+    return (found[0] if found else None), elements
+
+
+SCALES = 4 * 3 * 7  # an FP32 number for each of seven weights in three layers
+
+
+@pytest.mark.parametrize(
+    ("case", "accelerator", "per_element", "scales", "fmt"),
+    [
+        ("te_fp8", "gpu", 2, SCALES, "fp8"),
+        ("te_fp8", "cpu", 1, SCALES, "fp8"),
+        ("bf16_with_fp8_current_scaling_mixed", "gpu", 2, SCALES, "fp8"),
+        ("msamp_o2", "gpu", 2, SCALES, "fp8"),
+        ("msamp_o3", "gpu", 1, 0, "fp8"),
+        ("bf16_with_fp8_mixed+fp8_params", "gpu", 1, 0, "fp8"),
+        ("bf16_with_mxfp8_mixed", "gpu", 2 + 2 / 32, 0, "fp8"),
+        ("bf16_with_nvfp4_mixed", "gpu", 1 + 2 / 256, 0, "fp4"),
+    ],
+)
+def test_quantized_weights_that_layers_keep(case, accelerator, per_element, scales, fmt):
+    column, elements = quantized(plugin(case), accelerator=accelerator)
+    assert column.bytes == per_element * elements + scales
+    assert (column.when, column.formats, set(column.parts)) == ("kept", fmt, {"converted"})
+
+
+@pytest.mark.parametrize("case", ["msamp_o3", "bf16_with_fp8_mixed+fp8_params"])
+def test_a_weight_in_fp8_is_its_own_operand_on_a_cpu(case):
+    assert quantized(plugin(case), accelerator="cpu")[0] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "processes"),
+    [
+        ("bf16_mixed", {}, {}),
+        ("te_fp8", {"weight_cache": False}, {}),
+        ("te_fp8", {"weight_cache": True}, {"gpus": 2, "strategy": "lowprec_sharded"}),
+    ],
+)
+def test_quantized_weights_that_are_not_kept(case, options, processes):
+    assert quantized(plugin(case, **options), **processes)[0] is None
+
+
+def test_the_whole_model_decides_and_not_the_blocks_that_are_traced(monkeypatch):
+    def planned_with(**options):
+        return plan_training(model, plugin("te_fp8", **options), micro_batch_size=1, seq_length=32)
+
+    model = CausalLM("llama_tiny", config={"num_hidden_layers": 6}, vocab_size=512)
+    model.configure_model()
+    kept, plain = planned_with(weight_cache=True), planned_with(weight_cache=False)
+    elements = sum(w.numel() for m in model.model.model.modules() if isinstance(m, nn.Linear) for w in [m.weight])
+    monkeypatch.setattr(computation, "_KEPT_WEIGHTS", elements)
+    assert planned_with().columns == kept.columns
+    monkeypatch.setattr(computation, "_KEPT_WEIGHTS", elements - 1)  # as many as five blocks have, and more
+    assert planned_with().columns == plain.columns
+    # The transposes, which backward reads, are among what is kept.
+    more = plain.column("Activations").bytes - kept.column("Activations").bytes
+    assert more == elements + 4 * 7 * 6
+
+
+def test_weights_of_gpt_2_lie_the_other_way():
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=128, n_positions=32, use_cache=False)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    for case, bytes_each in (("te_fp8", 2), ("msamp_o3", 1)):
+        model = GPT2LMHeadModel(config)
+        got = plan_training(model, plugin(case), batch={"input_ids": tokens})
+        elements = sum(m.weight.numel() for m in model.modules() if isinstance(m, Conv1D))
+        assert got.column("Quantized weights").bytes // elements == bytes_each
+        assert not got.without
 
 
 def test_tied_weights_count_once():

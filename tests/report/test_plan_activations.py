@@ -37,7 +37,8 @@ def storages(tensor):
 
 
 def kept(model, precision):
-    """Bytes of the storages that a real forward pass hands to autograd, parameters and buffers left out."""
+    """Bytes of the storages that a real forward pass hands to autograd, without those of parameters, of buffers and
+    of the quantized weights that stay for the next pass."""
     engine = precision.engine
     engine.convert(model, torch.device("cpu"))
     engine.settle()
@@ -56,6 +57,9 @@ def kept(model, precision):
     tokens = torch.zeros(SAMPLE["micro_batch_size"], SAMPLE["seq_length"], dtype=torch.int64)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), engine.forward_context():
         model._loss_sum({"input_ids": tokens, "labels": tokens})
+    for state in engine.amaxes.weights.states.values():
+        for part in (state._kept.rowwise, state._kept.columnwise):
+            known |= storages(part.data).keys() | storages(part.scale_inv).keys() if part is not None else set()
     return sum(size for key, size in saved.items() if key not in known)
 
 

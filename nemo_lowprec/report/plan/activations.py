@@ -57,13 +57,16 @@ class Sample:
         return f"{self.micro_batch_size} × {self.seq_length:,} tokens"
 
 
-def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: Sample) -> Activations | str:
+def plan_activations(
+    model: nn.Module, engine: Engine, layout: Layout, sample: Sample, keeps_weights: bool
+) -> Activations | str:
     """Trace ``model``, or say why that cannot be done.
 
     Args:
         model: as it was before conversion; not changed.
         engine: of the level.
         sample: a micro-batch.
+        keeps_weights: whether the layers keep their quantized weights from step to step.
     """
     run = _run_of(model, sample)
     if isinstance(run, str):
@@ -71,13 +74,18 @@ def plan_activations(model: nn.Module, engine: Engine, layout: Layout, sample: S
     chosen = _recomputes(model)
     choices = [None] if chosen is None else [chosen, not chosen]
     try:
-        return {choice: _trace(model, engine, layout, run, choice) for choice in choices}
+        return {choice: _trace(model, engine, layout, run, choice, keeps_weights) for choice in choices}
     except Exception as error:  # what a model does in its forward pass is its own
         return f"this model's forward pass cannot be traced without values ({type(error).__name__}: {one_line(error)})"
 
 
 def _trace(
-    model: nn.Module, engine: Engine, layout: Layout, run: Callable[[nn.Module], Tensor], recomputes: bool | None
+    model: nn.Module,
+    engine: Engine,
+    layout: Layout,
+    run: Callable[[nn.Module], Tensor],
+    recomputes: bool | None,
+    keeps_weights: bool,
 ) -> Traced:
     on_gpu = layout.accelerator == "gpu"
     twin = copy_on_meta(model)
@@ -85,6 +93,7 @@ def _trace(
         _set_recomputes(twin, bool(recomputes))
     blocks, times = _blocks(twin, shorten=engine.options.layers in (LayerFilter(), LayerFilter("*")))
     settled = settle_on_meta(twin, engine, False, on_gpu)
+    settled.amaxes.weights.keeps = keeps_weights  # as of the whole model, and not of its traced blocks
     if layout.is_sharded and layout.reshard_after_forward:
         for module in twin.modules():
             for plan in gemm_plans(module).values():

@@ -37,10 +37,11 @@ class PlannedBackend(ReferenceBackend):
         self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool
     ) -> QuantizedOperand:
         rows, cols = values.shape
-        return QuantizedOperand(
-            _part(values, operand, rows, cols) if rowwise else None,
-            _part(values, operand, cols, rows) if columnwise else None,
-        )
+        row = _part(values, operand, rows, cols) if rowwise else None
+        col = _part(values, operand, cols, rows) if columnwise else None
+        if row is not None and col is not None and operand.layout is None:
+            col = col._replace(scale_inv=row.scale_inv)  # one scale for both
+        return QuantizedOperand(row, col)
 
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
         data, scale = weight.data_fp8, weight.scale_inv

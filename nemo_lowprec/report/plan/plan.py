@@ -198,7 +198,7 @@ def plan_training(
         engine = settle_on_meta(twin, precision.engine, layout.is_sharded)
         process = (plan_sharded if layout.is_sharded else plan_whole)(twin, engine, layout)
         process.columns.append(_histories(engine))
-        process.activations = plan_activations(model, precision.engine, layout, sample)
+        process.activations = plan_activations(model, precision.engine, layout, sample, engine.amaxes.weights.keeps)
         processes, count = [process], sum(p.numel() for p in twin.parameters())
     plans = [_plan_of(process, precision.level, layout, name_of(model), count, sample) for process in processes]
     return max(plans, key=lambda plan: plan.total)

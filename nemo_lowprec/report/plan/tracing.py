@@ -1,14 +1,14 @@
 """One forward and backward pass on fake tensors, which have shapes and no memory, with a count of the bytes alive.
 
-Every storage that an operation makes is counted until it is freed. Storages of parameters and buffers are not counted,
-and a parameter's gradient is counted until the level stores it.
+Every storage that an operation makes is counted until it is freed. Storages of parameters and buffers, and of quantized
+weights that layers keep, are not counted, and a parameter's gradient is counted until the level stores it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from nemo_lowprec.compat.autograd import run_backward
 from nemo_lowprec.compat.tensors import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from nemo_lowprec.compute import gemm_plans
+from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.formats import floats, gemm_block_scaling
 from nemo_lowprec.plugins.replaced import replace_attribute
+from nemo_lowprec.report.plan.kept_weights import kept_operands, parts_of_operand, parts_of_tensor
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.tensors import QuantizedTensor, gradient
 
@@ -52,7 +54,7 @@ Activations = dict[bool | None, Traced]
 class _Alive(TorchDispatchMode):
     """Bytes of the storages that operations have made, and the most of them since ``most`` was set."""
 
-    def __init__(self, known: Iterator[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.most = self.gradients = 0
         self._sizes: dict[int, tuple[Any, int]] = {}
@@ -92,8 +94,27 @@ def fake(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _with_fake_tensors(model: nn.Module) -> None:
-    """Give ``model`` fake parameters and buffers; remove amaxes and scales, whose values a layer would read."""
+class _Kept:
+    """In the place of a layer's ``WeightState``: a weight that is never written, and whose operand is there."""
+
+    keeps = True
+
+    def __init__(self, operand: QuantizedOperand) -> None:
+        self._operand = operand
+
+    def follow(self, weight: Tensor, training: bool) -> None:
+        """As of ``WeightState``."""
+
+    def kept(self, rowwise: bool, columnwise: bool) -> QuantizedOperand:
+        """As of ``WeightState``."""
+        return self._operand
+
+
+def _with_fake_tensors(model: nn.Module) -> list[Tensor]:
+    """Give ``model`` fake parameters, buffers and kept operands; returns the parts of all of them.
+
+    Amaxes and scales, whose values a layer would read, are removed.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -108,8 +129,14 @@ def _with_fake_tensors(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
-        for plan in gemm_plans(module).values():
-            plan.operands = {kind: replace(operand, slot=None) for kind, operand in plan.operands.items()}
+    there = [part for tensors in (model.parameters(), model.buffers()) for t in tensors for part in parts_of_tensor(t)]
+    kept = {id(plan): operand for plan, _, operand in kept_operands(model)}
+    for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
+        plan.operands = {kind: replace(operand, slot=None) for kind, operand in plan.operands.items()}
+        operand = kept.get(id(plan))
+        plan.weight = None if operand is None else _Kept(operand)  # type: ignore[assignment]
+        there += [] if operand is None else parts_of_operand(operand)
+    return there
 
 
 def trace(
@@ -141,13 +168,13 @@ def trace(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         # transformers would look for several sequences in a row of a batch by the values of positions.
         replace_attribute(stack, masking_utils, "find_packed_sequence_indices", lambda positions: None)
-        _with_fake_tensors(model)
+        there = _with_fake_tensors(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         sizes = {} if stored_as is None else {id(p): stored_as(p) for p in trained}
-        alive = _Alive(part for m in (model.parameters(), model.buffers()) for t in m for part in _parts(t))
+        alive = _Alive(there)
 
         def pack(tensor: Tensor) -> Tensor:
-            for part in _parts(tensor):
+            for part in parts_of_tensor(tensor):
                 saved[storage_key(part.untyped_storage())] = part.dtype, alive.size(part)
             return tensor
 
@@ -200,7 +227,3 @@ def trace(
     inside = in_blocks[0] if in_blocks else after_blocks
     phases = inside + more, after_blocks + more, max(ends) - alive.gradients
     return Traced(kept + more, phases, formats)
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.parts() if isinstance(tensor, QuantizedTensor) else (tensor,)

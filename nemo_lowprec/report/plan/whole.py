@@ -6,9 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, buffer_bytes, peer_bytes, plan_buckets
+from nemo_lowprec.compat.tensors import storage_key
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.report.parts import CONVERTED
 from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
+from nemo_lowprec.report.plan.kept_weights import kept_operands, parts_of_operand, parts_of_tensor
 from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.on_gpu import PlannedBackend
 from nemo_lowprec.report.plan.on_meta import planned_parts
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
@@ -31,13 +35,30 @@ def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> PlannedProce
     if releases and trained:  # one by one
         gradients.add("all", gradient_of(max(trained, key=nn.Parameter.numel), engine))
         gradients.when = "at most"
-    columns = [weights, masters, gradients]
+    columns = [weights, *_quantized_weights(model, engine, layout), masters, gradients]
     if engine.level.has_loss_scale and engine.level.weight_grad == "fp16":
         # Unscaling widens FP16 gradients to FP32, which adds as many bytes until they are zeroed.
         columns.append(PlannedColumn(UNSCALED, "at most", gradients.parts, {"fp32"} if gradients.found else set()))
     messages, buffers, peers = _averaging(trained, engine, layout)
     beside = peers, peers, buffers.bytes if buffers.when == "at most" else 0
     return PlannedProcess([*columns, states, buffers], {"": messages}, beside)
+
+
+def _quantized_weights(model: nn.Module, engine: Engine, layout: Layout) -> list[PlannedColumn]:
+    """The column of the quantized weights that layers keep from step to step; none where they keep none.
+
+    The storage of a weight in FP8 is one orientation of its operand, or both, and does not count again.
+    """
+    if not engine.amaxes.weights.keeps:
+        return []
+    held = PlannedColumn("Quantized weights", "kept")
+    for _, weight, operand in kept_operands(model, PlannedBackend() if layout.accelerator == "gpu" else None):
+        parts = parts_of_operand(operand)
+        sizes = {storage_key(t.untyped_storage()): t.untyped_storage().nbytes() for t in parts}
+        for part in parts_of_tensor(weight):
+            sizes.pop(storage_key(part.untyped_storage()), None)
+        held.add_bytes(CONVERTED, parts[0].dtype, sum(sizes.values()))
+    return [held] if held.bytes else []
 
 
 def gradient_of(param: nn.Parameter, engine: Engine) -> Tensor:
