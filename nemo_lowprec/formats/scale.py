@@ -37,7 +37,8 @@ def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previou
     scale = top / amax
     if margin:
         scale = scale / 2.0**margin
-    return torch.where((amax > 0) & (amax < math.inf), scale.clamp(max=_FP32_MAX), 1.0 if previous is None else previous)
+    keep = 1.0 if previous is None else previous
+    return torch.where((amax > 0) & (amax < math.inf), scale.clamp(max=_FP32_MAX), keep)
 
 
 def power_of_two_scale(amax: Tensor, fmt: FloatFormat, margin: int = 0) -> Tensor:

@@ -90,10 +90,10 @@ def handles_found_inf(optimizer: Optimizer, sharded: bool) -> bool:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
-    return _demands_closure(type(optimizer))
+    return _demands_closure(type(optimizer).step)
 
 
 @lru_cache(maxsize=32)
-def _demands_closure(cls: type[Optimizer]) -> bool:
-    closure = signature(cls.step).parameters.get("closure")
+def _demands_closure(step: Any) -> bool:
+    closure = signature(step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty
