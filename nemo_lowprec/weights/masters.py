@@ -218,6 +218,12 @@ class MasterWeights(HalfStore):
             take_over_written(param, master)
             _to_plain(param, master)
 
+    def remove(self) -> None:
+        super().remove()
+        self._places.clear()
+        self._comparisons.clear()
+        self._compared = None
+
     def _to_fp8(self, param: nn.Parameter, master: Tensor) -> None:
         stored = Fp8Weight.from_float(master.to(param.device), E4M3, self.half, self._margin)
         param.grad = None
@@ -246,7 +252,7 @@ class MasterWeights(HalfStore):
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
         copies = self._places_of(optimizer).pairs
-        pairs = [(p, m) for p, m in copies if not isinstance(p, Fp8Weight) and not was_written(p, m)]
+        pairs = [pair for pair in copies if not isinstance(pair[0], Fp8Weight) and not was_written(*pair)]
         compared = self._comparisons.get(optimizer)
         if compared is None or not compared.is_of(pairs):
             compared = self._comparisons[optimizer] = Comparison(pairs)
@@ -323,7 +329,7 @@ class MasterWeights(HalfStore):
             grad = param.grad
             self._give_master(param, param.detach().to(torch.float32, copy=True))
             self._set_grad_dtype(param)
-            param.grad = grad
+            param.grad = grad if grad is None else grad.to(param.grad_dtype)
         return None if param in self._came_as else master_of(param)
 
 
