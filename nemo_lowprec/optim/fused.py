@@ -158,7 +158,7 @@ def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[
 
 def _is_measured(param: Tensor) -> bool:
     """Whether the kernel leaves an amax on ``param`` for its FP8 operand; an FP8 weight is scaled in the step."""
-    return isinstance(param, Fp16Weight | Fp8Gathered)
+    return isinstance(param, (Fp16Weight, Fp8Gathered))
 
 
 def _is_fused(param: Tensor, weight: Tensor) -> bool:
@@ -203,7 +203,7 @@ def _kind_and_row(update: Update, weight: Tensor) -> tuple[_Kind, tuple[int, ...
     kind = (
         (dtype, E4M3.dtype if grad_blocked else grad.dtype, first, second, master),
         (weight_blocked, grad_blocked, first_blocked, second_blocked, master_blocked),
-        update.master is None, margin, _is_measured(param), in_row % 128 == 0, weight.device,
+        update.master is None, margin, _is_measured(param), in_row % 128 == 0, weight.get_device(),
     )  # fmt: skip
     return kind, (address, scale, *gradient, *first_row, *second_row, *master_row, update.step.data_ptr())
 

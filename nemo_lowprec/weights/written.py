@@ -36,7 +36,8 @@ def was_written(param: Tensor, master: Tensor) -> bool:
 
 def master_was_written(master: Tensor) -> bool:
     """Whether ``master`` was written since ``note``, through a tensor of ``state_dict()`` for example."""
-    return getattr(master, _NOTED, master._version) != master._version
+    noted = getattr(master, _NOTED, None)
+    return noted is not None and noted != master._version
 
 
 def moved(param: Tensor, master: Tensor) -> None:
