@@ -15,6 +15,7 @@ Intended differences from Transformer Engine's recipe:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
@@ -107,7 +108,7 @@ class DelayedScaling:
         self.slots: dict[str, AmaxSlot] = {}
         self._reduced: Tensor | None = None
         self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
-        self._shared_index: tuple[Tensor, Tensor] | None = None
+        self._shared_index: Tensor | None = None  # by column: the column of its leader, or the column itself
         self._allocate(torch.device("cpu"))
 
     def add_all(self, operands: dict[str, FloatFormat]) -> None:
@@ -130,11 +131,11 @@ class DelayedScaling:
             return
         if self._shared_index is None:
             position = {id(slot): i for i, slot in enumerate(self.slots.values())}
-            pairs = [(position[id(f)], position[id(slot)]) for f, slot in self._shared.values()]
-            followers, leaders = torch.tensor(pairs, device=self.amax.device).unbind(1)
-            self._shared_index = followers, leaders
-        followers, leaders = self._shared_index
-        self.amax[followers] = torch.maximum(self.amax[followers], self.amax[leaders])
+            leaders = list(range(len(self.slots)))
+            for follower, leader in self._shared.values():
+                leaders[position[id(follower)]] = position[id(leader)]
+            self._shared_index = torch.tensor(leaders, device=self.amax.device)
+        torch.maximum(self.amax, self.amax[self._shared_index], out=self.amax)
 
     def to(self, device: torch.device) -> None:
         """Move the table, and the slots' views of the table, to ``device``."""
@@ -159,10 +160,12 @@ class DelayedScaling:
         """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales."""
         if not self.slots:
             return
-        if self._reduced is None and not self.reduce(self.amax.new_empty(0)):
+        if self._reduced is None and self.reduce_amax is not None:
+            self.reduce(self.amax.new_empty(0))
+        elif self._reduced is None:
             self._fold_shared()
         found, self._reduced = self.amax if self._reduced is None else self._reduced, None
-        amax = torch.where(torch.isfinite(found), found, torch.zeros_like(found))
+        amax = torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
         self._empty_restarted()
         self.history[self.updates % self.history_len] = amax
         self.updates += 1
@@ -195,7 +198,7 @@ class DelayedScaling:
 
     def nonfinite(self) -> Tensor:
         """Whether any amax of this process since the last update is not finite: a bool scalar on the device."""
-        return (~torch.isfinite(self.amax)).any()
+        return ~(self.amax < math.inf).all()
 
     @torch.no_grad()
     def reduce(self, flags: Tensor) -> bool:

@@ -6,6 +6,8 @@ rounds down to a power of two.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,13 +31,14 @@ def compute_scale(amax: Tensor, fp_max: Tensor | float, margin: int = 0, previou
     A zero or non-finite amax keeps ``previous`` (1 where there is none). Source: Transformer Engine's
     ``_default_sf_compute`` with the clamp of its infinite scales.
     """
-    keep = torch.ones_like(amax) if previous is None else previous
     # torch divides a number by a tensor as the tensor's reciprocal times the number: two roundings.
     # (A 0-dim tensor of the CPU goes with any device, without a copy.)
     top = fp_max if isinstance(fp_max, Tensor) else torch.tensor(fp_max, dtype=torch.float32, device="cpu")
-    scale = (top / amax) / (2.0**margin)
-    scale = torch.where(torch.isinf(scale), torch.full_like(scale, _FP32_MAX), scale)
-    return torch.where((amax > 0) & torch.isfinite(amax), scale, keep)
+    scale = top / amax
+    if margin:
+        scale = scale / 2.0**margin
+    keep = 1.0 if previous is None else previous
+    return torch.where((amax > 0) & (amax < math.inf), scale.clamp(max=_FP32_MAX), keep)
 
 
 def power_of_two_scale(amax: Tensor, fmt: FloatFormat, margin: int = 0) -> Tensor:

@@ -75,7 +75,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _writes(params: list[Tensor]) -> list[tuple[int, int, int]] | None:
     """A value that changes when a gradient is written or replaced; None with FP8 gradients, which keep such a flag."""
-    grads = [(p.grad, local_shard(p.grad)) for p in params if p.grad is not None]
+    grads = [(grad, local_shard(grad)) for p in params if (grad := p.grad) is not None]
     if any(isinstance(local, QuantizedTensor) for _, local in grads):
         return None
     return [(id(grad), grad._version, local._version) for grad, local in grads]

@@ -74,18 +74,22 @@ def find_nonfinite(params: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
     stored: list[GradientTensor] = []
-    plain: dict[torch.device, list[Tensor]] = defaultdict(list)
+    plain: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for grad in grads:
-        local = local_shard(sparse_values(grad) if grad.is_sparse else grad)
+        local = local_shard(grad)
         if isinstance(local, GradientTensor):
             stored.append(local)
-        elif local.numel():  # an empty shard has no largest magnitude
-            plain[local.device].append(local)
-    found = [torch.zeros((), device=device)]
-    if stored:
-        found.append(GradientTensor.any_nonfinite(stored).to(device))
+            continue
+        if local.is_sparse:
+            local = sparse_values(local)
+        if local.numel():  # an empty shard has no largest magnitude
+            plain[local.device, local.dtype].append(local)
+    found = [GradientTensor.any_nonfinite(stored)] if stored else []
     for tensors in plain.values():
         # A maximum is NaN where an element is NaN and, unlike a sum of squares, finite where all elements are finite.
-        largest = torch.stack([n.float() for n in torch._foreach_norm(tensors, math.inf)])
-        found.append((~largest.isfinite()).any().float().to(device))
-    return torch.stack(found).amax()
+        largest = torch.stack(torch._foreach_norm(tensors, math.inf))
+        found.append((~(largest < math.inf).all()).float())
+    if not found:
+        return torch.zeros((), device=device)
+    found = [flag.to(device) for flag in found]
+    return torch.stack(found).amax() if len(found) > 1 else found[0]

@@ -17,6 +17,7 @@ from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.optim.fused import FusedStep
 from nemo_lowprec.optim.reference import StepInputs, Update, read, step_by_reference
 from nemo_lowprec.optim.storage import StateFormat, StateFormats, portable, store, zeros
+from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 
 ORIGINAL = "_lowprec_class"  # on an adopted optimizer: the class that it had
@@ -127,7 +128,7 @@ class LowBitStates(Optimizer):
             self._fused.step(updates, inputs)
         else:
             step_by_reference(updates, inputs)
-        for update in updates:
+        for update in updates if self.formats.master_weight is not None else ():
             if self._keeps_master(update.param):
                 assert update.master is not None
                 self._written[update.master] = _version(update.param)
@@ -144,20 +145,23 @@ class LowBitStates(Optimizer):
 
     def _update(self, param: Tensor, index: int) -> Update | None:
         """The inputs of a parameter's step; None without a gradient. Missing states are made."""
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             return None
-        if param.grad.is_sparse:
+        if not isinstance(grad, QuantizedTensor) and grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} takes dense gradients: build the embedding with sparse=False.")
         state = self.state[param]
         if not state:
             self._init_state(param, state)
         if self._keeps_master(param):
             self._renew_master(param, state)
-        shard = local_shard(param)
-        if not shard.numel():
+        master, exp_avg, exp_avg_sq = _master(param, state), state["exp_avg"], state["exp_avg_sq"]
+        if is_sharded(param):
+            index += _stream_of_rank(param)
+            param, grad, exp_avg, exp_avg_sq = map(local_shard, (param, grad, exp_avg, exp_avg_sq))
+        if not param.numel():
             return None
-        states = (state["step"], local_shard(state["exp_avg"]), local_shard(state["exp_avg_sq"]))
-        return Update(shard, local_shard(param.grad), *states, _master(param, state), index + _stream_of_rank(param))
+        return Update(param, grad, state["step"], exp_avg, exp_avg_sq, master, index)
 
     def _init_state(self, param: Tensor, state: dict[str, Any]) -> None:
         state["step"] = _scalar(0.0, param)
@@ -171,8 +175,9 @@ class LowBitStates(Optimizer):
             state[_MASTER] = store(read(param.detach()), self.formats.of(_MASTER, param))
 
     def _keeps_master(self, param: Tensor) -> bool:
-        below_fp32 = param.dtype in (torch.float16, torch.bfloat16)
-        return self.formats.master_weight is not None and below_fp32 and not hasattr(param, _MASTER)
+        if self.formats.master_weight is None:
+            return False
+        return param.dtype in (torch.float16, torch.bfloat16) and not hasattr(param, _MASTER)
 
     # State
 
@@ -231,9 +236,10 @@ class _Kept:
         self.value = value
 
 
-def _stream_of_rank(param: Tensor) -> int:
+def _stream_of_rank(param: Any) -> int:
     """An offset to the index of a shard's random stream, so that shards of different processes differ."""
-    return 2**20 * param.device_mesh.get_local_rank(param.device_mesh.ndim - 1) if is_sharded(param) else 0  # type: ignore[attr-defined]
+    rank: int = param.device_mesh.get_local_rank(param.device_mesh.ndim - 1)
+    return 2**20 * rank
 
 
 def _scalar(value: float, param: Tensor) -> Tensor:

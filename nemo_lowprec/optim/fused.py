@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ from nemo_lowprec.tensors.marks import mark_stepped
 _BLOCKS, _WARPS = 8, 2
 
 
+# What the parameters of one launch have in common: the dtypes of ``_STORED`` (the weight's again where there is no
+# master), whether each of them is in blocks, and what else ``_kind_and_row`` finds.
+_Kind = tuple[Any, ...]
+_STORED = ("weight", "grad", "exp_avg", "exp_avg_sq", "master")
+
+
 class _Tables:
     """Tensors on the device that the launches for one kind of parameters keep from step to step."""
 
@@ -46,6 +52,7 @@ class _Tables:
             self.tiles = TileTable(shapes, _BLOCKS, device)
             self.coefficients = torch.empty(len(updates), 2, device=device)
             self.salts, self.amax, self.changed = torch.zeros(3, len(updates), dtype=torch.int32, device=device)
+            self.amaxes = self.amax.view(torch.float32).unbind()
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)
             self.made_for = wanted
 
@@ -58,36 +65,40 @@ class FusedStep:
 
     def step(self, updates: list[Update], inputs: StepInputs) -> None:
         """One step of these parameters, without waiting for the device (but see ``_is_fused``)."""
-        launches: dict[Any, list[Update]] = defaultdict(list)
+        launches: dict[_Kind, tuple[list[Update], list[int]]] = defaultdict(lambda: ([], []))
         for update in updates:
-            if _is_fused(update):
-                launches[_kind(update)].append(update)
+            weight = stored_data(update.param)
+            if _is_fused(update.param, weight):
+                kind, row = _kind_and_row(update, weight)
+                members, rows = launches[kind]
+                members.append(update)
+                rows += row
             else:
                 step_by_reference([update], inputs)
         first = updates[0].index
-        for kind, members in launches.items():
+        for kind, (members, rows) in launches.items():
             # A single parameter (gradient release) keeps tables of its own.
-            self._launch(self._tables[kind, first, len(members) == 1], members, inputs)
+            self._launch(self._tables[kind, first, len(members) == 1], kind, members, rows, inputs)
 
-    def _launch(self, tables: _Tables, updates: list[Update], inputs: StepInputs) -> None:
+    def _launch(self, tables: _Tables, kind: _Kind, updates: list[Update], rows: list[int], inputs: StepInputs) -> None:
+        from nemo_lowprec.kernels import triton_adam as kernels
+
         group, grad_scale, found_inf = inputs.group, inputs.grad_scale, inputs.found_inf
-        kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
         one = updates[0]
         device = one.param.device
-        blocks = {name: isinstance(getattr(one, name), BlockScaledTensor) for name in ("grad", *_STATES, "master")}
-        blocks["weight"] = isinstance(one.param, BlockScaledTensor)
+        dtypes, blocks = (dict(zip(_STORED, found, strict=True)) for found in kind[:2])
         tables.fit(updates, any(blocks.values()), device)
         tiles = tables.tiles
-        rows = [_row(u) for u in updates]
-        addresses = tables.pointers.get(rows, device)
+        width = len(kernels.COLUMNS)
+        large = (address for column in _LARGE for address in rows[column::width])
+        addresses = tables.pointers.upload(rows, len(updates), device, large)
         aligned = tiles.aligned and tables.pointers.aligned
-        storage = {name: rows[0][kernels.COLUMNS.index(name)].dtype for name in ("weight", "grad", *_STATES, "master")}
-        types = {name.upper(): kernels.TYPES[dtype] for name, dtype in storage.items()}
+        types = {name.upper(): kernels.TYPES[dtype] for name, dtype in dtypes.items()}
         lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
-        value = storage["master"] if one.master is not None else storage["weight"]
+        value = dtypes["master"]
         how = {
-            "EXP_AVG_HOW": _how(storage["exp_avg"], stands_still(beta1, storage["exp_avg"])),
-            "EXP_AVG_SQ_HOW": _how(storage["exp_avg_sq"], stands_still(beta2, storage["exp_avg_sq"]), positive=True),
+            "EXP_AVG_HOW": _how(dtypes["exp_avg"], stands_still(beta1, dtypes["exp_avg"])),
+            "EXP_AVG_SQ_HOW": _how(dtypes["exp_avg_sq"], stands_still(beta2, dtypes["exp_avg_sq"]), positive=True),
             "VALUE_HOW": _how(value, inputs.stochastic and value in (torch.float16, torch.bfloat16)),
         }
         weight_decay = float(group["weight_decay"])
@@ -118,7 +129,7 @@ class FusedStep:
                 enable_fp_fusion=False,
             )  # fmt: skip
             if measures:
-                for update, amax in zip(updates, tables.amax.view(torch.float32).unbind(), strict=True):
+                for update, amax in zip(updates, tables.amaxes, strict=True):
                     update.param.amax_of_step = amax  # type: ignore[attr-defined]
             for update in updates if isinstance(one.param, QuantizedTensor) else ():
                 mark_stepped(update.param)
@@ -129,7 +140,8 @@ class FusedStep:
         self, tables: _Tables, addresses: Tensor, one: Update, found_inf: Tensor | None, **options: Any
     ) -> None:
         """Give FP8 weights the scales of their new amaxes; only weights whose scale has changed are written again."""
-        kernels = importlib.import_module("nemo_lowprec.kernels.triton_adam")
+        from nemo_lowprec.kernels import triton_adam as kernels
+
         tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
         assert isinstance(one.param, Fp8Weight)
         kernels.scale_kernel[(len(tables.amax),)](
@@ -143,7 +155,7 @@ class FusedStep:
         )  # fmt: skip
 
 
-_STATES = ("exp_avg", "exp_avg_sq")
+_LARGE = (0, 2, 5, 7, 9)  # columns of elements, which kernels read 16 bytes at a time
 _BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, FP16)}
 
 
@@ -155,56 +167,67 @@ def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[
     return *(exponent_rule(fmt) if fmt is not None else (0, 0)), bits, smallest_normal, smallest
 
 
-def _kind(update: Update) -> tuple[Any, ...]:
-    """A key; parameters with equal keys share a launch."""
-    tensors = (update.grad, update.exp_avg, update.exp_avg_sq, update.master)
-    storage = tuple(None if t is None else (isinstance(t, BlockScaledTensor), stored_data(t).dtype) for t in tensors)
-    blocked = any(isinstance(t, BlockScaledTensor) for t in (update.param, *tensors))
-    shape = update.param.shape
-    in_row = shape.numel() // shape[0] if blocked and len(shape) > 1 else shape.numel()
-    margin = update.param.margin if isinstance(update.param, Fp8Weight) else None
-    weight = isinstance(update.param, BlockScaledTensor), stored_data(update.param).dtype
-    return (*storage, *weight, margin, _is_measured(update.param), in_row % 128 == 0, update.param.device)
-
-
 def _is_measured(param: Tensor) -> bool:
     """Whether the kernel leaves an amax on ``param`` for its FP8 operand; an FP8 weight is scaled in the step."""
-    return isinstance(param, Fp16Weight | Fp8Gathered)
+    return isinstance(param, (Fp16Weight, Fp8Gathered))
 
 
-def _is_fused(update: Update) -> bool:
+def _is_fused(param: Tensor, weight: Tensor) -> bool:
     """Whether the kernels can step the parameter. Otherwise the reference does, which waits for the device.
 
     The parameter's elements must lie in memory in the order of its states' elements (a channels-last weight's do not),
     and an FP8 weight must have power-of-two scales.
     """
-    scaled = isinstance(update.param, Fp8Weight)
-    return stored_data(update.param).is_contiguous() and (not scaled or update.param.power_of_two)  # type: ignore[attr-defined]
+    return weight.is_contiguous() and (not isinstance(param, Fp8Weight) or param.power_of_two)
 
 
-def _row(update: Update) -> list[Tensor]:
-    """The tensors of one row of ``triton_adam.COLUMNS``, with the weight in the place of absent ones."""
-    weight = stored_data(update.param)
-    scale_inv = weight
-    if isinstance(update.param, Fp8Weight):
-        scale_inv = update.param.scale_inv
-    elif isinstance(update.param, BlockScaledTensor):
-        scale_inv = update.param.exponent
-    grad = update.grad
+def _kind_and_row(update: Update, weight: Tensor) -> tuple[_Kind, tuple[int, ...]]:
+    """A key, and the addresses of ``triton_adam.COLUMNS``; parameters with equal keys share a launch.
+
+    The weight's address stands in the place of absent tensors. Called for every parameter at every step: nothing is
+    remembered of a tensor, whose storage may be another one at the next step.
+
+    Args:
+        weight: the tensor that holds the elements of the parameter.
+    """
+    param, grad = update.param, update.grad
+    dtype, address = weight.dtype, weight.data_ptr()
+    weight_blocked, scale, margin = False, address, None
+    if isinstance(param, Fp8Weight):
+        scale, margin = param.scale_inv.data_ptr(), param.margin
+    elif isinstance(param, BlockScaledTensor):
+        weight_blocked, scale = True, param.exponent.data_ptr()
+    grad_blocked = isinstance(grad, GradientTensor)
     if isinstance(grad, GradientTensor):
-        gradient: list[Tensor] = [grad.data_blocks, grad.exponent, grad.factor]
+        gradient = grad.data_blocks.data_ptr(), grad.exponent.data_ptr(), grad.factor.data_ptr()
     else:
-        gradient = [grad.contiguous(), weight, weight]
-    row = [weight, scale_inv, *gradient]
-    for state in (update.exp_avg, update.exp_avg_sq, update.master):
-        if isinstance(state, BlockScaledTensor):
-            row += [state.data_blocks, state.exponent]
-        else:
-            row += [weight if state is None else state, weight]
-    return [*row, update.step]
+        update.grad = grad = grad.contiguous()  # held there until the kernel is launched
+        gradient = grad.data_ptr(), address, address
+    first, first_blocked, *first_row = _storage(update.exp_avg, address)
+    second, second_blocked, *second_row = _storage(update.exp_avg_sq, address)
+    master, master_blocked, *master_row = dtype, False, address, address
+    if update.master is not None:
+        master, master_blocked, *master_row = _storage(update.master, address)
+    shape, in_row = weight.shape, weight.numel()
+    if len(shape) > 1 and (weight_blocked or grad_blocked or first_blocked or second_blocked or master_blocked):
+        in_row //= shape[0]
+    kind = (
+        (dtype, E4M3.dtype if grad_blocked else grad.dtype, first, second, master),
+        (weight_blocked, grad_blocked, first_blocked, second_blocked, master_blocked),
+        update.master is None, margin, _is_measured(param), in_row % 128 == 0, weight.get_device(),
+    )  # fmt: skip
+    return kind, (address, scale, *gradient, *first_row, *second_row, *master_row, update.step.data_ptr())
+
+
+def _storage(tensor: Tensor, absent: int) -> tuple[torch.dtype, bool, int, int]:
+    """Of a state or master: dtype, whether it is in blocks, and the addresses of its elements and exponents."""
+    if isinstance(tensor, BlockScaledTensor):
+        data = tensor.data_blocks
+        return data.dtype, True, data.data_ptr(), tensor.exponent.data_ptr()
+    return tensor.dtype, False, tensor.data_ptr(), absent
 
 
 def _two_floats(value: float) -> tuple[float, float]:
     """An FP64 number as the sum of two FP32 ones."""
-    high = float(torch.tensor(value, dtype=torch.float32))
+    high = c_float(value).value
     return high, value - high

@@ -17,7 +17,7 @@ from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, QuantizedTensor, 
 STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # keys of the moments' random streams, beside the weight's
 
 
-@dataclass
+@dataclass(slots=True)
 class Update:
     """One parameter and the tensors that its step reads and writes.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any
 from weakref import WeakSet
@@ -89,5 +90,10 @@ def handles_found_inf(optimizer: Optimizer, sharded: bool) -> bool:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` evaluates the loss itself, several times a step (LBFGS)."""
-    closure = signature(type(optimizer).step).parameters.get("closure")
+    return _demands_closure(type(optimizer).step)
+
+
+@lru_cache(maxsize=32)
+def _demands_closure(step: Any) -> bool:
+    closure = signature(step).parameters.get("closure")
     return closure is not None and closure.default is Parameter.empty

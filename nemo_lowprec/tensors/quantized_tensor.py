@@ -235,7 +235,10 @@ class QuantizedTensor(Tensor):
 
 def stored_data(tensor: Tensor) -> Tensor:
     """The plain tensor that holds the elements of ``tensor``: its first part, or the tensor itself if it is plain."""
-    return tensor.__dict__[tensor.PARTS[0]] if isinstance(tensor, QuantizedTensor) else tensor  # type: ignore[no-any-return]
+    if isinstance(tensor, QuantizedTensor):
+        part: Tensor = tensor.__dict__[tensor.PARTS[0]]
+        return part
+    return tensor
 
 
 def _copied(master: Tensor) -> Tensor:

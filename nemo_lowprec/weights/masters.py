@@ -28,6 +28,7 @@ from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_fp32
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
+from nemo_lowprec.weights.places import Places
 from nemo_lowprec.weights.saved_form import MASTER, master_of, with_masters
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import note_original_dtype, to_original_dtype
@@ -42,8 +43,6 @@ from nemo_lowprec.weights.written import (
     take_over_written,
     was_written,
 )
-
-_COPY = "_lowprec_copy"  # attribute of a master that the optimizer steps: the half copy whose place it has
 
 
 class MasterWeights(HalfStore):
@@ -68,6 +67,7 @@ class MasterWeights(HalfStore):
         super().__init__(fp8, margin)
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
         self._copies = ChosenParams(lambda param: master_of(param) is not None)
+        self._places: WeakKeyDictionary[Optimizer, Places] = WeakKeyDictionary()
         self._comparisons: WeakKeyDictionary[Optimizer, Comparison] = WeakKeyDictionary()
         self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._compared: Comparison | None = None
@@ -133,7 +133,8 @@ class MasterWeights(HalfStore):
         """Refresh copies whose masters were written, and give unfrozen parameters their masters."""
         self._widened.follow()
         copies = with_masters(param for _, param in self._copies.of(self.model))
-        written = [param for param, master in copies if master_was_written(master) and not was_written(param, master)]
+        written = [(param, master) for param, master in copies if master_was_written(master)]
+        written = [pair for pair in written if not was_written(*pair)]
         if written:
             self.refresh(written)
         for _, param in self._frozen.of(self.model):
@@ -168,9 +169,8 @@ class MasterWeights(HalfStore):
         return [param for param, _ in with_masters(self.model.parameters())]
 
     @torch.no_grad()
-    def refresh(self, params: list[Tensor]) -> None:
-        """Write the values of masters into the copies among ``params``."""
-        pairs = with_masters(params)
+    def refresh(self, pairs: list[tuple[Any, Tensor]]) -> None:
+        """Write the values of masters into their copies."""
         on_device = []
         for param, master in pairs:
             if isinstance(param, Fp8Weight):
@@ -218,6 +218,12 @@ class MasterWeights(HalfStore):
             take_over_written(param, master)
             _to_plain(param, master)
 
+    def remove(self) -> None:
+        super().remove()
+        self._places.clear()
+        self._comparisons.clear()
+        self._compared = None
+
     def _to_fp8(self, param: nn.Parameter, master: Tensor) -> None:
         stored = Fp8Weight.from_float(master.to(param.device), E4M3, self.half, self._margin)
         param.grad = None
@@ -245,9 +251,8 @@ class MasterWeights(HalfStore):
             self._hooks.enter_context(handle)
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
-        found = with_masters(param for group in optimizer.param_groups for param in group["params"])
-        plain = [(p, m) for p, m in found if p not in self._came_as and not isinstance(p, Fp8Weight)]
-        pairs = [(p, m) for p, m in plain if not was_written(p, m)]
+        copies = self._places_of(optimizer).pairs
+        pairs = [pair for pair in copies if not isinstance(pair[0], Fp8Weight) and not was_written(*pair)]
         compared = self._comparisons.get(optimizer)
         if compared is None or not compared.is_of(pairs):
             compared = self._comparisons[optimizer] = Comparison(pairs)
@@ -269,9 +274,9 @@ class MasterWeights(HalfStore):
         return next((name for name, param in self.named().items() if id(param) in wanted), "A weight")
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        masters = [m for g in optimizer.param_groups for m in g["params"] if hasattr(m, _COPY)]
-        stepped = [getattr(m, _COPY) for m in masters if m.grad is not None]
-        written = [getattr(m, _COPY) for m in masters if was_written(getattr(m, _COPY), m)]
+        pairs = self._places[optimizer].pairs
+        stepped = [(param, master) for param, master in pairs if master.grad is not None]
+        written = [param for param, master in pairs if was_written(param, master)]
         self.swap_out(optimizer)
         if written:
             raise RuntimeError(
@@ -284,7 +289,7 @@ class MasterWeights(HalfStore):
     @contextmanager
     def evaluating(self, optimizer: Optimizer) -> Iterator[None]:
         self.swap_out(optimizer)
-        self.refresh([param for group in optimizer.param_groups for param in group["params"]])
+        self.refresh(with_masters(param for group in optimizer.param_groups for param in group["params"]))
         try:
             yield
         finally:
@@ -292,41 +297,40 @@ class MasterWeights(HalfStore):
 
     def swap_in(self, optimizer: Optimizer) -> None:
         """Put the masters and their gradients in the copies' places, in the existing lists."""
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for i, param in enumerate(params):
-                # Put into the model after the conversion, or swapped by torch.
-                if param.dtype == self.half and param.requires_grad and master_of(param) is None:
-                    grad = param.grad
-                    self._give_master(param, param.detach().to(torch.float32, copy=True))
-                    self._set_grad_dtype(param)
-                    param.grad = grad
-                master = master_of(param)
-                if master is None or param in self._came_as:
-                    continue
-                if was_written(param, master):
-                    take_over(param, master)
-                master.requires_grad_(param.requires_grad)
-                grad = param.grad
-                master.grad = grad if grad is None or grad.dtype == torch.float32 else grad.float()
-                setattr(master, _COPY, param)
-                params[i] = master
-                if param in optimizer.state:
-                    optimizer.state[master] = optimizer.state.pop(param)
+        places = self._places_of(optimizer)
+        for param, master in places.pairs:
+            if was_written(param, master):
+                take_over(param, master)
+            grad = param.grad
+            master.grad = grad if grad is None or grad.dtype == torch.float32 else grad.float()
+        places.take(optimizer)
 
     def swap_out(self, optimizer: Optimizer) -> None:
         """Put the copies back into the optimizer's groups."""
-        for group in optimizer.param_groups:
-            params = group["params"]
-            for i, master in enumerate(params):
-                param = getattr(master, _COPY, None)
-                if param is None:
-                    continue
-                params[i] = param
-                master.grad = None
-                delattr(master, _COPY)
-                if master in optimizer.state:
-                    optimizer.state[param] = optimizer.state.pop(master)
+        places = self._places[optimizer]
+        for _, master in places.pairs:
+            master.grad = None
+        places.leave(optimizer)
+
+    def _places_of(self, optimizer: Optimizer) -> Places:
+        """The places of the copies, which are in the groups after the call, whatever a step that failed has left."""
+        places = self._places.get(optimizer)
+        if places is not None and places.taken:
+            self.swap_out(optimizer)
+        groups = optimizer.param_groups
+        if places is None or not places.fits(groups) or any(self._stepped(p) is not None for p in places.others):
+            places = self._places[optimizer] = Places(groups, self._stepped)
+        return places
+
+    def _stepped(self, param: nn.Parameter) -> Tensor | None:
+        """The master that is stepped in the place of ``param``; None for a parameter that is stepped itself."""
+        # Put into the model after the conversion, or swapped by torch.
+        if param.dtype == self.half and param.requires_grad and master_of(param) is None:
+            grad = param.grad
+            self._give_master(param, param.detach().to(torch.float32, copy=True))
+            self._set_grad_dtype(param)
+            param.grad = grad if grad is None else grad.to(param.grad_dtype)
+        return None if param in self._came_as else master_of(param)
 
 
 def _to_plain(param: nn.Parameter, master: Tensor) -> None:

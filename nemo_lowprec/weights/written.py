@@ -8,6 +8,8 @@ weights are saved or given back and at steps 1, 2, 4, 8 and so on, ``SAMPLE`` va
 
 from __future__ import annotations
 
+from operator import is_
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +36,8 @@ def was_written(param: Tensor, master: Tensor) -> bool:
 
 def master_was_written(master: Tensor) -> bool:
     """Whether ``master`` was written since ``note``, through a tensor of ``state_dict()`` for example."""
-    return getattr(master, _NOTED, master._version) != master._version
+    noted = getattr(master, _NOTED, None)
+    return noted is not None and noted != master._version
 
 
 def moved(param: Tensor, master: Tensor) -> None:
@@ -108,7 +111,6 @@ class Comparison:
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        self._made_for = [id(param) for param, _ in pairs]
         self._pairs = pairs
         self._sampled = [(p, m) for p, m in pairs if p.numel() and p.is_contiguous() and m.is_contiguous()]
         self._copies = [_middle(param) for param, _ in self._sampled]
@@ -116,8 +118,8 @@ class Comparison:
         self._sizes = [len(sample) for sample in self._copies]
 
     def is_of(self, pairs: list[tuple[Tensor, Tensor]]) -> bool:
-        """Whether the comparison was made for ``pairs``."""
-        return self._made_for == [id(param) for param, _ in pairs]
+        """Whether the comparison was made for ``pairs``, the same tuples."""
+        return len(pairs) == len(self._pairs) and all(map(is_, pairs, self._pairs))
 
     @torch.no_grad()
     def differ(self, samples: bool) -> Tensor | None:
