@@ -116,10 +116,12 @@ class LinearFunction(torch.autograd.Function):
         w_kept = w_columnwise and plan.keeps_weight and (keeper is not None or not isinstance(weight, Fp8Weight))
         if fprop8 or w_kept:
             w8 = None if keeper is None else keeper.kept(fprop8, w_kept)
-            if w8 is None:
+            if w8 is None and keeper is not None:
+                with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
+                    w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
+                keeper.keep(w8, fprop8, w_kept, transposed)
+            elif w8 is None:
                 w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
-                if keeper is not None:
-                    keeper.keep(w8, fprop8, w_kept, transposed)
             elif plan.observers.quantized:
                 plan.announce("weight", weight, w8)
 

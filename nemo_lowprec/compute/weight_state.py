@@ -144,7 +144,7 @@ class WeightState:
     @property
     def in_place(self) -> Any:
         """The kept operand, if it is the present weight's and is made anew in the same memory; else None."""
-        if self._kept_as is not self._measured or not isinstance(self._kept, QuantizedOperand):
+        if self._kept_as is not self._measured or not _has_own_memory(self._kept):
             return None
         has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
         return self._kept if has_scale and weight_kernels() is not None else None
@@ -160,7 +160,7 @@ class WeightState:
             return None
         if self._measured[0] is None:  # its layer measures first
             return None
-        if not isinstance(kept, QuantizedOperand) or not has_number(weight, self._seen):
+        if not _has_own_memory(kept) or not has_number(weight, self._seen):
             return None
         if self._measured != (self._measured[0], *_state_of(weight)):
             return None
@@ -282,6 +282,13 @@ class WeightStates:
     def renew(self) -> None:
         """After a step: all weights may have been written."""
         self.forget()
+
+
+def _has_own_memory(operand: Any) -> bool:
+    """Whether each orientation is a tensor by itself. The reference backend's columnwise data are a view."""
+    if not isinstance(operand, QuantizedOperand):
+        return False
+    return all(part is None or part.data.is_contiguous() for part in (operand.rowwise, operand.columnwise))
 
 
 def _kernel_takes(weight: Tensor) -> bool:

@@ -158,7 +158,8 @@ def _flag(device: torch.device) -> Tensor:
         return torch.zeros(1, device=device)
     there = _flags.setdefault(device, [])
     if not there:
-        there.extend(torch.zeros(256, device=device).split(1))
+        with torch.inference_mode(False):
+            there.extend(torch.zeros(256, device=device).split(1))
     return there.pop()
 
 

@@ -134,7 +134,8 @@ def _scalar(device: int) -> Tensor:
         return torch.empty(1, device=torch.device("cuda", device))
     there = _scalars.setdefault(device, [])
     if not there:
-        there.extend(torch.empty(256, 4, device=torch.device("cuda", device))[:, 0].split(1))
+        with torch.inference_mode(False):  # later ones are saved for backward
+            there.extend(torch.empty(256, 4, device=torch.device("cuda", device))[:, 0].split(1))
     return there.pop()
 
 

@@ -191,11 +191,15 @@ def test_blackwell_levels_are_refused_on_an_older_gpu():
             fit(Net(), plugin(case, backend="auto"), max_steps=1)
 
 
-def test_auto_takes_transformer_engine_where_it_is():
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("bf16_with_fp8_mixed", "torch"), ("msamp_o2", "torch"), ("bf16_with_fp8_subchannel_scaling_mixed", "te")],
+)
+def test_auto_takes_the_fastest_backend(case, backend):
     pytest.importorskip("transformer_engine.pytorch")
-    precision = plugin("bf16_with_fp8_mixed", backend="auto")
+    precision = plugin(case, backend="auto")
     fit(Net(), precision, max_steps=1)
-    assert precision.engine.columns.computation.backend.name == "te"
+    assert precision.engine.columns.computation.backend.name == backend
 
 
 def allocated():
@@ -221,12 +225,16 @@ def test_memory_of_half_and_fp8_copies():
             self.bytes = allocated()
 
     sizes = {}
-    for stored in (True, False, True):  # Transformer Engine's workspaces are there from the first run on
+    runs = [(True, False), (False, False), (True, False), (True, True), (False, True)]
+    for stored, kept in runs:  # Transformer Engine's workspaces are there from the first run on
         before = allocated()
         model = Wide()
         # not fit(): its Observer keeps a clone of every gradient
-        trainer(at("bf16_with_fp8_mixed", "te", fp8_params=stored), accelerator="gpu", max_steps=3).fit(model, loader())
-        sizes[stored] = (model.bytes - before) / sum(p.numel() for p in model.parameters())
+        precision = at("bf16_with_fp8_mixed", "te", fp8_params=stored, weight_cache=kept)
+        trainer(precision, accelerator="gpu", max_steps=3).fit(model, loader())
+        sizes[stored, kept] = (model.bytes - before) / sum(p.numel() for p in model.parameters())
         del model
-    assert sizes[False] == pytest.approx(14, rel=0.02)
-    assert sizes[True] == pytest.approx(13, rel=0.02)
+    assert sizes[False, False] == pytest.approx(14, rel=0.02)
+    assert sizes[True, False] == pytest.approx(13, rel=0.02)
+    assert sizes[False, True] == pytest.approx(16, rel=0.02)
+    assert sizes[True, True] == pytest.approx(14, rel=0.02)

@@ -62,7 +62,7 @@ def renewals(monkeypatch):
     renew, seen = WeightScales.renew, []
 
     def checked(self):
-        weights = [scale.weight for scale in self.scales.values()]
+        weights = [scale.weight for scale in self.states.values()]
         plain = [w for w in weights if not isinstance(w, Fp8Weight)]  # an FP8 weight has a scale of its own
         left = all("amax_of_step" in weight.__dict__ for weight in plain)
         renew(self)

@@ -119,3 +119,21 @@ def test_a_step_of_other_weights_is_not(case):
         optimizer.zero_grad()
         F.mse_loss(model[4](hidden).float(), batch(0)[1]).backward()
     assert all(p.grad.float().isfinite().all() for p in model.parameters())
+
+
+def test_weights_and_scales_that_an_evaluation_has_made_first_are_trained_with():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed")
+    x = torch.randn(32, 64, device="cuda")
+    for _ in range(3):
+        model.eval()
+        with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16):
+            model(x)
+        model.train()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
