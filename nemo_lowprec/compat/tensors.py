@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "make_subclass",
+    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "has_dispatch_mode",
+    "make_subclass",
     "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
     "tree_unflatten", "use_count",
 ]  # fmt: skip
@@ -19,6 +20,11 @@ __all__ = [
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a ``TorchDispatchMode`` sees the operations, as a counter of FLOPs does."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def storage_key(storage: Any) -> int:

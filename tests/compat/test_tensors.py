@@ -92,3 +92,10 @@ def test_hooks_are_kept_while_the_storage_changes():
     param.float().sum().backward()
     assert seen == ["grad", "accumulated"]
     assert tensors.backward_hooks(nn.Parameter(torch.ones(2))) == (None, None)
+
+
+def test_a_dispatch_mode_is_seen():
+    assert not tensors.has_dispatch_mode()
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert tensors.has_dispatch_mode()
+    assert not tensors.has_dispatch_mode()

@@ -384,3 +384,31 @@ def test_under_the_trainer(tmp_path):
         assert bool(seen[0]) is graphs
         found.append(torch.stack(module.losses).tolist())
     assert found[0] == found[1]
+
+
+def test_a_counter_of_operations_sees_all_of_them():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    level = "bf16_with_fp8_mixed"
+    model, optimizer = made(level, True, dropout=0.0)
+    x = torch.randn(2, ROWS, WIDTH, device="cuda")
+
+    def flops():
+        with FlopCounterMode(display=False) as counter, torch.autocast("cuda", torch.bfloat16):
+            model(x)
+        return counter.get_total_flops()
+
+    before = flops()
+    train(model, optimizer, level, steps=6)
+    assert captured(model)
+    assert flops() == before > 0
+
+
+def test_one_call_with_other_arguments_turns_nothing_off():
+    level = "bf16_with_fp8_mixed"
+    model, optimizer = made(level, True, dropout=0.0)
+    with torch.autocast("cuda", torch.bfloat16):
+        x = torch.randn(2, ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+        model.blocks[0](x, shift=torch.ones((), device="cpu"))
+    train(model, optimizer, level, steps=6)
+    assert captured(model) == 3

@@ -14,6 +14,8 @@ from torch import nn
 
 from nemo_lowprec.compat.autograd import current_backward, saves_through_hooks
 from nemo_lowprec.compat.modules import is_compiled
+from nemo_lowprec.compat.tensors import has_dispatch_mode
+from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graphs.blocks import find_blocks
 from nemo_lowprec.compute.graphs.captured import CapturedPass
@@ -24,6 +26,7 @@ from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.observers import Observers
 
 _WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
+_UNFIT = 8  # calls with arguments that no graph takes, after which nobody looks at them any more
 _KEYS = 4  # kinds of arguments that get graphs
 _INSTANCES = 16  # captured passes of one key, of which each waits for its backward pass when the next one runs
 _CAPTURES = 3  # captures of one key, after the block was changed
@@ -53,6 +56,7 @@ class GraphedForward:
         self._guards: dict[Hashable, Guard] = {}
         self._changed: Counter[Hashable] = Counter()
         self._clocks: dict[Hashable, _Clock] = {}
+        self._unfit = 0  # calls whose arguments no graph takes
         self._off: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -68,13 +72,18 @@ class GraphedForward:
         assert block is not None
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
-        observed = self._observers.quantized or self._observers.gradient
-        recomputes = saves_through_hooks() or current_backward() != -1  # activation checkpointing of both kinds
-        if observed or recomputes or torch.cuda.is_current_stream_capturing():
+        if self._observers.quantized or self._observers.gradient or _is_special():
             return self._forward(block, *args, **kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
             key = key_of(leaves, structure)
+        except Unfit as reason:
+            self._unfit += 1
+            if self._unfit > _UNFIT:
+                self._off = str(reason)
+            self.pool.say(self.name, str(reason))
+            return self._forward(block, *args, **kwargs)
+        try:
             found = self._find(key)
             if found is None and self._is_due(key):
                 found = self._capture(block, key, leaves, structure)
@@ -84,6 +93,11 @@ class GraphedForward:
         if found is not None:
             return found(leaves)
         return self._run(block, key, args, kwargs) if self._off is None else self._forward(block, *args, **kwargs)
+
+    def close(self) -> None:
+        """Free the graphs and their memory."""
+        self._passes.clear()
+        self._guards.clear()
 
     def _give_up(self, reason: str) -> None:
         self._off = reason
@@ -154,6 +168,13 @@ class GraphedForward:
         return found
 
 
+def _is_special() -> bool:
+    """Whether something other than a plain training pass runs, which a replayed graph would not see."""
+    recomputes = saves_through_hooks() or current_backward() != -1  # activation checkpointing of both kinds
+    watched = is_transformed() or has_dispatch_mode() or torch.is_anomaly_enabled()
+    return recomputes or watched or torch.cuda.is_current_stream_capturing()
+
+
 class _Clock:
     """Host and GPU time of one forward pass."""
 
@@ -205,6 +226,8 @@ class BlockGraphs:
     def remove(self) -> None:
         """Give the blocks their forwards back."""
         for block in self._blocks:
-            if isinstance(block.__dict__.get("forward"), GraphedForward):
+            forward = block.__dict__.get("forward")
+            if isinstance(forward, GraphedForward):
+                forward.close()
                 del block.__dict__["forward"]
         self._blocks.clear()
