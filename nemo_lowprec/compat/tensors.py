@@ -12,9 +12,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "has_dispatch_mode",
-    "make_subclass",
-    "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_unflatten", "use_count",
+    "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "storage_use_count",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -36,6 +35,12 @@ def storage_key(storage: Any) -> int:
 def sparse_values(tensor: Tensor) -> Tensor:
     """The values of a sparse tensor, rows that occur twice not summed; ``values()`` takes coalesced tensors only."""
     return tensor._values()
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors, in Python and in C++, have the memory of ``tensor``, and one more."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count
 
 
 def use_count(param: Tensor) -> int:

@@ -99,3 +99,18 @@ def test_a_dispatch_mode_is_seen():
     with torch.utils.flop_counter.FlopCounterMode(display=False):
         assert tensors.has_dispatch_mode()
     assert not tensors.has_dispatch_mode()
+
+
+def test_tensors_of_one_memory_are_counted():
+    tensor = torch.ones(4)
+    alone = tensors.storage_use_count(tensor)
+    part, alias = tensor[:2], tensor.detach()
+    assert tensors.storage_use_count(tensor) == alone + 2
+    del part
+    assert tensors.storage_use_count(alias) == alone + 1
+    del alias
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = tensor.detach()
+    assert tensors.storage_use_count(tensor) == alone + 1
+    param.grad = None
+    assert tensors.storage_use_count(tensor) == alone

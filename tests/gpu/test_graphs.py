@@ -412,3 +412,28 @@ def test_one_call_with_other_arguments_turns_nothing_off():
         model.blocks[0](x, shift=torch.ones((), device="cpu"))
     train(model, optimizer, level, steps=6)
     assert captured(model) == 3
+
+
+@pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed"])
+def test_gradients_that_somebody_holds_keep_their_values(level):
+    """As PCGrad does: the gradients of two losses, taken from one forward pass, and those of the pass before."""
+
+    def run(model, optimizer):
+        found, earlier = [], []
+        for step in range(7):
+            torch.manual_seed(step)
+            with torch.autocast("cuda", dtype=half_of(level)):
+                out = model(torch.randn(2, ROWS, WIDTH, device="cuda")).float()
+            held = []
+            for loss in (out.pow(2).mean(), out.abs().mean()):
+                loss.backward(retain_graph=True)
+                held.append([p.grad for p in model.blocks.parameters()])
+                for p in model.parameters():
+                    p.grad = None
+            found += [float(g.float().norm()) for grads in held for g in grads]
+            found += [float(g.float().norm()) for g in earlier]
+            earlier = held[0]
+            del out, loss
+        return found
+
+    both(level, run)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compat.autograd import leaves_of
-from nemo_lowprec.compat.tensors import tree_unflatten
+from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
 from nemo_lowprec.compute.graphs.pool import GraphPool
@@ -65,7 +65,7 @@ class CapturedPass:
         with self._capturing(), _with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own)
             self._capture_backward(own)
-        self._stolen = {grad.data_ptr() for grad in self._grads if grad is not None}
+        self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
         self._reads, self._pointers = reads(), self._addresses()
 
     @contextmanager
@@ -177,14 +177,27 @@ class CapturedPass:
                 static.zero_()
             else:
                 static.copy_(grad)
-        for param in self.params:
-            # Of an earlier micro-batch, in the memory that this pass writes.
-            if type(param.grad) is Tensor and param.grad.data_ptr() in self._stolen:
-                param.grad = param.grad.clone()
+        held = self._held_gradients()
         self._backward.replay()
         self._waits = None
-        inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
-        return inputs + [None if grad is None else grad.detach() for grad in self._grads]
+        found: list[Tensor | None] = [None if grad is None else grad.clone() for grad in self._grad_inputs]
+        for buffer, values in zip(self._grads, held, strict=True):
+            if buffer is None or values is None:
+                found.append(None if buffer is None else buffer.detach())
+            else:
+                found.append(buffer.clone())
+                buffer.copy_(values)
+        return found
+
+    def _held_gradients(self) -> list[Tensor | None]:
+        """Copies of those gradients of an earlier pass, in the memory that backward writes, that somebody holds."""
+        copies: list[Tensor | None] = []
+        for param, buffer, alone in zip(self.params, self._grads, self._alone, strict=True):
+            if buffer is not None and type(param.grad) is Tensor and param.grad.data_ptr() == buffer.data_ptr():
+                param.grad = param.grad.clone()  # of an earlier micro-batch, to which autograd adds
+            held = buffer is not None and storage_use_count(buffer) > alone
+            copies.append(buffer.clone() if buffer is not None and held else None)
+        return copies
 
 
 class _Waiting:
