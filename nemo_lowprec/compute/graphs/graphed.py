@@ -133,6 +133,9 @@ class GraphedForward:
         if not self._always and not self._passes[key] and self._clocks[key].is_busy():
             self._give_up("its GPU time is longer than its host time")
             return False
+        if not self._always and not self.pool.has_room():
+            self._give_up("less than a quarter of the GPU's memory is free")
+            return False
         # A block that is called several times before its backward pass, as ALBERT's, needs a pass for each call.
         return len(self._passes[key]) < _INSTANCES and all(found.waits for found in self._passes[key])
 

@@ -26,6 +26,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.renew()
         self.stream = torch.cuda.Stream(device)
         self.captured = 0
@@ -35,6 +36,12 @@ class GraphPool:
     def renew(self) -> None:
         """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
         self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+
+    def has_room(self) -> bool:
+        """Whether a quarter of the GPU's memory is free, of which a graph keeps the memory of its block's pass."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached >= total // 4
 
     def may_run(self, number: int) -> bool:
         """Whether the forward pass ``number`` may run now."""
