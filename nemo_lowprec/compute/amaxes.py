@@ -90,6 +90,7 @@ class DelayedAmaxes(AmaxState):
     """
 
     def __init__(self, recipe: Recipe, renews: bool = True) -> None:
+        super().__init__()
         self.histories = new_histories(recipe)
         self.weights: WeightScales = WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
         self._renews = renews
@@ -145,6 +146,7 @@ class TEAmaxes(AmaxState):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__()
         self._model = model
 
     def expect(self, growth: float) -> None:

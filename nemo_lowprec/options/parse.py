@@ -55,7 +55,7 @@ def check_option(level: PrecisionLevel, name: str) -> None:
     takers = [row.name for row in CHART.values() if name in option_defaults(row)]
     if takers:
         raise TypeError(f"{level.name} takes no {name!r}. Levels that do: {', '.join(takers)}.")
-    raise TypeError(f"{level.name} has no argument {name!r}. It takes: {', '.join(known) or 'no arguments'}.")
+    raise TypeError(f"{level.name} has no argument {name!r}. It takes: {', '.join(known)}.")
 
 
 def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:

@@ -51,6 +51,7 @@ class Saturated(AmaxState):
     """An operand of an FP8 GEMM that was not finite on this process, or was."""
 
     def __init__(self, infinite):
+        super().__init__()
         self.infinite = infinite
 
     def nonfinite(self):
