@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nemo_lowprec.compat.autograd import after_backward
+from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.tensors import tree_leaves
 
 
@@ -47,10 +48,12 @@ class _Passes:
         self._attention = attention
         self._stack = ExitStack()
 
+    @outside_graphs
     def enter(self, *_: Any) -> None:
         self._stack.close()  # of a pass that an exception has ended
         self._stack.enter_context(prefer_attention(self._attention))
 
+    @outside_graphs
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.close()
         for leaf in tree_leaves(output):

@@ -19,6 +19,8 @@ from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.embedding import convert_embeddings
+from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.layers_table import describe_layers
@@ -110,6 +112,8 @@ class Computation(Column):
             weights=self.own_amaxes.weights,
             observers=self.observers,
         )
+        if self._half_weights or self.options.level.is_low_bit:
+            convert_embeddings(model)
         if self._half_weights:
             take_fp32_input(model, on_cpu)
             if self._opens_autocast:
@@ -123,9 +127,10 @@ class Computation(Column):
     def settle(self) -> None:
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
-        for module in self._model.modules() if self._frees_weights and self._model is not None else ():
+        for module in self._model.modules() if self._model is not None else ():
             for plan in gemm_plans(module).values():
-                plan.keeps_weight = False
+                plan.keeps_weight = plan.keeps_weight and not self._frees_weights
+                plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
         self._capture_blocks()
 
     def _capture_blocks(self) -> None:
@@ -153,6 +158,13 @@ class Computation(Column):
     def _converted_weights(self) -> Iterator[nn.Parameter]:
         for weights in map(linear_weights, [self._model] if self._model is not None else []):
             yield from (weights[name] for name in self.conversion.weights if name in weights)
+
+    def before_forward(self) -> None:
+        if GraphEntry.used:
+            follow_parameters()
+        # A CUDA graph of torch.compile reads the quantized weights that are kept, and makes none.
+        if GraphEntry.recorded:
+            self.own_amaxes.weights.refresh()
 
     @contextmanager
     def forward(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
@@ -126,6 +127,7 @@ def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
 
 def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     """Compute with ``weight`` of ``module`` by ``plan``."""
+    plan.entry = GraphEntry(plan, module, weight, "bias" if weight == "weight" else "in_proj_bias")
     if isinstance(module, LowPrecisionMultiheadAttention):
         module.gemm_plans[weight] = plan
     elif _is_conv1d(module):

@@ -36,6 +36,7 @@ class GemmPlan:
         fp8: which of (fprop, dgrad, wgrad) run in FP8.
         any_fp8: whether one of the three does.
         ignores_autocast: whether the passes give the same results under autocast.
+        entry: the layer's ``GraphEntry``; None where the layer breaks compiled graphs.
     """
 
     backend: Backend
@@ -50,6 +51,7 @@ class GemmPlan:
     fp8: tuple[bool, bool, bool] = field(init=False)
     any_fp8: bool = field(init=False)
     ignores_autocast: bool = field(init=False)
+    entry: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.fp8 = (False, False, False)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 from nemo_lowprec.compute.class_swap import swap
 
@@ -101,12 +102,13 @@ def open_autocast(modules: Iterable[nn.Module]) -> list[Any]:
 def autocast_forward(model: nn.Module, half: torch.dtype) -> None:
     """Have every forward pass of ``model`` run under autocast to ``half``, unless autocast is on; outputs are FP32."""
     model.register_forward_pre_hook(partial(_enter_half, half), prepend=True, with_kwargs=True)
-    model.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+    model.register_forward_hook(_leave_half, with_kwargs=True, always_call=True)
 
 
+@outside_graphs
 def _enter_half(half: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> None:
     device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-    if device is not None and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+    if device is not None and not torch.is_autocast_enabled(device):
         context = torch.autocast(device, half)
         context.__enter__()
         _opened.stack.append((module, context))
@@ -134,10 +136,15 @@ def _enter(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    if not _opened.stack or _opened.stack[-1][0] is not module:
+    if torch.compiler.is_compiling() or not _opened.stack or _opened.stack[-1][0] is not module:
         return None
     _opened.stack.pop()[1].__exit__(None, None, None)
     return tree_map(_widen, output)
+
+
+@outside_graphs
+def _leave_half(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return _leave(module, args, kwargs, output)
 
 
 def _widen(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
+from nemo_lowprec.compute.compiled import has_own_weight, read_storage, sink_of
 from nemo_lowprec.compute.double_backward import among_rows
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.linear_function import not_a_view, wgrad_dtype
@@ -22,7 +23,7 @@ from nemo_lowprec.compute.linear_function import not_a_view, wgrad_dtype
 class HalfLinear(nn.Linear):
     """``nn.Linear`` for a half weight with an FP32 gradient. Conversion makes it of an ``nn.Linear``.
 
-    In a compiled block, ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
+    In ``torch.func``, ``torch.jit.trace``, evaluation, and with other dtypes it is an ``nn.Linear``.
 
     Attributes:
         gemm_plan: announces the operands; None for a layer that was made without ``convert``.
@@ -31,6 +32,8 @@ class HalfLinear(nn.Linear):
     gemm_plan: GemmPlan | None = None
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _compiled_layer(self, input)
         return half_linear(input, self.weight, self.bias, None, self.gemm_plan)
 
 
@@ -43,7 +46,7 @@ def half_linear(
         part: (first row, row behind the last) of ``weight`` to multiply with; None for all rows.
         plan: announces the operands; None for nobody.
     """
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
+    if torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
@@ -51,6 +54,60 @@ def half_linear(
             with AutocastOff(device):
                 out: Tensor = _HalfLinearFunction.apply(input.to(half), weight, bias, part, plan)
             return out
+    return F.linear(input, weight if part is None else weight[slice(*part)], bias)
+
+
+def _compiled_layer(layer: HalfLinear, x: Tensor) -> Tensor:
+    plan = layer.gemm_plan
+    if plan is None or not (plan.entry.prepare() and has_own_weight(layer, "weight", plan.entry)):
+        return F.linear(x, layer.weight, layer.bias)
+    own = plan.entry.bias
+    bias = layer.bias if own.data is None else own.data
+    return compiled_half_linear(x, layer, "weight", bias, plan, False, None, sink_of(own))
+
+
+def compiled_half_linear(
+    input: Tensor,
+    layer: nn.Module,
+    name: str,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    transposed: bool,
+    part: tuple[int, int] | None,
+    bias_sink: Tensor | None = None,
+) -> Tensor:
+    """``half_linear`` in the code that ``torch.compile`` traces; see ``compiled_linear``. Never ``transposed``.
+
+    Args:
+        bias_sink: takes the gradient of ``bias``, in its own dtype; None where ``bias`` does.
+    """
+    own = plan.entry.weight
+    if own.data is None:
+        weight = getattr(layer, name)
+        return F.linear(input, weight if part is None else weight[slice(*part)], bias)
+    return _in_graph(  # type: ignore[no-any-return]
+        input, sink_of(own), own.data, own.scale_inv, own.dtype, bias, bias_sink, part
+    )
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(
+    input: Tensor, sink: Tensor | None, data: Tensor, scale_inv: Tensor | None, half: torch.dtype,
+    bias: Tensor | None, bias_sink: Tensor | None, part: tuple[int, int] | None,
+) -> Tensor:  # fmt: skip
+    """``half_linear`` of a weight that reads as ``half`` while the compiler records what it does."""
+    device = input.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
+    if sink is not None and fits and sink.dtype == torch.float32:
+        weight = read_storage(None, data, scale_inv, half)
+        taker = bias if bias_sink is None else bias_sink
+        with AutocastOff(device):
+            out: Tensor = _SinkingHalfLinear.apply(input.to(half), sink, taker, part, None, weight, bias)
+        return out
+    weight = read_storage(sink, data, scale_inv, half)
+    if bias is not None and bias_sink is not None:
+        bias = read_storage(bias_sink, bias, None, bias.dtype)
     return F.linear(input, weight if part is None else weight[slice(*part)], bias)
 
 
@@ -90,3 +147,17 @@ class _HalfLinearFunction(torch.autograd.Function):
         if dx is not None and len(shape) != 2:
             dx = dx.view(shape)
         return dx, dw, db, None, None
+
+
+class _SinkingHalfLinear(_HalfLinearFunction):
+    """The same, whose weight and bias are the takers of their gradients; their values are the last two arguments."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, sink: Tensor, taker: Any, part: Any, plan: Any, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        return _HalfLinearFunction.forward(ctx, x, weight, bias, part, plan)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return *_HalfLinearFunction.backward(ctx, grad_output), None, None

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.autograd import apply_function, is_tracing, unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import is_transformed
+from nemo_lowprec.compute.compiled import has_own_weight, read_parameter, read_storage, sink_of, traced_plan
 from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.graph_entry import GraphParameter
 from nemo_lowprec.compute.linear_function import LinearFunction, not_a_view
 from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.tensors import QuantizedTensor
@@ -34,7 +36,9 @@ class LowPrecisionLinear(nn.Linear):
     gemm_plan: GemmPlan
 
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias, self.gemm_plan, self.training)
+        if torch.compiler.is_compiling():
+            return _compiled_layer(self, input, False)
+        return linear(input, self.weight, self.bias, self.gemm_plan, self.training, False, None)
 
     def train(self, mode: bool = True) -> Self:
         if not mode and self.gemm_plan.weight is not None:
@@ -51,7 +55,9 @@ class LowPrecisionConv1D(LowPrecisionLinear):
     """``LowPrecisionLinear`` for transformers' ``Conv1D`` (GPT-2), whose weight is [in_features, out_features]."""
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return linear(x, self.weight, self.bias, self.gemm_plan, self.training, transposed=True)
+        if torch.compiler.is_compiling():
+            return _compiled_layer(self, x, True)
+        return linear(x, self.weight, self.bias, self.gemm_plan, self.training, True, None)
 
 
 def linear(
@@ -60,8 +66,8 @@ def linear(
     bias: Tensor | None,
     plan: GemmPlan,
     record: bool,
-    transposed: bool = False,
-    part: tuple[int, int] | None = None,
+    transposed: bool,
+    part: tuple[int, int] | None,
 ) -> Tensor:
     """A linear layer [..., in_features] to [..., out_features] by ``plan``.
 
@@ -71,20 +77,6 @@ def linear(
         transposed: whether ``weight`` is [in_features, out_features].
         part: (first row, row behind the last) of the weight to multiply with; None for all rows.
     """
-    # ``torch.compiler.disable`` costs the host 5 µs also where nothing is compiled.
-    run = _not_compiled if torch.compiler.is_compiling() else _linear
-    return run(x, weight, bias, plan, record, transposed, part)  # type: ignore[no-any-return]
-
-
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: GemmPlan,
-    record: bool,
-    transposed: bool,
-    part: tuple[int, int] | None,
-) -> Tensor:
     device = "cuda" if x.is_cuda else x.device.type
     out_dtype = x.dtype
     under_autocast = torch.is_autocast_enabled(device)
@@ -116,7 +108,69 @@ def _linear(
     return out
 
 
-_not_compiled = torch.compiler.disable(_linear)
+@torch.compiler.disable
+def _uncompiled_layer(layer: LowPrecisionLinear, x: Tensor) -> Tensor:
+    return layer.forward(x)
+
+
+def _compiled_layer(layer: LowPrecisionLinear, x: Tensor, transposed: bool) -> Tensor:
+    entry = layer.gemm_plan.entry
+    if entry is None or not (entry.prepare() and has_own_weight(layer, "weight", entry)):
+        return _uncompiled_layer(layer, x)  # type: ignore[no-any-return]
+    bias = read_parameter(layer, "bias", entry.bias)
+    return compiled_linear(x, layer, "weight", bias, layer.gemm_plan, transposed, None)
+
+
+def compiled_linear(
+    x: Tensor,
+    layer: nn.Module,
+    name: str,
+    bias: Tensor | None,
+    plan: GemmPlan,
+    transposed: bool,
+    part: tuple[int, int] | None,
+) -> Tensor:
+    """``linear`` in the code that ``torch.compile`` traces: one call into the graph, by the weight ``name``."""
+    entry = plan.entry
+    own: GraphParameter = entry.weight
+    weight = getattr(layer, name) if own.data is None else sink_of(own)
+    alone = x.is_leaf and x.requires_grad
+    return _in_graph(
+        x, weight, own.data, own.scale_inv, bias, entry.tag, entry.model, entry.signature, layer.training, transposed,
+        part, alone,
+    )  # type: ignore[no-any-return]  # fmt: skip
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(
+    x: Tensor,
+    weight: Tensor | None,
+    data: Tensor | None,
+    scale_inv: Tensor | None,
+    bias: Tensor | None,
+    tag: Tensor,
+    model: Tensor,
+    signature: str,
+    record: bool,
+    transposed: bool,
+    part: tuple[int, int] | None,
+    alone: bool,
+) -> Tensor:
+    """``linear`` while the compiler records what it does; ``GraphEntry`` has the arguments.
+
+    Args:
+        weight: the weight, or the sink of its gradient; None for no gradient.
+        data, scale_inv: the weight's storage where ``weight`` is not the weight.
+        alone: whether the layer must not share its input, which may change without a trace.
+    """
+    if data is None:
+        assert weight is not None
+        values, storage = weight, [weight]
+    else:
+        storage = [data] if scale_inv is None else [data, scale_inv]
+        values = read_storage(weight, data, scale_inv, torch.float32 if weight is None else weight.dtype)
+    plan = traced_plan(tag, model, signature, storage, record, transposed, alone)
+    return linear(x, values, bias, plan, record, transposed, part)
 
 
 def _by_torch(

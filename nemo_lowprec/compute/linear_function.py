@@ -118,10 +118,10 @@ class LinearFunction(torch.autograd.Function):
             w8 = None if keeper is None else keeper.kept(fprop8, w_kept)
             if w8 is None and keeper is not None:
                 with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
-                    w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
+                    w8 = new_weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
                 keeper.keep(w8, fprop8, w_kept, transposed)
             elif w8 is None:
-                w8 = _weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
+                w8 = new_weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
             elif plan.observers.quantized:
                 plan.announce("weight", weight, w8)
 
@@ -218,7 +218,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
             if w_meta is not None:
                 w8 = backend.restore(saved[x_end:w_end], w_meta)
             else:
-                w8 = _weight_operand(saved[x_end], plan, rowwise=False, columnwise=True)
+                w8 = new_weight_operand(saved[x_end], plan, rowwise=False, columnwise=True)
             dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
         else:
             dx = backend.matmul(dy_half, plan.in_half("weight", saved[x_end]), ctx.x_dtype)
@@ -242,7 +242,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     return dx, dw, db
 
 
-def _weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
+def new_weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
+    """The quantized ``weight`` [out_features, in_features], made anew."""
     backend, operand = plan.backend, plan.operands["weight"]
     if isinstance(weight, Fp8Weight):
         w8 = backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)

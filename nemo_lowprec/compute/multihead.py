@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.half_linear import half_linear
-from nemo_lowprec.compute.linear import linear
+from nemo_lowprec.compute.half_linear import compiled_half_linear, half_linear
+from nemo_lowprec.compute.linear import compiled_linear, linear
 
 # By class: an attribute, and the value with which the class calls its layers in evaluation, too.
 FUSED: dict[type[nn.Module], tuple[str, Any]] = {
@@ -99,7 +100,7 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """The projected query, key and value, each [..., embed_dim]."""
-        size, biases = self.embed_dim, self.in_proj_bias
+        size, biases = self.embed_dim, self._biases()
         if self.in_proj_weight is None:
             each = (None, None, None) if biases is None else biases.chunk(3)
             inputs = zip(projection_weights(self), (query, key, value), each, strict=True)
@@ -114,11 +115,31 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
             found += self._linear(x, "in_proj_weight", bias, rows).chunk(last - first, dim=-1)
         return tuple(found)
 
+    def _biases(self) -> Tensor | None:
+        """The biases of the input projections."""
+        for plan in self.gemm_plans.values() if torch.compiler.is_compiling() else ():
+            if plan.entry is not None and plan.entry.prepare():
+                return read_parameter(self, "in_proj_bias", plan.entry.bias)
+        return self.in_proj_bias
+
     def _linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._compiled_linear(x, name, bias, rows)
         weight, plan = getattr(self, name), self.gemm_plans.get(name)
         if plan is None or plan.backend is None:
             return half_linear(x, weight, bias, rows, plan)
-        return linear(x, weight, bias, plan, self.training, part=rows)
+        return linear(x, weight, bias, plan, self.training, False, rows)
+
+    def _compiled_linear(self, x: Tensor, name: str, bias: Tensor | None, rows: tuple[int, int] | None) -> Tensor:
+        plan = self.gemm_plans.get(name)
+        if plan is None:
+            return F.linear(x, getattr(self, name)[slice(*(rows or (None,)))], bias)
+        fits = plan.entry.prepare() and has_own_weight(self, name, plan.entry)
+        # The rows of a weight in FP8 would be rounded again.
+        if not fits or (rows is not None and plan.entry.weight.scale_inv is not None):
+            return _uncompiled(self, x, name, bias, rows)  # type: ignore[no-any-return]
+        run = compiled_half_linear if plan.backend is None else compiled_linear
+        return run(x, self, name, bias, plan, False, rows)
 
     def _heads(self, x: Tensor, batched: bool) -> Tensor:
         """A projection in the layout [batch, heads, length, head_dim]."""
@@ -168,6 +189,11 @@ class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
             v = torch.cat([v, value.to(v.dtype).expand(shape)], dim=2)
             mask = None if mask is None else F.pad(mask, (0, 1))
         return k, v, mask
+
+
+@torch.compiler.disable
+def _uncompiled(module: LowPrecisionMultiheadAttention, *arguments: Any) -> Tensor:
+    return module._linear(*arguments)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -106,10 +106,15 @@ class SharedInput:
 
     Args:
         histories: amax histories of the model, for delayed scaling.
+
+    Attributes:
+        tag: what the layers have in common in compiled graphs (see ``graph_entry``).
     """
 
+    tag: Tensor | None = None
+
     def __init__(self, histories: DelayedScaling | None = None) -> None:
-        self._histories = histories
+        self.histories = histories
         self._quantized = _Latest()
         self._gradient = _Latest()
 
@@ -134,8 +139,8 @@ class SharedInput:
         there: _Quantized | None = self._quantized.get(source)
         if there is not None and there.fits(key, rowwise, columnwise):
             first = there.operand.slot
-            if record and operand.slot is not None and first is not None and self._histories is not None:
-                self._histories.share(operand.slot, first)
+            if record and operand.slot is not None and first is not None and self.histories is not None:
+                self.histories.share(operand.slot, first)
             return backend.copy_operand(there.data)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)

@@ -105,6 +105,11 @@ class WeightState:
         if self._measured is not None:
             self._measured = (None, *self._measured[1:])  # the rest still tells whether the weight was written
 
+    def measure(self, weight: Tensor, training: bool) -> None:
+        """Measure ``weight``, and start no new histories: a captured graph measures again whenever it runs."""
+        self._measured = None
+        self._measure(weight, (training,) if self.gathered else (training, *_state_of(weight)))
+
     def note(self, weight: Tensor) -> None:
         """Note that the present values of ``weight`` were measured."""
         # A new object, also where the state is the same: ``.data`` may have been written.
@@ -115,6 +120,11 @@ class WeightState:
         if number != self._seen:
             self.drop()  # graphs of the other tensor, as of ``functional_call``, keep its operand
         self._measured, self._seen = state, number
+
+    def keeps_of(self, storage: Tensor) -> bool:
+        """Whether the layer keeps its quantized weight, and ``storage`` is the weight's."""
+        weight = self.weight
+        return self.keeps and weight is not None and stored_data(weight).data_ptr() == storage.data_ptr()
 
     @property
     def keeps(self) -> bool:
@@ -253,6 +263,14 @@ class WeightStates:
         for state in self.states.values():
             state.forget()
             state.restart()
+
+    def refresh(self) -> None:
+        """Measure weights that were written, and make their kept operands anew, for graphs that do neither."""
+        for state in self.states.values():
+            weight = state.weight
+            if weight is not None:
+                state.follow(weight, True)
+                state.refresh()
 
     def cast(self) -> None:
         """Make the kept operands anew of all weights that were measured since, in one launch and in place.

@@ -38,9 +38,11 @@ class AmaxSlot:
         cold: True while no usable amax has entered the history; the operand is then scaled by its own amax.
         recorded: whether ``record`` was called since the host last read which cold operands have an amax.
         restarted: whether the next update empties the history.
+        captured: lets CUDA graphs of ``torch.compile`` go that have captured the operand as cold, or as not cold; None
+            where there are none. A replay records amaxes without ``record``.
     """
 
-    __slots__ = ("amax", "cold", "fmt", "margin", "recorded", "restarted", "scale")
+    __slots__ = ("amax", "captured", "cold", "fmt", "margin", "recorded", "restarted", "scale")
 
     def __init__(self, fmt: FloatFormat, margin: int) -> None:
         self.fmt = fmt
@@ -48,12 +50,20 @@ class AmaxSlot:
         self.cold = True
         self.recorded = False
         self.restarted = False
+        self.captured: Callable[[], None] | None = None
         self.scale: Tensor
         self.amax: Tensor
 
     def restart(self) -> None:
         """Scale by the tensor at hand until a new history has begun: the old history is of other weights."""
         self.cold = self.restarted = True
+        self.release()
+
+    def release(self) -> None:
+        """Let the CUDA graphs go that have captured the operand as it was."""
+        release, self.captured = self.captured, None
+        if release is not None:
+            release()
 
     def record(self, amax: Tensor) -> None:
         """Fold the amax of one tensor into this step's maximum."""
@@ -179,7 +189,9 @@ class DelayedScaling:
             # The only read-back to the host, until every operand that records amaxes has a history: frozen layers
             # have no gradients, and weights that are stored in FP8 have scales of their own.
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
-                slot.cold, slot.recorded = slot.cold and not seen, False
+                if slot.cold and seen:
+                    slot.release()
+                slot.cold, slot.recorded = slot.cold and not seen, slot.cold and slot.captured is not None
 
     def _empty_restarted(self) -> None:
         restarted = [i for i, slot in enumerate(self.slots.values()) if slot.restarted]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.comm import GradientReducer, leave_to_ddp, take_from_ddp
 from nemo_lowprec.compat.autograd import after_backward
+from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.distributed import ddp_in_forward, is_managed_by_fsdp, is_replica
 from nemo_lowprec.compat.modules import call_first
 from nemo_lowprec.compat.tensors import tree_leaves
@@ -69,8 +70,10 @@ class PlainLoop:
             optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
             optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
+    @outside_graphs
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
+            self._engine.columns.computation.before_forward()  # for compiled graphs, which evaluate, too
             return
         if not self._looked_into:
             refuse_sharded(model)  # fully_shard may have been called after the conversion
@@ -197,6 +200,7 @@ class UnderDDP:
     def __getstate__(self) -> dict[str, Any]:  # a copy of the model is in no process group
         return {**self.__dict__, "_wanted": False, "_wrapper": None}
 
+    @outside_graphs
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         ddp = ddp_in_forward()
         if ddp is None or ddp.module is not model:
@@ -210,6 +214,7 @@ class UnderDDP:
             self._wanted = ddp.require_backward_grad_sync
             self._entered, self._waiting = True, False
 
+    @outside_graphs
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Hook the outputs, so that ``_begin`` runs on every process, whichever parameters its batch has used."""
         entered, self._entered = self._entered, False

@@ -67,6 +67,26 @@ class QuantizedOperand:
     columnwise: Orientation | None = None
 
 
+class Packing(ABC):
+    """How a ``QuantizedOperand`` of values [rows, features] becomes a list of tensors."""
+
+    @abstractmethod
+    def pack(self, operand: Any) -> list[Tensor]:
+        """The tensors of ``operand``."""
+
+    @abstractmethod
+    def unpack(self, tensors: list[Tensor], rowwise: bool, columnwise: bool) -> Any:
+        """The operand of which ``pack`` has returned ``tensors``; it has the orientations that are named."""
+
+    @abstractmethod
+    def like(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        """Uninitialised tensors of the shapes and dtypes that ``pack`` returns for quantized ``values``."""
+
+    @abstractmethod
+    def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
+        """The tensors of the columnwise orientation alone."""
+
+
 class Backend(ABC):
     """Kernels behind converted layers. Stateless: scales and histories belong to the operands.
 
@@ -118,6 +138,10 @@ class Backend(ABC):
     def copy_operand(self, operand: Any) -> Any:
         """An operand of the same data, for another layer, which may drop an orientation of it."""
         return operand
+
+    def packing(self, operand: Operand) -> Packing | None:
+        """How ``operand`` travels in compiled graphs; None for a backend whose layers break such graphs."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dimension, statistics in FP32; ``x`` and ``weight`` of one dtype."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Backend, Orientation, QuantizedOperand
+from nemo_lowprec.compute.backends.base import Backend, Orientation, Packing, QuantizedOperand
+from nemo_lowprec.compute.backends.packing import Blocks, SharedData
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import (
     BlockScaledMatrix,
@@ -79,6 +80,9 @@ class ReferenceBackend(Backend):
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
+
+    def packing(self, operand: Operand) -> Packing | None:
+        return SharedData() if operand.layout is None else Blocks(operand.layout)
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return torch.mm(a.float(), b.float()).to(out_dtype)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand, half_matmul
+from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand, half_matmul
+from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.kernels.loader import fused_kernels
@@ -68,6 +69,9 @@ class ScaledMMBackend(ReferenceBackend):
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise, out_dtype, out=out)
+
+    def packing(self, operand: Operand) -> Packing | None:
+        return TwoCopies()
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return half_matmul(a, b, out_dtype)

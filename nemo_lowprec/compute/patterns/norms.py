@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.autocast import autocast_off
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
+from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
+from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 
 
-def _dtypes(module: nn.Module, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+def _dtypes(weight: Tensor | None, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to compute from, dtype of the output)."""
-    weight = module.weight
     out = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
     # Half input is not cast; FP32 weights are rounded to its dtype, since torch's kernels take one dtype.
     same = weight is None or weight.dtype == x.dtype or x.dtype in (torch.float16, torch.bfloat16)
@@ -32,12 +33,23 @@ def _to(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` with FP32 statistics and half output. Conversion makes it of an ``nn.LayerNorm``."""
+    """``nn.LayerNorm`` with FP32 statistics and half output. Conversion makes it of an ``nn.LayerNorm``.
+
+    Attributes:
+        entry: says what a compiled graph reads.
+    """
+
+    entry: GraphEntry
 
     def forward(self, input: Tensor) -> Tensor:
-        dtype, out = _dtypes(self, input)
+        if torch.compiler.is_compiling() and self.entry.prepare() and has_own_weight(self, "weight", self.entry):
+            weight = read_parameter(self, "weight", self.entry.weight)
+            bias = read_parameter(self, "bias", self.entry.bias)
+        else:
+            weight, bias = self.weight, self.bias
+        dtype, out = _dtypes(weight, input)
         with autocast_off(input.device.type):
-            weight, bias = _to(self.weight, dtype), _to(self.bias, dtype)
+            weight, bias = _to(weight, dtype), _to(bias, dtype)
             return F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps).to(out)
 
 
@@ -47,19 +59,26 @@ class LowPrecisionRMSNorm(nn.RMSNorm):
     Attributes:
         norm_backend: has the kernel.
         zero_centered: whether the factor is 1 + weight (Gemma).
+        entry: says what a compiled graph reads.
     """
 
+    entry: GraphEntry
     norm_backend: Backend
     zero_centered: bool
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        dtype, out = _dtypes(self, x)
+        weight = self._weight() if torch.compiler.is_compiling() else self.weight
+        dtype, out = _dtypes(weight, x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         with autocast_off(x.device.type):
-            weight = _to(self.weight, dtype)
+            weight = _to(weight, dtype)
             if len(self.normalized_shape) == 1:
                 return self.norm_backend.rms_norm(x.to(dtype), weight, eps, self.zero_centered).to(out)
             return F.rms_norm(x.to(dtype), self.normalized_shape, weight, eps).to(out)
+
+    def _weight(self) -> Tensor | None:
+        own = self.entry.prepare() and has_own_weight(self, "weight", self.entry)
+        return read_parameter(self, "weight", self.entry.weight) if own else self.weight
 
 
 class Norms(Pattern):
@@ -86,9 +105,10 @@ class Norms(Pattern):
 
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
         if type(module) is nn.LayerNorm:
-            swap(module, LowPrecisionLayerNorm)
+            swap(module, LowPrecisionLayerNorm, entry=GraphEntry(None, module))
         else:
-            swap(module, LowPrecisionRMSNorm, norm_backend=backend, **match.settings)
+            entry = GraphEntry(None, module)
+            swap(module, LowPrecisionRMSNorm, norm_backend=backend, entry=entry, **match.settings)
 
 
 def _rms_norm_settings(module: nn.Module) -> dict[str, Any] | None:

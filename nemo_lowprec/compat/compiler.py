@@ -1,0 +1,33 @@
+"""``torch.compile``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep_address(tensor: Tensor) -> None:
+    """Tell ``torch.compile`` that ``tensor`` stays in its place, so that no CUDA graph copies it before it reads it."""
+    torch._dynamo.mark_static_address(tensor, guard=False)  # type: ignore[attr-defined]
+
+
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as a hook that runs in no compiled graph: one ends before the hook, another one begins after it."""
+    disabled = torch.compiler.disable(function)  # costs the host 5 µs also where nothing is compiled
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+
+    return run
+
+
+def records_cuda_graphs() -> bool:
+    """Whether inductor compiles for CUDA graphs now: ``mode="reduce-overhead"`` and ``"max-autotune"``."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)
