@@ -20,10 +20,14 @@ from nemo_lowprec.compute.compiled import has_own_weight, read_parameter, read_s
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphParameter
 from nemo_lowprec.compute.linear_function import LinearFunction, not_a_view
+from nemo_lowprec.compute.producers import GradReader
 from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.tensors import QuantizedTensor
 
 _apply = apply_function(LinearFunction)
+
+
+_ALL = (True, True, True)  # GEMMs in FP8
 
 
 class LowPrecisionLinear(nn.Linear):
@@ -105,6 +109,8 @@ def linear(
             out, given_out = _apply(source, weight, bias, call)
     if given_out is not None:
         plan.inputs.give_out(x, gradient, given_out)  # type: ignore[arg-type]
+    if grad and plan.fp8 == _ALL and plan.operands["grad_output"].slot is not None:
+        GradReader(plan, out, x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad, record)
     return out
 
 

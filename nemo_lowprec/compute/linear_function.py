@@ -18,6 +18,7 @@ from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.producers import offered
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
 
 
@@ -148,8 +149,8 @@ class LinearFunction(torch.autograd.Function):
         elif need_dgrad:
             w_tensors = [weight]
         handle = None
-        if gives_out:  # without an allocation, where one takes host time
-            handle = _nothing(x.device).detach() if x.is_cuda else x.new_empty(0)
+        if gives_out:  # without an allocation, where one takes host time; a traced tensor has another class
+            handle = _nothing(x.device).detach() if x.is_cuda and type(x) is Tensor else x.new_empty(0)
         if need_wgrad and gradient is not None:
             # The link: a second derivative reaches the input through it; it holds no values.
             ctx.save_for_backward(*x_tensors, *w_tensors, handle if gives_out else source)
@@ -175,20 +176,24 @@ class LinearFunction(torch.autograd.Function):
             dy = grad_output if len(ctx.shape) == 2 else grad_output.reshape(-1, grad_output.shape[-1])
             # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
             again = torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output)
-            run = differentiable_backward if again else _backward
+            there = None if again or not ctx.plan.any_fp8 else offered(grad_output, ctx.plan.operands["grad_output"])
             device = "cuda" if dy.is_cuda else dy.device.type
-            if torch.is_autocast_enabled(device):  # a loop may call backward() under autocast
-                with AutocastOff(device):
-                    dx, dw, db = run(ctx, dy)
-            else:
-                dx, dw, db = run(ctx, dy)
+            # A loop may call backward() under autocast.
+            with AutocastOff(device):
+                dx, dw, db = differentiable_backward(ctx, dy) if again else _backward(ctx, dy, there)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.reshape(ctx.shape)
         return dx, dw, db, None
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features]."""
+def _backward(
+    ctx: Any, dy: Tensor, there: tuple[Any, Tensor | None] | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of (input [rows, in_features], weight, bias) for ``dy`` [rows, out_features].
+
+    Args:
+        there: ``dy`` quantized and the sums of its columns, where a producer has offered them.
+    """
     plan: GemmPlan = ctx.plan
     backend = plan.backend
     _, dgrad8, wgrad8 = plan.fp8
@@ -197,15 +202,22 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     x_meta, w_meta = ctx.metas
 
     rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
+    need_sums = ctx.bias_dtype is not None and need_bias
     dy8: Any = None
     dy_half: Any = None
-    if rowwise or columnwise:
+    sums: Tensor | None = None
+    if there is not None:
+        dy8, sums = there
+        if plan.observers.quantized:
+            plan.announce("grad_output", dy, dy8)
+    elif rowwise or columnwise:
         values = F.pad(dy, (0, 0, 0, ctx.pad)) if ctx.pad else dy
         if values.dtype != plan.half:
             values = values.to(plan.half)
-        dy8 = backend.quantize(
-            values, plan.operands["grad_output"], rowwise=rowwise, columnwise=columnwise, record=ctx.record
-        )
+        dy8, sums = backend.quantize_grad(
+            values, plan.operands["grad_output"], rowwise=rowwise, columnwise=columnwise, record=ctx.record,
+            sums=need_sums and dy.dtype == plan.half,
+        )  # fmt: skip
         if plan.observers.quantized:
             plan.announce("grad_output", values, dy8)
     if (need_dgrad and not dgrad8) or (need_wgrad and not wgrad8):
@@ -237,8 +249,8 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:
             dw = among_rows(dw, ctx.part, ctx.all_rows)
-    if ctx.bias_dtype is not None and need_bias:
-        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    if need_sums:
+        db = (dy.sum(0, dtype=torch.float32) if sums is None else sums).to(ctx.bias_dtype)
     return dx, dw, db
 
 

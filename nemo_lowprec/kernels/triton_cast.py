@@ -63,7 +63,7 @@ def _amax_kernel(x_ptr, amax_ptr, rows, cols, stride_m, stride_n, BM: tl.constex
 
 
 # Scales and amaxes are entries of a table: the alignment of their addresses must not multiply the compiled variants.
-@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr", "sums_ptr"])
 def _cast_kernel(
     x_ptr,
     scale_ptr,
@@ -71,6 +71,7 @@ def _cast_kernel(
     row_ptr,
     col_ptr,
     amax_ptr,
+    sums_ptr,
     rows,
     cols,
     stride_m,
@@ -81,6 +82,7 @@ def _cast_kernel(
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr,
+    SUMS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -93,6 +95,8 @@ def _cast_kernel(
 
     if RECORD:
         raise_amax(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), x)
+    if SUMS:
+        tl.store(sums_ptr + (pid // tiles_n) * cols + n, tl.sum(x, axis=0), mask=n < cols)
 
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
@@ -148,6 +152,7 @@ def quantize(
     record: Tensor | None = None,
     margin: int | None = None,
     out: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Quantize in one pass over the tensor.
 
@@ -158,6 +163,7 @@ def quantize(
         rowwise, columnwise: orientations that are wanted.
         record: FP32 [1], raised to the tensor's amax where the amax is larger.
         out: contiguous [rows, cols], filled with the rowwise result.
+        sums: of ``new_sums``, filled with the sums of the columns of half ``values``, for each row of tiles.
 
     Returns:
         [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
@@ -173,32 +179,46 @@ def quantize(
         row = values.new_empty((rows, cols), dtype=fmt.dtype)
     col = values.new_empty((cols, rows), dtype=fmt.dtype) if columnwise else None
     if not values.numel():
+        if sums is not None:
+            sums.zero_()
         return row, col, torch.ones(1, device=values.device)
     device = values.get_device()
     scale_inv = _scalar(device)
-    records, from_amax = record is not None, margin is not None
+    records, from_amax, adds = record is not None, margin is not None, sums is not None
     key = None
     if out is None and _is_even(values):
-        key = values.dtype, fmt.dtype, from_amax, rowwise, columnwise, records
+        key = values.dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
     _cast(
         device, key, _programs(values),
         (
             values, scale, scale_inv, col if row is None else row, row if col is None else col,
-            record if records else scale, rows, cols, *values.stride(), 2.0 ** -(margin or 0),
+            record if records else scale, sums if adds else scale, rows, cols, *values.stride(), 2.0 ** -(margin or 0),
         ),
         lambda: {
             "FP8_MAX": fmt.max, "FROM_AMAX": from_amax, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
-            "RECORD": records, **_TILE,
+            "RECORD": records, "SUMS": adds, **_TILE,
         },
     )  # fmt: skip
     return row, col, scale_inv
 
 
 def quantize_current(
-    values: Tensor, fmt: FloatFormat, margin: int, rowwise: bool, columnwise: bool, out: Tensor | None = None
+    values: Tensor,
+    fmt: FloatFormat,
+    margin: int,
+    rowwise: bool,
+    columnwise: bool,
+    out: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """``quantize`` with the scale of the tensor's own amax, in two passes and without a host sync."""
-    return quantize(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out)
+    return quantize(values, amax(values), fmt, rowwise, columnwise, margin=margin, out=out, sums=sums)
+
+
+def new_sums(values: Tensor) -> Tensor:
+    """Memory for ``quantize``'s ``sums``: FP32, whose sum over the first dimension are the sums of the columns."""
+    rows, cols = values.shape
+    return torch.empty(-(-rows // _TILE_ROWS), cols, dtype=torch.float32, device=values.device)
 
 
 def _is_even(values: Tensor) -> bool:

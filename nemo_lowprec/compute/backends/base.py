@@ -115,6 +115,13 @@ class Backend(ABC):
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         """Quantize ``values`` [rows, features]; with ``record`` enter the amax into the operand's history."""
 
+    def quantize_grad(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        """``quantize``, and with ``sums`` the sums of the columns of ``values``: FP32 [features]."""
+        data = self.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
+        return data, values.sum(0, dtype=torch.float32) if sums else None
+
     @abstractmethod
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:
         """Use a weight that is stored in FP8 as a GEMM operand, without rounding it again."""

@@ -41,16 +41,32 @@ class ScaledMMBackend(ReferenceBackend):
         )
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+        return self._quantize(values, operand, rowwise, columnwise, record, None)
+
+    def quantize_grad(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        kernels = fused_kernels() if sums and values.is_cuda else None
+        if kernels is None or values.dtype == torch.float32:
+            return super().quantize_grad(
+                values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
+            )
+        parts = kernels.new_sums(values)
+        return self._quantize(values, operand, rowwise, columnwise, record, parts), parts.sum(0)
+
+    def _quantize(
+        self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool, sums: Tensor | None
+    ) -> Any:
         kernels = fused_kernels() if values.is_cuda else None
         if kernels is None:
             return self._orient(self._per_tensor(values, operand, record), rowwise, columnwise)
         slot, fmt = operand.slot, operand.fmt
         if slot is None:
-            row, col, scale_inv = kernels.quantize_current(values, fmt, operand.margin, rowwise, columnwise)
+            row, col, scale_inv = kernels.quantize_current(values, fmt, operand.margin, rowwise, columnwise, sums=sums)
         else:  # ``operand.scale`` records the amax of a cold slot, the kernel any other amax
             scale = operand.scale(kernels.amax(values), record) if slot.cold else slot.scale
             recorded = slot.amax if record and not slot.cold else None
-            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, recorded)
+            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, recorded, sums=sums)
         return QuantizedOperand(
             None if row is None else Orientation(row, scale_inv, None),
             None if col is None else Orientation(col, scale_inv, None),

@@ -1,0 +1,159 @@
+"""What a module between converted layers hands to them: values that its kernel has quantized already.
+
+A norm or an activation quantizes its result for the layer that reads the result, and the gradient of its input for the
+layer whose output that input is. Who reads is not written in the model's code; it is learned:
+
+``Reader``      belongs to a producer. The layer that reads the producer's result for the first time tells the reader of
+                itself; from the next pass on the producer hands over quantized results (``SharedInput.offer``).
+``GradReader``  travels with a layer's output. A module that finds it on its input hands over the quantized gradient of
+                that input (``offer``); the layer's backward pass takes the gradient (``offered``).
+
+The half-precision tensor is there as well, for readers of any other kind. What was handed over is bound to the tensor
+object and its version: where the tensor was changed, added to or replaced, the layer quantizes the values itself.
+
+Scales have to be known before the values: both work with delayed scaling alone, once a history has begun.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Backend
+from nemo_lowprec.compute.operands import Operand
+
+_READER, _GRAD_READER, _OFFERED = "_lowprec_reader", "_lowprec_grad_reader", "_lowprec_quantized"
+
+
+class Reader:
+    """The converted layer that reads what a producer returns, as the passes before have shown.
+
+    Attributes:
+        backend: the layer's; None where no layer is known.
+        operand: the layer's ``input``.
+        half: the layer's half dtype.
+    """
+
+    backend: Backend | None = None
+    operand: Operand
+    half: torch.dtype
+
+    def __init__(self) -> None:
+        self._inputs: Any = None
+        self._columnwise = self._record = False
+        self._taken = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, ()  # a copied producer learns anew
+
+    def learn(
+        self, inputs: Any, backend: Backend, operand: Operand, half: torch.dtype, columnwise: bool, record: bool
+    ) -> None:
+        """A layer has quantized the producer's result itself; the arguments are those of ``SharedInput.quantize``."""
+        self._inputs, self.backend, self.operand, self.half = inputs, backend, operand, half
+        self._columnwise, self._record, self._taken = columnwise, record, True
+
+    def wants(self, rows: int, half: torch.dtype, record: bool, grad: bool) -> bool:
+        """Whether the layer will read a quantized result of this pass.
+
+        Args:
+            rows: of the result.
+            half: its dtype.
+            record: whether the producer trains.
+            grad: whether autograd is on.
+        """
+        if self.backend is None:
+            return False
+        if not self._taken:  # the layer of the pass before has not read what was offered
+            self.backend = None
+            return False
+        slot = self.operand.slot
+        fits = half == self.half and record == self._record and grad >= self._columnwise
+        return fits and slot is not None and not slot.cold and rows > 0 and rows % self.backend.row_multiple == 0
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether the layer reads the columnwise data, too, for its weight's gradient."""
+        return self._columnwise
+
+    @property
+    def record(self) -> bool:
+        """Whether the producer enters the amax into ``operand.slot``."""
+        return self._record
+
+    def take(self) -> None:
+        """The layer has read what was offered."""
+        self._taken = True
+
+    def offer(self, result: Tensor, data: Any) -> None:
+        """Hand ``data``, the quantized ``result`` [..., features] (rowwise, and columnwise where wanted), over."""
+        self._taken = False
+        features = result.shape[-1]
+        self._inputs.offer(
+            self.backend, result, data, self.operand, shape=(result.numel() // features, features), dtype=self.half,
+            rowwise=True, columnwise=self._columnwise, record=self._record, reader=self,
+        )  # fmt: skip
+
+
+def name_reader(result: Tensor, reader: Reader) -> None:
+    """Let the layer that reads ``result`` tell ``reader`` of itself."""
+    result.__dict__[_READER] = reader, result._version
+
+
+def reader_of(source: Tensor) -> Reader | None:
+    """The ``Reader`` of the producer that has returned ``source``."""
+    reader, version = source.__dict__.get(_READER, (None, 0))
+    return reader if version == source._version else None
+
+
+class GradReader:
+    """The converted layer that will read the gradient of a tensor, which is the layer's output.
+
+    Attributes:
+        backend, half: the layer's.
+        operand: the layer's ``grad_output``.
+        rowwise, columnwise: the orientations that its backward pass reads.
+        sums: whether it reads the sums of the columns, too: the gradient of its bias.
+        record: whether the amax enters ``operand.slot``.
+    """
+
+    __slots__ = ("_version", "backend", "columnwise", "half", "operand", "record", "rowwise", "sums")
+
+    def __init__(self, plan: Any, output: Tensor, rowwise: bool, columnwise: bool, sums: bool, record: bool) -> None:
+        self.backend: Backend = plan.backend
+        self.operand: Operand = plan.operands["grad_output"]
+        self.half: torch.dtype = plan.half
+        self.rowwise, self.columnwise, self.sums, self.record = rowwise, columnwise, sums, record
+        self._version = output._version
+        output.__dict__[_GRAD_READER] = self
+
+    @staticmethod
+    def of(tensor: Tensor) -> GradReader | None:
+        """The reader of the gradient of ``tensor``; None where none is known."""
+        found: GradReader | None = tensor.__dict__.get(_GRAD_READER)
+        return found if found is not None and found._version == tensor._version else None
+
+    def wants(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether the layer takes a quantized gradient of [rows, out_features] in ``dtype``; asked in backward."""
+        slot = self.operand.slot
+        warm = slot is not None and not slot.cold
+        return warm and dtype == self.half and rows % self.backend.row_multiple == 0 and not torch.is_grad_enabled()
+
+    def offer(self, grad: Tensor, data: Any, sums: Tensor | None) -> None:
+        """Hand over what was made of ``grad``, which the caller's backward pass returns as this object.
+
+        Args:
+            data: the quantized gradient, in the orientations that the layer reads.
+            sums: of its columns, FP32 [out_features].
+        """
+        grad.__dict__[_OFFERED] = self.operand, grad._version, data, sums
+
+
+def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
+    """(quantized gradient, sums of its columns) that the maker of ``grad`` has handed over for ``operand``."""
+    there = grad.__dict__.get(_OFFERED)
+    if there is None or there[0] is not operand or there[1] != grad._version:
+        return None
+    return there[2], there[3]
