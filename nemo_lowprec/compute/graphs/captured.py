@@ -70,9 +70,7 @@ class CapturedPass:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Context of a capture. Generators of random numbers are as before where it fails."""
-        generator = torch.cuda.default_generators[self.pool.stream.device_index]
-        before = generator.clone_state()
+        """Context of a capture. The generator of random numbers is as before where it fails."""
         cached = torch.is_autocast_cache_enabled()
         torch.cuda.synchronize()
         self.pool.stream.wait_stream(torch.cuda.current_stream())
@@ -83,8 +81,8 @@ class CapturedPass:
             with torch.cuda.stream(self.pool.stream), torch.enable_grad():
                 yield
         except Exception as error:
-            generator.graphsafe_set_state(before)
             self.pool.renew()
+            _end_capture_of_generators(self.pool.stream)
             if isinstance(error, Unfit):
                 raise
             raise Unfit(f"its capture failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})") from error
@@ -253,6 +251,18 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             torch.cuda.synchronize()
         raise
     graph.capture_end()
+
+
+def _end_capture_of_generators(stream: torch.cuda.Stream) -> None:
+    """Let the random number generator work as before a capture that has failed.
+
+    The failure leaves the generator in its capture, where neither eager operations nor earlier graphs can draw. The end
+    of the next capture ends that, too.
+    """
+    with torch.cuda.stream(stream):
+        something, graph = torch.empty(1, device=stream.device), torch.cuda.CUDAGraph()
+        with _recording(graph, torch.cuda.graph_pool_handle()):
+            something.zero_()
 
 
 @contextmanager
