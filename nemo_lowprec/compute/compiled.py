@@ -26,6 +26,7 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry, GraphParameter, kind_of
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import SharedInput
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.tensors import Fp8Weight
 
 _inputs: Any = WeakIdKeyDictionary()  # by the models' tags, as the recording sees them
@@ -92,7 +93,10 @@ def traced_plan(
         alone: whether the layer must not share its input.
     """
     kind, keeps = kind_of(signature)
-    GraphEntry.recorded = GraphEntry.recorded or records_cuda_graphs()
+    if records_cuda_graphs() and not GraphEntry.recorded:
+        GraphEntry.recorded, kernels = True, fused_kernels()
+        if kernels is not None:
+            kernels.make_scalars_alone()
     if kind.recipe is None:
         return kind
     backend = TracedBackend(kind, tag, signature, training)

@@ -139,7 +139,8 @@ class GraphEntry:
     def prepare(self) -> bool:
         """Prepare all layers that there are; called whenever a layer is traced. Whether the graph can hold this one."""
         GraphEntry.used = True
-        follow_parameters()
+        for entry in list(_entries):
+            entry._follow_if_moved()
         return self.follow()
 
     @torch.compiler.assume_constant_result
@@ -164,6 +165,10 @@ class GraphEntry:
             if stored_data(now).data_ptr() != param.data.data_ptr():  # type: ignore[arg-type]
                 return False
         return True
+
+    def _follow_if_moved(self) -> None:
+        if not self.is_current():
+            self.follow()
 
     @torch.no_grad()
     def follow(self) -> bool:
@@ -195,10 +200,10 @@ class GraphEntry:
 
 
 def follow_parameters() -> None:
-    """Follow the parameters of all layers, whose compiled graphs see neither new ones nor frozen ones."""
+    """Follow the parameters of all prepared layers, whose compiled graphs see neither new ones nor frozen ones."""
     for entry in list(_entries):
-        if not entry.is_current():
-            entry.follow()
+        if entry.weight.param is not None:
+            entry._follow_if_moved()
 
 
 class _Sink(torch.autograd.Function):

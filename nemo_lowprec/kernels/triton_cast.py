@@ -130,11 +130,18 @@ def amax(values: Tensor) -> Tensor:
 
 
 _scalars: dict[int, list[Tensor]] = {}
+_alone = False
+
+
+def make_scalars_alone() -> None:
+    """From now on each scale has memory of its own, as the results of operators in ``torch.compile``'s graphs must."""
+    global _alone
+    _alone = True
 
 
 def _scalar(device: int) -> Tensor:
     """An uninitialised FP32 [1] at a multiple of 16 bytes; made 256 at a time, which takes less host time."""
-    if torch.cuda.is_current_stream_capturing():  # a CUDA graph has memory of its own
+    if _alone or torch.cuda.is_current_stream_capturing():  # a CUDA graph has memory of its own
         return torch.empty(1, device=torch.device("cuda", device))
     there = _scalars.setdefault(device, [])
     if not there:

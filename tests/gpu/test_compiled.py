@@ -35,7 +35,8 @@ def alike(level, compile_options, rtol, run=train, graphs=False, **options):
         model, optimizer = made(level, each, graphs, **options)
         losses.append(torch.tensor(run(model, optimizer, level)))
     assert losses[0].isfinite().all()
-    torch.testing.assert_close(losses[1], losses[0], rtol=rtol, atol=0)
+    # The mean result of an evaluation is near zero.
+    torch.testing.assert_close(losses[1], losses[0], rtol=rtol, atol=rtol / 5)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -76,4 +77,4 @@ def test_a_whole_model_runs_in_inductors_own_graphs(level):
         if compiled:
             model.compile(mode="reduce-overhead")
         losses.append(torch.tensor(accumulated(model, optimizer, level)))
-    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0)
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.05, atol=0.01)

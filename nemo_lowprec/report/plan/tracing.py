@@ -98,6 +98,7 @@ class _Kept:
     """In the place of a layer's ``WeightState``: a weight that is never written, and whose operand is there."""
 
     keeps = True
+    gathered = False
 
     def __init__(self, operand: QuantizedOperand) -> None:
         self._operand = operand
