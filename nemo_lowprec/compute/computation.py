@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +28,8 @@ from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Options
+
+log = logging.getLogger("nemo_lowprec")
 
 _KEPT_WEIGHTS = 2**31  # with weight_cache="auto", elements up to which quantized weights are kept: 4 GiB on a GPU
 
@@ -78,9 +81,12 @@ class Computation(Column):
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
         check_unwrapped(model)
+        sharded = "with sharded weights, which FSDP2 gathers and frees"
         if self.options.graphs is True and (device.type != "cuda" or self._gathered_as is not None):
-            where = "on a CPU" if device.type != "cuda" else "with sharded weights, which FSDP2 gathers and frees"
+            where = "on a CPU" if device.type != "cuda" else sharded
             raise ValueError(f"graphs=True: there are no CUDA graphs {where}. Leave it out.")
+        if self.options.weight_cache is True and self._gathered_as is not None:
+            raise ValueError(f"weight_cache=True: no weights are kept {sharded}. Leave it out.")
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
             te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
@@ -138,9 +144,10 @@ class Computation(Column):
         if self._graphs is not None:
             self._graphs.remove()
         wanted = self.options.graphs
-        if wanted == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
-            return  # not measured yet
         if wanted is False or self._model is None or self.device.type != "cuda" or self._gathered_as is not None:
+            return
+        if wanted == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
+            log.info("CUDA graphs: off with several processes. graphs=True turns them on.")
             return
         self._graphs = BlockGraphs(
             self._model, self.device, lambda module: gemm_plans(module).values(), self.observers, always=wanted is True

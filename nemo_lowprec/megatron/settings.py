@@ -85,6 +85,11 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
             f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
             f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
         )
+    if options.graphs is True:
+        raise ValueError(
+            "graphs=True: no block is captured under Megatron-core. Leave it out; Megatron-core's own graphs are "
+            "cuda_graph_impl in its config."
+        )
     (_check_own_layers if own_layers else _check_layers)(options)
     fp16, bf16 = level.autocast == "fp16", level.autocast == "bf16"
     half = DTYPES[level.autocast]
@@ -165,6 +170,11 @@ def _check_layers(options: Options) -> None:
     if options.backend not in ("auto", "te"):
         raise ValueError(
             f"backend={options.backend!r}: Megatron-core's layers are Transformer Engine's. Use backend='te'."
+        )
+    if options.weight_cache != "auto":
+        raise ValueError(
+            f"weight_cache={options.weight_cache}: Transformer Engine's layers keep their quantized weights within a "
+            "step. Leave it out."
         )
     if recipe.interval != 1:
         raise ValueError(

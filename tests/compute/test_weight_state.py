@@ -554,14 +554,17 @@ def test_a_reverted_model_keeps_nothing_and_is_converted_again():
     with_and_without("te_fp8", run)
 
 
-@pytest.mark.parametrize("weight_cache", ["auto", True])
-def test_weights_that_are_gathered_from_shards_are_not_kept(weight_cache):
-    model = linears()
-    engine = plugin("bf16_with_fp8_mixed", weight_cache=weight_cache).engine
-    engine.sharding = Sharding(None, None)
-    engine.convert(model, torch.device("cpu"))
-    engine.columns.computation.settle()
-    assert not engine.amaxes.weights.keeps
+def test_weights_that_are_gathered_from_shards_are_not_kept():
+    for weight_cache in ("auto", False, True):
+        engine = plugin("bf16_with_fp8_mixed", weight_cache=weight_cache).engine
+        engine.sharding = Sharding(None, None)
+        if weight_cache is True:
+            with pytest.raises(ValueError, match="weight_cache=True: no weights are kept with sharded weights"):
+                engine.convert(linears(), torch.device("cpu"))
+            continue
+        engine.convert(linears(), torch.device("cpu"))
+        engine.columns.computation.settle()
+        assert not engine.amaxes.weights.keeps
 
 
 @pytest.mark.parametrize(("weight_cache", "keeps"), [("auto", False), (True, True), (False, False)])

@@ -210,7 +210,7 @@ def test_a_weight_in_fp8_is_its_own_operand_on_a_cpu(case):
     [
         ("bf16_mixed", {}, {}),
         ("te_fp8", {"weight_cache": False}, {}),
-        ("te_fp8", {"weight_cache": True}, {"gpus": 2, "strategy": "lowprec_sharded"}),
+        ("te_fp8", {}, {"gpus": 2, "strategy": "lowprec_sharded"}),
     ],
 )
 def test_quantized_weights_that_are_not_kept(case, options, processes):

@@ -136,7 +136,7 @@ class Backend(ABC):
 
     @abstractmethod
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """Return [N, K] = grad_output.T @ x, in ``out`` where that is given and the backend can."""
+        """Return [N, K] = grad_output.T @ x, in ``out`` where that is given."""
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         """Half-precision GEMM [m, k] @ [k, n], for overridden GEMMs."""

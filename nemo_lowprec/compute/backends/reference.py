@@ -79,7 +79,8 @@ class ReferenceBackend(Backend):
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
+        dw = _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
+        return dw if out is None else out.copy_(dw)
 
     def packing(self, operand: Operand) -> Packing | None:
         return SharedData() if operand.layout is None else Blocks(operand.layout)

@@ -61,7 +61,7 @@ class PlannedBackend(ReferenceBackend):
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         data = grad_output.columnwise.data
-        return data.new_empty(data.shape[0], x.columnwise.data.shape[0], dtype=out_dtype)
+        return data.new_empty(data.shape[0], x.columnwise.data.shape[0], dtype=out_dtype) if out is None else out
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
