@@ -2,12 +2,14 @@
 
 import random
 
+import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from nemo_lowprec import msamp_o2, prepare
-from nemo_lowprec.compute.graphs.blocks import find_blocks
+from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 
@@ -59,6 +61,36 @@ def test_blocks_of_transformers():
         bert = transformers.BertModel(transformers.BertConfig(vocab_size=64, **sizes))
     assert list(find_blocks(llama)) == ["model.layers.0", "model.layers.1"]
     assert list(find_blocks(bert)) == ["encoder.layer.0", "encoder.layer.1"]
+    assert list(find_wholes(llama, find_blocks(llama))) == ["", "model"]
+    assert list(find_wholes(bert, find_blocks(bert))) == ["", "encoder"]
+
+
+class Called(nn.Module):
+    """Two lists of blocks, one of which nobody calls as a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.listed, self.chain = nn.ModuleList([Block(), Block()]), nn.Sequential(Block(), Block())
+        self.other = nn.Sequential(nn.Linear(16, 16))
+
+    def forward(self, x):
+        return self.chain(x)
+
+
+def test_modules_around_the_blocks():
+    class Training(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Called()
+
+        def forward(self, x):
+            return self.model(x)
+
+    model = nn.ModuleDict({"inner": Called()})
+    assert list(find_wholes(model, find_blocks(model))) == ["inner", "inner.chain"]
+    model = Training()
+    assert list(find_wholes(model, find_blocks(model))) == ["model", "model.chain"]
+    assert not find_wholes(nn.Linear(16, 16), [])
 
 
 def changes(block):
@@ -111,6 +143,7 @@ def test_what_cannot_be_captured():
         (lambda block: None, None),
         (lambda block: torch.rand(1), "it draws random numbers on the host"),
         (lambda block: random.random(), "it draws random numbers on the host"),
+        (lambda block: numpy.random.rand(), "it draws random numbers on the host"),
         (lambda block: setattr(block, "calls", 1), "it changes calls in its forward pass"),
         (lambda block: setattr(block.norm, "eps", 1e-3), "it changes norm.eps in its forward pass"),
         (lambda block: block.seen.append(1), "it changes len(seen) in its forward pass"),

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from nemo_lowprec import prepare
+from nemo_lowprec.compute.graphs import graphed
 from nemo_lowprec.compute.graphs.graphed import GraphedForward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -56,20 +57,34 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def made(level, graphs, **options):
+def made(level, graphs, kind=Model, **options):
+    """A prepared model. ``graphs``: False, "auto", "whole" (one graph) or "blocks" (a graph for each block)."""
     torch.manual_seed(0)
-    model = Model(**options).cuda()
+    kept = {"weight_cache": options.pop("weight_cache", "auto")} if level not in ("fp16_amp", "bf16_mixed") else {}
+    model = kind(**options).cuda()
+    if graphs == "blocks":
+        model.first.register_forward_hook(lambda *_: None)  # so that the model is not one graph
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return prepare(model, optimizer, level, graphs=graphs)
+    return prepare(model, optimizer, level, graphs=graphs in ("whole", "blocks") or graphs, **kept)
+
+
+def passes(block):
+    forward = block.__dict__.get("forward")
+    return sum(len(p) for p in forward._passes.values()) if isinstance(forward, GraphedForward) else 0
 
 
 def captured(model):
-    forwards = [b.__dict__.get("forward") for b in model.blocks]
-    return sum(len(p) for f in forwards if isinstance(f, GraphedForward) for p in f._passes.values())
+    """(captured passes of the model, of its blocks)."""
+    return passes(model), sum(map(passes, model.blocks))
+
+
+def as_asked(model, graphs):
+    whole, blocks = captured(model)
+    return (whole > 0, blocks > 0) == (graphs == "whole", graphs == "blocks")
 
 
 def reasons(model):
-    return {b.__dict__["forward"]._off for b in model.blocks}
+    return {m.__dict__["forward"]._off for m in (model, *model.blocks) if "forward" in m.__dict__}
 
 
 def half_of(level):
@@ -103,14 +118,16 @@ def train(model, optimizer, level, steps=9, accumulate=1, clip=None, evaluate=Fa
     return torch.stack(losses).tolist()
 
 
-def both(level, run, **options):
+def both(level, run, ways=("whole", "blocks"), **options):
+    """The results of ``run`` are those without graphs."""
     found = []
-    for graphs in (False, True):
+    for graphs in (False, *ways):
         model, optimizer = made(level, graphs, **options)
         torch.manual_seed(2)
         found.append(run(model, optimizer))
-        assert bool(captured(model)) is graphs, reasons(model)
-    assert found[0] == found[1]
+        assert as_asked(model, graphs), (graphs, captured(model), reasons(model))
+    assert all(each == found[0] for each in found)
+    return model
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -124,17 +141,8 @@ def test_accumulated_gradients(level):
 
 
 def test_weights_that_are_not_kept():
-    both_options = []
-    for kept in (True, False):
-        torch.manual_seed(0)
-        model = Model().cuda()
-        model, optimizer = prepare(
-            model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed", graphs=True, weight_cache=kept
-        )
-        torch.manual_seed(2)
-        both_options.append(train(model, optimizer, "bf16_with_fp8_mixed"))
-        assert captured(model)
-    assert both_options[0] == both_options[1]
+    level = "bf16_with_fp8_mixed"
+    both(level, lambda model, optimizer: train(model, optimizer, level), weight_cache=False)
 
 
 def test_two_shapes_have_a_graph_each():
@@ -173,15 +181,9 @@ def test_a_block_that_is_used_twice():
                     x = block(x)
             return self.head(x)
 
-    found = []
-    for graphs in (False, True):
-        torch.manual_seed(0)
-        model = Twice().cuda()
-        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed", graphs=graphs)
-        torch.manual_seed(2)
-        found.append(train(model, optimizer, "bf16_with_fp8_mixed"))
-    assert captured(model) == 6
-    assert found[0] == found[1]
+    level = "bf16_with_fp8_mixed"
+    model = both(level, lambda model, optimizer: train(model, optimizer, level), kind=Twice)
+    assert captured(model) == (0, 6)
 
 
 def test_losses_that_are_added_before_backward():
@@ -207,9 +209,9 @@ def test_losses_that_are_added_before_backward():
 
 def test_results_that_somebody_holds_keep_their_values():
     level = "bf16_with_fp8_mixed"
-    model, optimizer = made(level, True)
+    model, optimizer = made(level, "blocks")
     train(model, optimizer, level, steps=6)
-    assert captured(model)
+    assert as_asked(model, "blocks")
     held = []
     hook = model.blocks[1].register_forward_hook(lambda m, args, out: held.append((out.detach(), out.detach().clone())))
     train(model, optimizer, level, steps=4)
@@ -227,25 +229,18 @@ def test_results_may_be_changed_in_place():
                 x += 0.5
             return self.head(x)
 
-    found = []
-    for graphs in (False, True):
-        torch.manual_seed(0)
-        model = InPlace().cuda()
-        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed", graphs=graphs)
-        torch.manual_seed(2)
-        found.append(train(model, optimizer, "bf16_with_fp8_mixed"))
-    assert captured(model)
-    assert found[0] == found[1]
+    level = "bf16_with_fp8_mixed"
+    both(level, lambda model, optimizer: train(model, optimizer, level), kind=InPlace)
 
 
 def test_checkpointing_runs_without_graphs():
     level = "bf16_with_fp8_mixed"
     found = []
-    for graphs in (False, True):
+    for graphs in (False, "whole"):
         model, optimizer = made(level, graphs, recompute=True)
         torch.manual_seed(2)
         found.append(train(model, optimizer, level))
-    assert not captured(model)
+    assert captured(model) == (0, 0)
     assert found[0] == found[1]
 
 
@@ -268,15 +263,16 @@ def test_a_block_that_cannot_be_captured_says_why(what, caplog):
                 x = block(x, object()) if what == "argument" else block(x)
             return self.head(x)
 
-    found = []
-    for graphs in (False, True):
-        torch.manual_seed(0)
+    def make():
         model = Others()
         model.blocks = nn.ModuleList([Other() for _ in range(3)])
-        model.cuda()
         if what == "hook":
             model.blocks[0].up.register_forward_hook(lambda *_: None)
-        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed", graphs=graphs)
+        return model
+
+    found = []
+    for graphs in (False, "blocks" if what == "argument" else "whole"):
+        model, optimizer = made("bf16_with_fp8_mixed", graphs, kind=make)
         torch.manual_seed(2)
         with caplog.at_level("INFO", "nemo_lowprec"):
             found.append(train(model, optimizer, "bf16_with_fp8_mixed"))
@@ -290,7 +286,7 @@ def test_a_block_that_cannot_be_captured_says_why(what, caplog):
 
 def test_what_a_graph_cannot_do_is_an_error():
     level = "bf16_with_fp8_mixed"
-    model, optimizer = made(level, True, dropout=0.0)
+    model, optimizer = made(level, "blocks", dropout=0.0)
     train(model, optimizer, level, steps=6)
     x = torch.randn(2, ROWS, WIDTH, device="cuda", requires_grad=True)
 
@@ -315,12 +311,12 @@ def test_what_a_graph_cannot_do_is_an_error():
 
 def test_copies_and_pickles_have_no_graphs():
     level = "bf16_with_fp8_mixed"
-    model, optimizer = made(level, True, dropout=0.0)
+    model, optimizer = made(level, "whole", dropout=0.0)
     train(model, optimizer, level, steps=6)
-    assert captured(model)
+    assert as_asked(model, "whole")
     x = torch.randn(2, ROWS, WIDTH, device="cuda")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(copy.deepcopy(model)))):
-        assert not any(isinstance(b.__dict__.get("forward"), GraphedForward) for b in twin.blocks)
+        assert not any(isinstance(m.__dict__.get("forward"), GraphedForward) for m in twin.modules())
         with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
             assert twin(x).isfinite().all()
         assert twin.blocks[0].forward.__self__ is twin.blocks[0]
@@ -343,7 +339,7 @@ def test_auto_leaves_blocks_alone_that_keep_the_gpu_busy():
     assert reasons(model) == {"its GPU time is longer than its host time"}
     model, optimizer = made("bf16_with_fp8_mixed", "auto")
     train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
-    assert captured(model) == 3
+    assert as_asked(model, "whole")
 
 
 def test_under_the_trainer(tmp_path):
@@ -379,9 +375,9 @@ def test_under_the_trainer(tmp_path):
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
         )  # fmt: skip
         seen = []
-        module.on_train_end = lambda seen=seen, module=module: seen.append(captured(module.model))
+        module.on_train_end = lambda seen=seen, module=module: seen.append(passes(module.model) > 0)
         trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(data[:2], batch_size=None))
-        assert bool(seen[0]) is graphs
+        assert seen == [graphs]
         found.append(torch.stack(module.losses).tolist())
     assert found[0] == found[1]
 
@@ -390,7 +386,7 @@ def test_a_counter_of_operations_sees_all_of_them():
     from torch.utils.flop_counter import FlopCounterMode
 
     level = "bf16_with_fp8_mixed"
-    model, optimizer = made(level, True, dropout=0.0)
+    model, optimizer = made(level, "whole", dropout=0.0)
     x = torch.randn(2, ROWS, WIDTH, device="cuda")
 
     def flops():
@@ -400,18 +396,38 @@ def test_a_counter_of_operations_sees_all_of_them():
 
     before = flops()
     train(model, optimizer, level, steps=6)
-    assert captured(model)
+    assert as_asked(model, "whole")
     assert flops() == before > 0
 
 
 def test_one_call_with_other_arguments_turns_nothing_off():
     level = "bf16_with_fp8_mixed"
-    model, optimizer = made(level, True, dropout=0.0)
+    model, optimizer = made(level, "blocks", dropout=0.0)
     with torch.autocast("cuda", torch.bfloat16):
         x = torch.randn(2, ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
         model.blocks[0](x, shift=torch.ones((), device="cpu"))
     train(model, optimizer, level, steps=6)
-    assert captured(model) == 3
+    assert captured(model) == (0, 3)
+
+
+def test_a_model_with_large_results_is_not_one_graph(monkeypatch):
+    monkeypatch.setattr(graphed, "_LARGE", 2 * ROWS * 16)
+    level = "bf16_with_fp8_mixed"
+    model, optimizer = made(level, "whole")
+    train(model, optimizer, level, steps=6)
+    assert captured(model) == (0, 3) and "its results are large" in reasons(model)
+
+
+def test_a_hook_that_comes_later_is_called():
+    level = "bf16_with_fp8_mixed"
+    model, optimizer = made(level, "whole")
+    train(model, optimizer, level, steps=6)
+    assert as_asked(model, "whole")
+    seen = []
+    model.blocks[1].up.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    train(model, optimizer, level, steps=6)
+    assert len(seen) == 6
+    assert captured(model) == (0, 2)
 
 
 @pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed"])

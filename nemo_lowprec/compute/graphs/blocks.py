@@ -1,8 +1,9 @@
-"""Finds the blocks of a model: the repeated modules that hold most of its layers."""
+"""Finds what may run as one CUDA graph: the blocks of a model, which are repeated modules, and the modules around."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -29,6 +30,21 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
             taken.update(map(id, block.modules()))
             found[f"{name}.{own}" if name else own] = block
     return found
+
+
+def find_wholes(model: nn.Module, blocks: Iterable[str]) -> dict[str, nn.Module]:
+    """The modules of ``model`` with a forward that hold ``blocks``, by name, the outermost first.
+
+    A LightningModule is none: its forward may log.
+    """
+    around = {name[:end] for name in blocks for end in [0, *(i for i, c in enumerate(name) if c == ".")]}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in around
+        and type(module).forward is not nn.Module.forward
+        and not any(cls.__name__ == "LightningModule" for cls in type(module).__mro__)
+    }
 
 
 def _has_linear(module: nn.Module) -> bool:

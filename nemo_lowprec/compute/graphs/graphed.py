@@ -17,7 +17,7 @@ from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import has_dispatch_mode
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.graphs.blocks import find_blocks
+from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.captured import CapturedPass
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
@@ -30,6 +30,7 @@ _UNFIT = 8  # calls with arguments that no graph takes, after which nobody looks
 _KEYS = 4  # kinds of arguments that get graphs
 _INSTANCES = 16  # captured passes of one key, of which each waits for its backward pass when the next one runs
 _CAPTURES = 3  # captures of one key, after the block was changed
+_LARGE = 2**28  # bytes of results, of which a graph holds three copies, up to which a whole model is one graph
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
 
 
@@ -43,11 +44,20 @@ class GraphedForward:
         pool: of the model.
         observers: of the engine; a pass that is observed runs without a graph.
         always: whether blocks are captured whose GPU time is longer than their host time, too.
+        is_whole: whether there are blocks inside of the block, which wait until the graph of this one fails.
     """
 
     def __init__(
-        self, block: nn.Module, name: str, layers: Layers, pool: GraphPool, observers: Observers, always: bool
+        self,
+        block: nn.Module,
+        name: str,
+        layers: Layers,
+        pool: GraphPool,
+        observers: Observers,
+        always: bool,
+        is_whole: bool,
     ) -> None:
+        self.is_whole = is_whole
         self._block, self.name, self._layers, self.pool = ref(block), name, layers, pool
         self._observers, self._always = observers, always
         self._forward = type(block).forward
@@ -72,6 +82,8 @@ class GraphedForward:
         assert block is not None
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
+        if self.pool.undecided:
+            return self._forward(block, *args, **kwargs)
         if self._observers.quantized or self._observers.gradient or _is_special():
             return self._forward(block, *args, **kwargs)
         try:
@@ -92,7 +104,15 @@ class GraphedForward:
             found = None
         if found is not None:
             return found(leaves)
-        return self._run(block, key, args, kwargs) if self._off is None else self._forward(block, *args, **kwargs)
+        if self._off is not None:
+            return self._forward(block, *args, **kwargs)
+        if not self.is_whole or self._is_over(key):
+            return self._run(block, key, args, kwargs)
+        self.pool.undecided += 1
+        try:
+            return self._run(block, key, args, kwargs)
+        finally:
+            self.pool.undecided -= 1
 
     def close(self) -> None:
         """Free the graphs and their memory."""
@@ -104,9 +124,13 @@ class GraphedForward:
         self._passes.clear()
         self.pool.say(self.name, reason)
 
+    def _is_over(self, key: Hashable) -> bool:
+        """Whether no graph of this key will come."""
+        return self._seen[key] > _WARMUP or (key not in self._seen and len(self._seen) >= _KEYS)
+
     def _run(self, block: nn.Module, key: Hashable, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, which is watched while graphs of this key may still come."""
-        if self._seen[key] > _WARMUP or (key not in self._seen and len(self._seen) >= _KEYS):
+        if self._is_over(key):
             if len(self._seen) >= _KEYS:
                 self.pool.tell("CUDA graphs: arguments of more than %s shapes; the others run without.", _KEYS)
             return self._forward(block, *args, **kwargs)
@@ -118,6 +142,8 @@ class GraphedForward:
             result = self._forward(block, *args, **kwargs)
             if reason := before.changed(block):
                 self._give_up(reason)
+            if self.is_whole and _bytes_of(result) > _LARGE:
+                self._give_up("its results are large")
             return result
         clock = self._clocks[key] = _Clock()
         result = self._forward(block, *args, **kwargs)
@@ -167,8 +193,13 @@ class GraphedForward:
         with self._layers.capturing():
             found = CapturedPass(run, leaves, structure, block, self._layers.reads, self.pool)
         self._passes[key].append(found)
-        self.pool.tell("CUDA graphs: blocks of %s are captured.", type(block).__name__)
+        what = "%s is one graph" if self.is_whole else "blocks of %s are captured"
+        self.pool.tell(f"CUDA graphs: {what}.", type(block).__name__)
         return found
+
+
+def _bytes_of(result: Any) -> int:
+    return sum(leaf.nbytes for leaf in flatten(result)[0] if isinstance(leaf, torch.Tensor))
 
 
 def _is_special() -> bool:
@@ -218,12 +249,16 @@ class BlockGraphs:
     ) -> None:
         self.pool = GraphPool(device)
         self._blocks: list[nn.Module] = []
-        for name, block in find_blocks(model).items():
+        blocks = find_blocks(model)
+        wholes = find_wholes(model, blocks)
+        for name, block in {**wholes, **blocks}.items():
             if "forward" in block.__dict__ or is_compiled(block):
                 self.pool.say(name, "it has a forward of its own")
                 continue
             layers = Layers([plan for module in block.modules() for plan in plans_of(module)])
-            block.__dict__["forward"] = GraphedForward(block, name, layers, self.pool, observers, always)
+            block.__dict__["forward"] = GraphedForward(
+                block, name, layers, self.pool, observers, always, is_whole=name in wholes
+            )
             self._blocks.append(block)
 
     def remove(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from operator import itemgetter
 from typing import Any
 
@@ -75,7 +76,7 @@ class HostState:
     """
 
     def __init__(self, block: nn.Module) -> None:
-        self._random = torch.random.get_rng_state(), random.getstate()
+        self._random = _random_states()
         self._modules = {name: self._of(module) for name, module in block.named_modules()}
 
     @staticmethod
@@ -86,7 +87,7 @@ class HostState:
 
     def changed(self, block: nn.Module) -> str | None:
         """What the pass has changed, as a reason not to capture ``block``; None for nothing."""
-        if not torch.equal(self._random[0], torch.random.get_rng_state()) or self._random[1] != random.getstate():
+        if self._random != _random_states():
             return "it draws random numbers on the host"
         for name, module in block.named_modules():
             before = self._modules.get(name)
@@ -95,3 +96,11 @@ class HostState:
                 names = [n for n in now if before is None or before.get(n, self) != now[n]]
                 return f"it changes {'.'.join(filter(None, (name, names[0] if names else '')))} in its forward pass"
         return None
+
+
+def _random_states() -> tuple[Any, ...]:
+    """The states of the host's generators of random numbers: torch's, Python's and NumPy's."""
+    numpy = sys.modules.get("numpy")
+    there = () if numpy is None else numpy.random.get_state()
+    of_numpy = [part.tobytes() if hasattr(part, "tobytes") else part for part in there]
+    return torch.random.get_rng_state().tolist(), random.getstate(), of_numpy

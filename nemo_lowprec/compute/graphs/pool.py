@@ -23,13 +23,14 @@ class GraphPool:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
         captured: number of captured passes.
+        undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.renew()
         self.stream = torch.cuda.Stream(device)
-        self.captured = 0
+        self.captured = self.undecided = 0
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
 
