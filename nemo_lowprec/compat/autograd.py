@@ -63,8 +63,8 @@ def saves_through_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves of the graph that made ``tensors``: what a backward pass would give a gradient."""
+def graph_of(tensors: Iterable[Tensor]) -> tuple[set[Any], list[Tensor]]:
+    """The nodes of the graph that made ``tensors``, and its leaves: what a backward pass would give a gradient."""
     nodes = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = set()
     leaves: list[Tensor] = []
@@ -76,4 +76,4 @@ def leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
         if hasattr(node, "variable"):
             leaves.append(node.variable)
         nodes += [function for function, _ in node.next_functions]
-    return leaves
+    return seen, leaves

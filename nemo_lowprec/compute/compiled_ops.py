@@ -31,7 +31,7 @@ from torch import Tensor
 
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.graph_entry import kind_of, plan_of
+from nemo_lowprec.compute.graph_entry import GraphEntry, kind_of, plan_of
 from nemo_lowprec.compute.linear_function import new_weight_operand
 from nemo_lowprec.formats import E4M3, E5M2
 from nemo_lowprec.tensors import Fp8Weight, stored_data
@@ -175,11 +175,31 @@ def _weight(
     if w8 is None:
         with torch.inference_mode(False), torch.no_grad():  # what is kept is also read by a pass that trains
             w8 = new_weight_operand(weight, plan, rowwise=rowwise, columnwise=columnwise)
-        if keeper is not None:
+        if keeper is not None and not GraphEntry.recorded:
             keeper.keep(w8, rowwise, columnwise, transposed)
+        elif keeper is not None and training:
+            _missing[id(keeper)] = plan, keeper, rowwise, columnwise, transposed
     elif plan.observers.quantized:
         plan.announce("weight", weight, w8)
     return w8
+
+
+# What compiled graphs with CUDA graphs have not found: made within one, it would be in the memory of the CUDA graph.
+_missing: dict[int, tuple[GemmPlan, Any, bool, bool, bool]] = {}
+
+
+def make_missing_weights() -> None:
+    """Make the quantized weights that compiled graphs would read if they were kept."""
+    for plan, keeper, rowwise, columnwise, transposed in _missing.values():
+        weight = keeper.weight
+        if weight is None or keeper.kept(rowwise, columnwise) is not None:
+            continue
+        keeper.follow(weight, True)
+        values = weight if not transposed else weight.transposed() if isinstance(weight, Fp8Weight) else weight.t()
+        with torch.inference_mode(False), torch.no_grad():
+            w8 = new_weight_operand(values, plan, rowwise=rowwise, columnwise=columnwise)
+        keeper.keep(w8, rowwise, columnwise, transposed)
+    _missing.clear()
 
 
 def _captures(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import revert_layers
+from nemo_lowprec.compute.compiled_ops import make_missing_weights
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.embedding import convert_embeddings
@@ -171,6 +172,7 @@ class Computation(Column):
             follow_parameters()
         # A CUDA graph of torch.compile reads the quantized weights that are kept, and makes none.
         if GraphEntry.recorded:
+            make_missing_weights()
             self.own_amaxes.weights.refresh()
 
     @contextmanager

@@ -146,8 +146,10 @@ def test_hooks_of_saved_tensors_are_seen():
     assert seen == [False, True, True, False]
 
 
-def test_leaves_of_a_graph():
+def test_nodes_and_leaves_of_a_graph():
     a, b, c, d = (torch.ones(2, requires_grad=True) for _ in range(4))
     out, other = (a * 2 + b) * a, c.exp()
-    assert {id(leaf) for leaf in autograd.leaves_of([out, other, torch.ones(1)])} == {id(a), id(b), id(c)}
-    assert autograd.leaves_of([(d * 2).detach()]) == []
+    nodes, leaves = autograd.graph_of([out, other, torch.ones(1)])
+    assert {id(leaf) for leaf in leaves} == {id(a), id(b), id(c)}
+    assert sorted(node.name() for node in nodes if "Mul" in node.name()) == ["MulBackward0", "MulBackward0"]
+    assert autograd.graph_of([(d * 2).detach()]) == (set(), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 
-from nemo_lowprec.compat.autograd import leaves_of
+from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.linear_function import give_grad_buffer
 from nemo_lowprec.tensors import stored_data
+
+_SAVES_OTHERWISE = "it recomputes or offloads activations"
 
 
 class CapturedPass:
@@ -50,8 +54,7 @@ class CapturedPass:
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
-        pool.captured += 1
-        self.number = pool.captured
+        self.number = pool.add(self)
         self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._trained = [i for i in self._tensors if leaves[i].requires_grad]
@@ -71,7 +74,8 @@ class CapturedPass:
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         """Context of a capture. The generator of random numbers is as before where it fails."""
-        cached = torch.is_autocast_cache_enabled()
+        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
+        gc.disable()  # to free another model's graph would end the capture
         torch.cuda.synchronize()
         self.pool.stream.wait_stream(torch.cuda.current_stream())
         # A cast of a parameter that autocast keeps would be of the first pass for ever.
@@ -87,13 +91,15 @@ class CapturedPass:
                 raise
             raise Unfit(f"its capture failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})") from error
         finally:
+            if collects:
+                gc.enable()
             torch.set_autocast_cache_enabled(cached)
             torch.cuda.current_stream().wait_stream(self.pool.stream)
 
     def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter]) -> None:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
-        with _recording(self._forward, self.pool.forward):
+        with _recording(self._forward, self.pool.forward), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
             result = run(*args, **kwargs)
         if versions != [self._leaves[i]._version for i in self._tensors]:
             raise Unfit("it writes into its arguments")
@@ -111,8 +117,11 @@ class CapturedPass:
         if len({out.untyped_storage().data_ptr() for out in self._outputs}) != len(self._outputs):
             raise Unfit("its results share their memory")
         known = {id(t) for t in (*own, *(self._leaves[i] for i in self._trained))}
-        if any(id(leaf) not in known for leaf in leaves_of(self._outputs)):
+        nodes, trained = graph_of(self._outputs)
+        if any(id(leaf) not in known for leaf in trained):
             raise Unfit("it reads a trained tensor that is none of its parameters")
+        if any(node.name() == "CheckpointFunctionBackward" for node in nodes):
+            raise Unfit(_SAVES_OTHERWISE)
 
     def _capture_backward(self, own: list[nn.Parameter]) -> None:
         self._with_gradient = [j for j, out in enumerate(self._outputs) if out.requires_grad]

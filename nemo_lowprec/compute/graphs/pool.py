@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -22,7 +23,6 @@ class GraphPool:
     Attributes:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
-        captured: number of captured passes.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
@@ -30,9 +30,19 @@ class GraphPool:
         self.device = device
         self.renew()
         self.stream = torch.cuda.Stream(device)
-        self.captured = self.undecided = 0
+        self.undecided = 0
+        self._captured = 0  # passes so far
+        self._passes: WeakSet[Any] = WeakSet()
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
+
+    def add(self, captured: Any) -> int:
+        """The number of a pass that is about to be captured."""
+        if not self._passes:
+            self.renew()  # memory whose last graph is gone cannot be used again
+        self._passes.add(captured)
+        self._captured += 1
+        return self._captured
 
     def renew(self) -> None:
         """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
