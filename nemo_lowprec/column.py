@@ -39,6 +39,9 @@ class Column:
     def after_step(self, skipped: bool) -> None:
         """Called after an optimizer's step, or after a step that was ``skipped`` for a gradient that is not finite."""
 
+    def take_back(self) -> None:
+        """The step that ``after_step(False)`` was told of was skipped: be as after ``after_step(True)``."""
+
     def state_dict(self) -> dict[str, Any]:
         """The column's state beside weights and optimizer states, for a checkpoint: plain values and tensors."""
         return {}

@@ -61,6 +61,10 @@ class AmaxState:
         """Enter a step's amaxes into the histories, or forget the amaxes of a step that was skipped."""
         self.weights.renew()
 
+    def take_back(self) -> None:
+        """The step that ``after_step(False)`` was told of was skipped."""
+        self.weights.forget()  # a step that is skipped on the device leaves no amaxes of weights
+
     def forget_weights(self) -> None:
         """Measure each weight when its layer runs next. The histories of the other operands stay."""
         self.weights.forget()
@@ -125,6 +129,10 @@ class DelayedAmaxes(AmaxState):
         else:
             self.weights.forget()
 
+    def take_back(self) -> None:
+        super().take_back()
+        self.histories.take_back()
+
     def leave(self) -> None:
         super().leave()
         self.share(None)
@@ -157,7 +165,10 @@ class TEAmaxes(AmaxState):
 
     def after_step(self, skipped: bool) -> None:
         if skipped:
-            te_layers.forget_nonfinite_amaxes(self._model)
+            self.take_back()
+
+    def take_back(self) -> None:
+        te_layers.forget_nonfinite_amaxes(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"te": te_layers.te_state_dict(self._model)}

@@ -203,6 +203,10 @@ class Computation(Column):
         for amaxes in self.amaxes:
             amaxes.after_step(skipped)
 
+    def take_back(self) -> None:
+        for amaxes in self.amaxes:
+            amaxes.take_back()
+
     def state_dict(self) -> dict[str, Any]:
         return {name: value for amaxes in self.amaxes for name, value in amaxes.state_dict().items()}
 

@@ -135,13 +135,20 @@ class Step:
         with torch.autocast(self.device.type, enabled=False), self.observers.updating(optimizer):
             if not (waits and found):
                 result = step()
+            # The host goes on while the device steps, as far as it can take back what it has done.
+            early = not waits and found is not None and not self.columns.weights.is_sharded
+            for column in self.columns if early else ():
+                column.after_step(False)
             skipped = bool(found)
             if written:
                 self.columns.weights.refuse_written()
             if self.loss_scale is not None and found is not None:
                 self.loss_scale.learn(skipped)
             for column in self.columns:
-                column.after_step(skipped)
+                if not early:
+                    column.after_step(skipped)
+                elif skipped:
+                    column.take_back()
         (self.skipped.add if skipped else self.skipped.discard)(optimizer)
         for see in self.observers.step:
             see(optimizer, skipped)

@@ -118,6 +118,7 @@ class DelayedScaling:
         self.slots: dict[str, AmaxSlot] = {}
         self._reduced: Tensor | None = None
         self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
+        self._before: tuple[int, Tensor, Tensor, list[tuple[bool, bool]]] | None = None  # the last update
         self._shared_index: Tensor | None = None  # by column: the column of its leader, or the column itself
         self._allocate(torch.device("cpu"))
 
@@ -156,7 +157,7 @@ class DelayedScaling:
 
     def _allocate(self, device: torch.device) -> None:
         n = len(self.slots)
-        self._shared_index = None
+        self._shared_index = self._before = None
         self.scale = torch.ones(n, device=device)
         self.amax = torch.zeros(n, device=device)
         self.history = torch.zeros(self.history_len, n, device=device)
@@ -177,7 +178,10 @@ class DelayedScaling:
         found, self._reduced = self.amax if self._reduced is None else self._reduced, None
         amax = torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
         self._empty_restarted()
-        self.history[self.updates % self.history_len] = amax
+        row = self.history[self.updates % self.history_len]
+        cold = [(slot.cold, slot.recorded) for slot in self.slots.values()]
+        self._before = self.updates, row.clone(), self.scale.clone(), cold
+        row.copy_(amax)
         self.updates += 1
         if found is self.amax:
             self.amax.zero_()
@@ -192,6 +196,18 @@ class DelayedScaling:
                 if slot.cold and seen:
                     slot.release()
                 slot.cold, slot.recorded = slot.cold and not seen, slot.cold and slot.captured is not None
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take the last ``update`` back, and forget its amaxes: the step was skipped after all."""
+        if not self.slots:
+            return
+        assert self._before is not None
+        (self.updates, row, scale, cold), self._before = self._before, None
+        self.history[self.updates % self.history_len] = row
+        self.scale.copy_(scale)
+        for slot, (was_cold, recorded) in zip(self.slots.values(), cold, strict=True):
+            slot.cold, slot.recorded = was_cold, recorded
 
     def _empty_restarted(self) -> None:
         restarted = [i for i, slot in enumerate(self.slots.values()) if slot.restarted]
@@ -294,7 +310,7 @@ class DelayedScaling:
             scale[i] = saved["scale"] * (slot.fmt.max / 2.0**slot.margin / saved["target"])
             amax[i], slot.cold = saved["amax"], bool(saved["cold"])
             slot.recorded = slot.cold  # whether an amax was recorded is not saved: the next update reads the history
-        self._reduced = None
+        self._reduced = self._before = None
         self.history.copy_(columns)
         self.scale.copy_(scale)
         self.amax.copy_(amax)

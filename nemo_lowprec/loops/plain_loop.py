@@ -65,6 +65,7 @@ class PlainLoop:
         # First, while the model's own parameters, and not the masters, are in the groups.
         call_first(optimizer, before)
         optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_state_dict_pre_hook(lambda _: self._refuse_written())
         histories = self._engine.amaxes.histories
         if histories is not None:
             optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
@@ -107,6 +108,7 @@ class PlainLoop:
         return self._engine.step.found_on_any_rank(found)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._refuse_written()
         differ = self._engine.columns.weights.find_written(optimizer)
         self._written = None if differ is None else FoundInf(differ.float())
         if not needs_closure(optimizer):
@@ -116,11 +118,15 @@ class PlainLoop:
 
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False
+        if self._written is not None and not self._written.on_device.is_cuda:
+            self._refuse_written()  # on a GPU before the next step, so that the host does not wait for this one
+        for column in self._engine.columns:
+            column.after_step(skipped=False)
+
+    def _refuse_written(self) -> None:
         written, self._written = self._written, None
         if written:
             self._engine.columns.weights.refuse_written()
-        for column in self._engine.columns:
-            column.after_step(skipped=False)
 
     def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         if _HISTORIES in state:

@@ -1,6 +1,7 @@
 """Delayed scaling, by hand-made histories."""
 
 import io
+import math
 
 import pytest
 import torch
@@ -152,6 +153,27 @@ def test_discard_forgets_the_amaxes_of_a_skipped_step():
     assert after["updates"] == before["updates"] == 1
     assert torch.equal(after["operands"]["x"]["amax_history"], before["operands"]["x"]["amax_history"])
     assert step(scaling, slot, 4.0) == 112.0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5])
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_an_update_that_is_taken_back_is_a_step_that_was_discarded(steps, algo):
+    states = []
+    for taken_back in (False, True):
+        scaling = DelayedScaling(history_len=3, algo=algo)
+        slot = added(scaling, "a.input", E4M3)
+        for amax in range(1, steps + 1):
+            step(scaling, slot, float(amax))
+        slot.record(torch.tensor(math.inf))
+        if taken_back:
+            scaling.update()
+            scaling.take_back()
+        else:
+            scaling.discard()
+        states.append([str(scaling.state_dict()), slot.cold, slot.recorded])
+        step(scaling, slot, 0.5)
+        states[-1].append(str(scaling.state_dict()))
+    assert states[0] == states[1]
 
 
 def test_update_without_operands_does_nothing():
