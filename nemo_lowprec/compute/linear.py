@@ -115,14 +115,14 @@ def linear(
 
 
 @torch.compiler.disable
-def _uncompiled_layer(layer: LowPrecisionLinear, x: Tensor) -> Tensor:
-    return layer.forward(x)
+def _uncompiled_layer(layer: LowPrecisionLinear, x: Tensor, transposed: bool) -> Tensor:
+    return linear(x, layer.weight, layer.bias, layer.gemm_plan, layer.training, transposed, None)
 
 
 def _compiled_layer(layer: LowPrecisionLinear, x: Tensor, transposed: bool) -> Tensor:
     entry = layer.gemm_plan.entry
     if entry is None or not (entry.prepare() and has_own_weight(layer, "weight", entry)):
-        return _uncompiled_layer(layer, x)  # type: ignore[no-any-return]
+        return _uncompiled_layer(layer, x, transposed)  # type: ignore[no-any-return]
     bias = read_parameter(layer, "bias", entry.bias)
     return compiled_linear(x, layer, "weight", bias, layer.gemm_plan, transposed, None)
 

@@ -152,8 +152,19 @@ class GradReader:
 
 
 def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
-    """(quantized gradient, sums of its columns) that the maker of ``grad`` has handed over for ``operand``."""
-    there = grad.__dict__.get(_OFFERED)
+    """(quantized gradient, sums of its columns) that the maker of ``grad`` has handed over for ``operand``.
+
+    A reshaped view of all that was handed over counts as the same tensor.
+    """
+    there, base = grad.__dict__.get(_OFFERED), grad._base
+    if there is None and base is not None and _OFFERED in base.__dict__ and _is_all_of(base, grad):
+        there = base.__dict__[_OFFERED]
     if there is None or there[0] is not operand or there[1] != grad._version:
         return None
     return there[2], there[3]
+
+
+def _is_all_of(base: Tensor, view: Tensor) -> bool:
+    """Whether ``view`` has the same elements in the same order and in rows of the same length."""
+    alike = view.shape[-1:] == base.shape[-1:] and view.numel() == base.numel() and view.dtype == base.dtype
+    return alike and view.data_ptr() == base.data_ptr() and view.is_contiguous() and base.is_contiguous()

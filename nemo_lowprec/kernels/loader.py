@@ -21,3 +21,5 @@ fused_kernels = partial(_load, "nemo_lowprec.kernels.triton_cast")  # per-tensor
 block_kernels = partial(_load, "nemo_lowprec.kernels.triton_blocks")  # tensors in blocks
 weight_kernels = partial(_load, "nemo_lowprec.kernels.triton_weights")  # quantizes all weights of a model
 copy_kernels = partial(_load, "nemo_lowprec.kernels.triton_copy")  # copies masters into half weights
+rotary_kernels = partial(_load, "nemo_lowprec.kernels.triton_rotary")  # rotates queries and keys
+join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the gradients of q, k and v

@@ -11,6 +11,7 @@ columnwise data, the transpose:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import is_tracing, is_transforming
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
+from nemo_lowprec.kernels.loader import join_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -43,6 +45,15 @@ def half_matmul(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     if mixed and "dtype" in torch.ops.aten.mm.overloads():
         return torch.mm(a, b, out_dtype=out_dtype)
     return torch.mm(a, b).to(out_dtype)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors [batch, tokens, heads, dim] as one, [batch, tokens, parts * heads * dim], contiguous."""
+    kernels = join_kernels() if parts[0].is_cuda else None
+    if kernels is not None and kernels.fits(parts):
+        return kernels.join(parts)  # type: ignore[no-any-return]
+    stacked = torch.stack(tuple(parts), 2)
+    return torch.ops.aten._unsafe_view.default(stacked, [*stacked.shape[:2], -1])  # type: ignore[no-any-return]
 
 
 class Orientation(NamedTuple):
@@ -121,6 +132,16 @@ class Backend(ABC):
         """``quantize``, and with ``sums`` the sums of the columns of ``values``: FP32 [features]."""
         data = self.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         return data, values.sum(0, dtype=torch.float32) if sums else None
+
+    def join_gradients(
+        self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """``side_by_side`` of gradients, and what ``quantize_grad`` makes of the result as [rows, features]."""
+        joined = side_by_side(parts)
+        data, added = self.quantize_grad(
+            joined.view(-1, joined.shape[-1]), operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
+        )
+        return joined, data, added
 
     @abstractmethod
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:

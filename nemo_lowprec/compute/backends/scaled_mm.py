@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOp
 from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.kernels.loader import fused_kernels
+from nemo_lowprec.kernels.loader import fused_kernels, join_kernels
 from nemo_lowprec.options import Recipe
 
 
@@ -53,6 +54,23 @@ class ScaledMMBackend(ReferenceBackend):
             )
         parts = kernels.new_sums(values)
         return self._quantize(values, operand, rowwise, columnwise, record, parts), parts.sum(0)
+
+    def join_gradients(
+        self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        kernels, slot = join_kernels() if parts[0].is_cuda else None, operand.slot
+        if kernels is None or slot is None or slot.cold or not kernels.fits(parts):
+            return super().join_gradients(
+                parts, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
+            )
+        joined, row, col, scale_inv, added = kernels.join_quantized(
+            parts, slot.scale, operand.fmt, rowwise, columnwise, slot.amax if record else None, sums
+        )
+        data = QuantizedOperand(
+            None if row is None else Orientation(row, scale_inv, None),
+            None if col is None else Orientation(col, scale_inv, None),
+        )
+        return joined, data, added
 
     def _quantize(
         self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool, sums: Tensor | None

@@ -32,10 +32,12 @@ from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.patterns.norms import Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
+from nemo_lowprec.compute.patterns.rotary import Rotary
+from nemo_lowprec.compute.patterns.split import Split
 
 __all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "recognise", "run_with"]
 
-PATTERNS: list[Pattern] = [Norms()]
+PATTERNS: list[Pattern] = [Rotary(), Split(), Norms()]
 
 
 def candidates(model: nn.Module) -> dict[str, tuple[nn.Module, list[Pattern]]]:
@@ -80,6 +82,8 @@ def apply_patterns(
         if isinstance(outcome, Match):
             linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))
             left = [part for part in linears if part not in free] + [norm for norm in norms if norm in refused]
+            if outcome.beside and not any(full_name(name, own) in conversion.low for own in outcome.beside):
+                left = [full_name(name, outcome.beside[0])]
             if not left:
                 pattern.apply(model.get_submodule(name), outcome, backend)
                 free.difference_update(linears)

@@ -19,11 +19,13 @@ class Match:
 
     Attributes:
         linears: names of the linear layers whose GEMMs the pattern runs, as ``Conversion.low`` has them.
+        beside: names of linear layers one of which at least must be converted, for a pattern that runs no GEMM itself.
         norms: names of the norms that the pattern computes; ``""`` is the module itself.
         settings: anything that ``apply`` needs.
     """
 
     linears: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -66,7 +68,7 @@ def run_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) 
     if sorted(names) != sorted(parameters):
         return None
     try:
-        twin = _twin(module, parameters, "")
+        twin = twin_of(module, parameters)
         with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             out = type(module).forward(twin, *inputs)
     except Exception:  # any failure means: another function
@@ -74,8 +76,8 @@ def run_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) 
     return out if isinstance(out, Tensor) else None
 
 
-def _twin(module: nn.Module, parameters: dict[str, Tensor], prefix: str) -> nn.Module:
-    """A copy of ``module`` that shares all but parameters, submodules and hooks."""
+def twin_of(module: nn.Module, parameters: dict[str, Tensor], prefix: str = "") -> nn.Module:
+    """A copy of ``module`` with other ``parameters``, in evaluation, that shares all but submodules and hooks."""
     twin = copy.copy(module)
     state = twin.__dict__
     state.update({name: type(value)() for name, value in state.items() if name.endswith("_hooks")})
@@ -85,7 +87,7 @@ def _twin(module: nn.Module, parameters: dict[str, Tensor], prefix: str) -> nn.M
         for name, param in module._parameters.items()
     }
     state["_modules"] = {
-        name: child if child is None else _twin(child, parameters, f"{prefix}{name}.")
+        name: child if child is None else twin_of(child, parameters, f"{prefix}{name}.")
         for name, child in module._modules.items()
     }
     return twin
