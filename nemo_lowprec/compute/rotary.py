@@ -151,10 +151,8 @@ def _rotated(
         return rotated if again else [t.detach() for t in rotated]  # no views, which torch would forbid to change
     rows = [_rows(t, axis) for t in tensors]
     outs = [_like(t, axis, dtype) for t in tensors]
-    kernels.rotate(
-        rows, [_rows(out, axis) for out in outs], *(_last_contiguous(t if t.dim() == 3 else t[None]) for t in (cos, sin)),
-        layouts, rounds, backward,
-    )  # fmt: skip
+    cos, sin = (_last_contiguous(t if t.dim() == 3 else t[None]) for t in (cos, sin))
+    kernels.rotate(rows, [_rows(out, axis) for out in outs], cos, sin, layouts, rounds, backward)
     return outs
 
 

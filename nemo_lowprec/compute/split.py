@@ -51,6 +51,8 @@ class _Plain(Tensor):
 class LayerOutput(_Plain):
     """[batch, tokens, features]: the output of a ``SplitLinear``. Attribute ``_backend``: the layer's."""
 
+    _backend: Backend
+
     def reshape(self, *shape: Any) -> Tensor:  # type: ignore[override]
         return _in_parts(self, Tensor.reshape(self, *shape))
 

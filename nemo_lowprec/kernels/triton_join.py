@@ -161,14 +161,15 @@ def _launch(
     even = all(t.data_ptr() % 16 == 0 for t in parts) and rows % 16 == 0 and width % 16 == 0
     if even and all(s % 16 == 0 and s < _INT32 for s in strides):
         key = (
-            q.dtype, heads, dim, None if fmt is None else fmt.dtype, rowwise, columnwise, record is not None, sums, tile,
+            q.dtype, heads, dim, None if fmt is None else fmt.dtype, rowwise, columnwise, record is not None, sums,
+            tile,
         )  # fmt: skip
     either = row if row is not None else col if col is not None else out
     _join(
         device, key, tiles * 3 * -(-width // tile_cols),
         (
-            *parts, out, unread, scale_inv, either, either if col is None else col, unread if record is None else record,
-            unread if added is None else added, rows, tokens, *strides,
+            *parts, out, unread, scale_inv, either, either if col is None else col,
+            unread if record is None else record, unread if added is None else added, rows, tokens, *strides,
         ),
         lambda: {
             "WIDTH": width, "DIM": dim, "FP8_MAX": 1.0 if fmt is None else fmt.max, "QUANTIZE": scale is not None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -208,6 +207,7 @@ def rotate(
     even = all(t.data_ptr() % 16 == 0 for t in (q, k, q_out, outs[-1], cos, sin))
     if even and all(s % 16 == 0 and s < _INT32 for s in strides):  # type: ignore[operator]
         key = (
-            q.dtype, q_out.dtype, cos.dtype, q.shape[2], k.shape[2], q.shape[3], cos.shape[-1], layouts, rounds, backward,
+            q.dtype, q_out.dtype, cos.dtype, q.shape[2], k.shape[2], q.shape[3], cos.shape[-1], layouts, rounds,
+            backward,
         )  # fmt: skip
     _rotary(q.get_device(), key, blocks, args, lambda: constants)

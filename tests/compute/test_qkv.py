@@ -15,52 +15,9 @@ from nemo_lowprec.compute.patterns.split import Split
 from nemo_lowprec.compute.producers import GradReader
 from nemo_lowprec.compute.split import LayerOutput, Parts, SplitLinear, as_layer_output
 from nemo_lowprec.options import LayerFilter, Recipe
+from tests.attention_models import Attention, Window
 
 HALF = torch.bfloat16
-
-
-class Attention(nn.Module):
-    """timm's ``Attention``, with its options."""
-
-    def __init__(self, dim=48, num_heads=3, qk_norm=False, fused=True, drop=0.0):
-        super().__init__()
-        self.num_heads, self.head_dim, self.fused_attn = num_heads, dim // num_heads, fused
-        self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, dim * 3)
-        self.q_norm = nn.LayerNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.attn_drop = nn.Dropout(drop)
-        self.proj = nn.Linear(dim, dim)
-
-    def forward(self, x, attn_mask=None):
-        B, N, C = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.fused_attn:
-            p = self.attn_drop.p if self.training else 0.0
-            x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, dropout_p=p)
-        else:
-            q = q * self.scale
-            attn = (q @ k.transpose(-2, -1)).softmax(dim=-1)
-            x = self.attn_drop(attn) @ v
-        return self.proj(x.transpose(1, 2).reshape(B, N, C))
-
-
-class Window(Attention):
-    """Swin's ``WindowAttention``: a bias of a fixed number of tokens, q scaled in place, parts by their index."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, x):
-        B_, N, C = x.shape
-        qkv = self.qkv(x).reshape(B_, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv[0], qkv[1], qkv[2]
-        q *= self.scale
-        attn = (q @ k.transpose(-2, -1) + self.bias.to(q.dtype)).softmax(-1)
-        return self.proj((attn @ v).transpose(1, 2).reshape(B_, N, C))
 
 
 class TokensFirst(Attention):
@@ -312,14 +269,14 @@ def test_second_derivatives():
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
 
 
-def output(**how):
+def output():
     generator = torch.Generator().manual_seed(0)
     source = torch.randn(2, 5, 24, generator=generator, requires_grad=True)
     return source, as_layer_output((source * 1).contiguous(), ReferenceBackend())
 
 
 def test_a_layer_output_is_like_any_tensor():
-    source, out = output()
+    _, out = output()
     assert type(out) is LayerOutput and isinstance(out, torch.Tensor)
     for other in (out + 1, out.view(2, -1), out.transpose(0, 1), out[0], torch.cat([out, out]), out.detach()):
         assert type(other) is torch.Tensor

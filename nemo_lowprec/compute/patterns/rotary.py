@@ -11,7 +11,7 @@ import dis
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -37,13 +37,13 @@ class Rotary(Pattern):
         return has_linears and bool(rotary_functions(type(module)))
 
     def recognise(self, module: nn.Module) -> Match | str:
-        if fused_class(type(module)) is None:
+        if fused_class(type(module)) is None:  # type: ignore[arg-type]
             return f"the rotary embedding of {type(module).__name__} is another formula"
         linears = tuple(name for name, child in module.named_children() if isinstance(child, nn.Linear))
         return Match(beside=linears)
 
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
-        fused = fused_class(type(module))
+        fused = fused_class(type(module))  # type: ignore[arg-type]
         assert fused is not None
         swap(module, fused)
 
@@ -115,7 +115,7 @@ def rotary_functions(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 def _signature(function: Any) -> tuple[int, int | None] | None:
     """(number of tensors before cos and sin, default of ``unsqueeze_dim``); None for any other function."""
-    if not callable(function) or isinstance(function, type | nn.Module):
+    if not callable(function) or not isinstance(function, Hashable) or isinstance(function, type | nn.Module):
         return None
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -150,7 +150,7 @@ def form_of(function: Callable[..., Any]) -> RotaryForm | None:
 
 
 def _with_roundings(probe: _Probe, form: RotaryForm, may_take_axis: bool) -> RotaryForm | None:
-    """``form`` with all that is known of it only by more calls; None for other roundings than those that it can have."""
+    """``form`` with what more calls show; None for roundings that it cannot have."""
     partial = probe.agrees(form, rest=6)
     takes_axis = may_take_axis and form.axis in (1, 2) and probe.agrees(form, axis=3 - form.axis)
     form = form._replace(partial=partial, takes_axis=takes_axis)

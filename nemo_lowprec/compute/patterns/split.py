@@ -1,7 +1,7 @@
 """Attention modules with one linear layer for queries, keys and values, as timm's have it.
 
-The module's own forward runs on tensors without memory, which shows whether it splits the layer's output in the way that
-``compute/split.py`` knows. Its code is not replaced, nor is the way in which it attends.
+The module's own forward runs on tensors without memory, which shows whether it splits the layer's output in the way
+that ``compute/split.py`` knows. Its code is not replaced, nor is the way in which it attends.
 """
 
 from __future__ import annotations
