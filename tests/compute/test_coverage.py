@@ -152,7 +152,7 @@ def test_the_table_has_all_of_it():
     assert names == {
         *(f"*.self_attn.{part}_proj" for part in "qkvo"), "*.experts.gate_up_proj", "*.experts.down_proj",
         "lm_head", "*.gate.weight", "*.embed_tokens.weight", "*.input_layernorm", "*.post_attention_layernorm",
-        "*.norm",
+        "*.norm", "*.self_attn",
     } - {"lm_head"}  # fmt: skip
     assert lines[lines.index(next(line for line in lines if "the head" in line)) + 1].split() == ["lm_head"]
     shares = [float(line.split("%")[0].split()[-1]) for line in lines if "%" in line]

@@ -346,6 +346,7 @@ def test_only_beside_converted_layers():
     model = attention()
     result, _ = convert(model, skip=["0"])
     assert list(result.fused) == ["2"] and type(model[0]) is Attention
+    assert result.unfused == {"0": "its linear layers are in half precision"}
     model = attention()
     result, _ = convert(model, skip=["0.q", "0.o"])
     assert list(result.fused) == ["0", "2"]

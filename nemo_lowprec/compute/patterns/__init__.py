@@ -17,7 +17,7 @@ one file here. To add one, such as a norm that hands its quantized output to the
 
 A parent (``is_parent``) is fused on top of its linear layers, which are converted as ever: names, scales, histories and
 the weights' storage do not change, and a checkpoint fits with and without the pattern. A parent is left alone where one
-of its linear layers or norms is left in half precision. ``Conversion`` lists the outcomes.
+of the linear layers or norms that its pattern computes is left in half precision. ``Conversion`` lists the outcomes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from nemo_lowprec.compute.patterns.rotary import Rotary
 from nemo_lowprec.compute.patterns.split import Split
 
 __all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "recognise", "run_with"]
+
+_ALONE = "its linear layers are in half precision"
 
 PATTERNS: list[Pattern] = [Rotary(), Split(), Norms()]
 
@@ -82,9 +84,8 @@ def apply_patterns(
         if isinstance(outcome, Match):
             linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))
             left = [part for part in linears if part not in free] + [norm for norm in norms if norm in refused]
-            if outcome.beside and not any(full_name(name, own) in conversion.low for own in outcome.beside):
-                left = [full_name(name, outcome.beside[0])]
-            if not left:
+            alone = outcome.beside and not any(full_name(name, own) in conversion.low for own in outcome.beside)
+            if not left and not alone:
                 pattern.apply(model.get_submodule(name), outcome, backend)
                 free.difference_update(linears)
                 computed.update(norms)
@@ -92,5 +93,5 @@ def apply_patterns(
                 if pattern.is_parent:
                     conversion.fused[name] = pattern.name
                 continue
-            outcome = f"{left[0]} is in half precision, or part of another pattern"
+            outcome = f"{left[0]} is in half precision, or part of another pattern" if left else _ALONE
         (conversion.unfused if pattern.is_parent else conversion.kept)[name] = outcome

@@ -11,7 +11,7 @@ import dis
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
@@ -33,19 +33,22 @@ class Rotary(Pattern):
     name = "rotary embedding"
 
     def is_candidate(self, module: nn.Module) -> bool:
-        has_linears = any(isinstance(child, nn.Linear) for child in module.children())
-        return has_linears and bool(rotary_functions(type(module)))
+        return bool(rotary_functions(type(module))) and bool(_linears(module))
 
     def recognise(self, module: nn.Module) -> Match | str:
         if fused_class(type(module)) is None:  # type: ignore[arg-type]
             return f"the rotary embedding of {type(module).__name__} is another formula"
-        linears = tuple(name for name, child in module.named_children() if isinstance(child, nn.Linear))
-        return Match(beside=linears)
+        return Match(beside=_linears(module))
 
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
         fused = fused_class(type(module))  # type: ignore[arg-type]
         assert fused is not None
         swap(module, fused)
+
+
+def _linears(module: nn.Module) -> tuple[str, ...]:
+    """Names of the linear layers in ``module``, also inside of adapters."""
+    return tuple(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
 
 
 class FusedClass(type(nn.Module)):  # type: ignore[misc]
@@ -115,7 +118,7 @@ def rotary_functions(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 def _signature(function: Any) -> tuple[int, int | None] | None:
     """(number of tensors before cos and sin, default of ``unsqueeze_dim``); None for any other function."""
-    if not callable(function) or not isinstance(function, Hashable) or isinstance(function, type | nn.Module):
+    if not callable(function) or isinstance(function, type | nn.Module) or type(function).__hash__ is None:
         return None
     try:
         parameters = list(inspect.signature(function).parameters.values())
