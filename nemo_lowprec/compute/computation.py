@@ -25,6 +25,8 @@ from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
+from nemo_lowprec.compute.keeping import GatedMLP, find_gated, keep_less
+from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
@@ -106,6 +108,7 @@ class Computation(Column):
         assert self.backend is not None
         self._model = model
         on_cpu = self.device.type == "cpu"
+        gated = find_gated(model) if self.options.activations is not None else {}
         self.conversion = convert_layers(
             model,
             self.half,
@@ -126,10 +129,18 @@ class Computation(Column):
             if self._opens_autocast:
                 for handle in take_fp32_input_outside_autocast(model):
                     self._hooks.enter_context(handle)
+        if self.options.activations is not None:
+            self._keep_less(model, self.options.activations, gated)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
             self.amaxes.append(TEAmaxes(model))
+
+    def _keep_less(self, model: nn.Module, wanted: str, gated: dict[str, GatedMLP]) -> None:
+        assert self.backend is not None
+        keeps = Keeps(self.backend, "fp8" in wanted, "recompute" in wanted)
+        alone = {name: parts for name, parts in gated.items() if name not in self.conversion.fused}
+        self.conversion.keeping = keep_less(model, keeps, self.conversion.norms, self.conversion.kept, alone)
 
     def settle(self) -> None:
         self.own_amaxes.weights.keeps = self._keeps_weights()
@@ -161,6 +172,8 @@ class Computation(Column):
             return False  # FSDP2 gathers, and frees, the weights for each pass
         if wanted != "auto":
             return bool(wanted)
+        if self.options.activations is not None:  # memory counts
+            return False
         return sum(weight.numel() for weight in self._converted_weights()) <= _KEPT_WEIGHTS
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
