@@ -1,13 +1,16 @@
-"""A linear layer's input that is not kept for backward, because its producer keeps enough to compute it again.
+"""A linear layer's input that is not kept in FP8 for backward, because its producer keeps enough to compute it again.
 
 A norm or an activation that keeps its own input marks its output (``mark``). The layers that read the output save the
 producer's tensors, which are there anyway, in the place of the columnwise operand of their wgrad GEMM. Backward
 computes the output again, once for all of its readers, and quantizes it columnwise.
+
+The output of attention is such an input, too: ``scaled_dot_product_attention`` keeps it in half precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +54,28 @@ def mark(output: Tensor, again: Again, tensors: Sequence[Tensor]) -> None:
     output.__dict__[_AGAIN] = again, tensors, output._version
 
 
-def again_of(source: Tensor) -> tuple[Again, Sequence[Tensor]] | None:
-    """What the producer of ``source`` has left by ``mark``; None where there is nothing, or ``source`` was changed."""
+def again_of(source: Tensor, attention: bool) -> tuple[Again, Sequence[Tensor]] | None:
+    """How to compute ``source`` again, and the tensors to save for this; None where its producer keeps nothing.
+
+    Args:
+        attention: whether the output of attention, which is there in backward, counts.
+    """
+    if source.is_inference():
+        return None
     again, tensors, version = source.__dict__.get(_AGAIN, (None, (), 0))
-    return (again, tensors) if again is not None and not source.is_inference() and version == source._version else None
+    if again is not None and version == source._version:
+        return again, tensors
+    if attention and _is_attention(source):
+        return Again(lambda kept: kept[0]), [source.detach()]
+    return None
+
+
+_VIEWS = frozenset(f"{op}Backward0" for op in ("View", "Transpose", "Permute", "Unsqueeze", "ReshapeAlias", "Alias"))
+
+
+def _is_attention(source: Tensor) -> bool:
+    """Whether ``source`` is a view of the output of one of torch's attention kernels, which save it."""
+    node: Any = source.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name().startswith("ScaledDotProduct")

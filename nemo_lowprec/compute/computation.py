@@ -25,7 +25,7 @@ from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
-from nemo_lowprec.compute.keeping import GatedMLP, find_gated, keep_less
+from nemo_lowprec.compute.keeping import GatedMLP, find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
@@ -90,6 +90,11 @@ class Computation(Column):
             raise ValueError(f"graphs=True: there are no CUDA graphs {where}. Leave it out.")
         if self.options.weight_cache is True and self._gathered_as is not None:
             raise ValueError(f"weight_cache=True: no weights are kept {sharded}. Leave it out.")
+        if self.options.activations is not None and not may_keep_less(model):
+            raise ValueError(
+                f"activations={self.options.activations!r}: {type(model).__name__} has no norm and no activation that "
+                "is a module (nn.GELU in the place of F.gelu). Leave it out, or recompute whole blocks."
+            )
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
             te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
@@ -140,6 +145,9 @@ class Computation(Column):
         assert self.backend is not None
         keeps = Keeps(self.backend, "fp8" in wanted, "recompute" in wanted)
         alone = {name: parts for name, parts in gated.items() if name not in self.conversion.fused}
+        for module in model.modules():
+            for plan in gemm_plans(module).values():
+                plan.inputs.again = True
         self.conversion.keeping = keep_less(model, keeps, self.conversion.norms, self.conversion.kept, alone)
 
     def settle(self) -> None:
@@ -210,7 +218,7 @@ class Computation(Column):
         if recipe is None or self._model is None or self.backend is None:
             return None
         how = f"{recipe.scaling}, {self.backend.name}"
-        return describe_layers(self._model, self.conversion, self.options.level, how)
+        return describe_layers(self._model, self.conversion, self.options.level, how, self.options.activations)
 
     def after_step(self, skipped: bool) -> None:
         for amaxes in self.amaxes:

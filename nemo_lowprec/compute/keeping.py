@@ -23,7 +23,7 @@ from nemo_lowprec.compat.modules import all_hooks
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.class_swap import own_forward, swap
 from nemo_lowprec.compute.kept import Formula, Keeps, keep_inputs, own_values
-from nemo_lowprec.compute.patterns import run_with
+from nemo_lowprec.compute.patterns import candidates, run_with
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -95,6 +95,13 @@ def _applies(x: Any) -> bool:
     return x.dtype in _DTYPES and x.dim() > 1 and x.numel() > 0
 
 
+def may_keep_less(model: nn.Module) -> bool:
+    """Whether ``model``, which is not converted, has a module whose inputs would be kept."""
+    if any(isinstance(module, _NORMS) or _is_activation(module) for module in model.modules()):
+        return True
+    return any(not patterns[0].is_parent for _, patterns in candidates(model).values())  # other RMSNorms
+
+
 def find_gated(model: nn.Module) -> dict[str, GatedMLP]:
     """The gated MLPs of ``model``, by name; called before a layer is converted. Reads no values of ``model``."""
     found = {name: _parts_of(module) for name, module in model.named_modules()}
@@ -155,17 +162,15 @@ def _parts_of(module: nn.Module) -> GatedMLP | None:
     return None
 
 
-def _computes(
-    module: nn.Module, children: dict[str, nn.Module], gate: str, up: str, down: str, act: nn.Module
-) -> bool:
+def _computes(module: nn.Module, children: dict[str, nn.Module], gate: str, up: str, down: str, act: nn.Module) -> bool:
     """Whether the forward of ``module`` is a gated MLP's; it runs with small random parameters."""
     generator = torch.Generator().manual_seed(0)
     values = {}
     for name, shape in ((gate, (6, 4)), (up, (6, 4)), (down, (4, 6))):
-        values[f"{name}.weight"] = torch.randn(shape, generator=generator)
+        values[f"{name}.weight"] = torch.randn(shape, generator=generator, device="cpu")
         if children[name].bias is not None:
-            values[f"{name}.bias"] = torch.randn(shape[0], generator=generator)
-    x = torch.randn(2, 3, 4, generator=generator)
+            values[f"{name}.bias"] = torch.randn(shape[0], generator=generator, device="cpu")
+    x = torch.randn(2, 3, 4, generator=generator, device="cpu")
     got = run_with(module, values, x)
     if got is None or got.shape != x.shape:
         return False

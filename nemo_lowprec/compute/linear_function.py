@@ -103,7 +103,7 @@ class LinearFunction(torch.autograd.Function):
 
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
-        again = again_of(x) if x_columnwise and fprop8 else None
+        again = again_of(x, plan.inputs.again) if x_columnwise and fprop8 else None
         x_columnwise = x_columnwise and again is None
         if fprop8 or x_columnwise:
             padded = F.pad(values, (0, 0, 0, pad)) if pad else values
@@ -207,7 +207,7 @@ def _backward(
     _, dgrad8, wgrad8 = plan.fp8
     need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
     saved, (x_end, w_end) = ctx.saved_tensors, ctx.splits
-    x_meta, w_meta = ctx.metas
+    w_meta = ctx.metas[1]
 
     rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
     need_sums = ctx.bias_dtype is not None and need_bias
