@@ -225,20 +225,21 @@ def cast_blocks(data: Tensor, exponent: Tensor, scale: Tensor, fmt: FloatFormat)
 
 @triton.jit(do_not_specialize=["per_row", "total"])
 def _dequantize_kernel(
-    data_ptr, exponent_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, BLOCKS: tl.constexpr
+    data_ptr, exponent_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * BLOCKS
     block, inside, _, _, offset = tile_at(first, cols, per_row, total, FLAT, BLOCKS)
     exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
     x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
-    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + offset, saturate(x, LARGEST).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _dequantize = Launcher(_dequantize_kernel, num_warps=_WARPS)
 
 
 def dequantize(data: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of a CUDA tensor in blocks, rounded to ``dtype`` (FP32, FP16 or BF16); contiguous."""
+    """The values of a CUDA tensor in blocks, rounded to ``dtype`` (FP32, FP16 or BF16) and saturated; contiguous."""
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     rows, cols, per_row = block_grid(data.shape)
     total = rows * per_row
@@ -250,7 +251,8 @@ def dequantize(data: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
             key = data.dtype, dtype
         args = data, exponent, out, cols, per_row, total
         _dequantize(
-            data.get_device(), key, -(-total // _BLOCKS), args, lambda: {"FLAT": flat, "BLOCKS": _BLOCKS}
+            data.get_device(), key, -(-total // _BLOCKS), args,
+            lambda: {"FLAT": flat, "LARGEST": torch.finfo(dtype).max, "BLOCKS": _BLOCKS},
         )  # fmt: skip
     return out
 

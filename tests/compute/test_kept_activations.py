@@ -166,6 +166,13 @@ def test_a_value_that_is_not_finite_makes_a_nan():
     assert back.isnan().nonzero().tolist() == [[0, 3], [1, 5]] and (back.nan_to_num(1.0) == 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_values_stay_finite(dtype):
+    x = torch.full((2, 128), torch.finfo(dtype).max, dtype=dtype)
+    back = BACKEND.decompress(BACKEND.compress(x), dtype)
+    assert (back.double() <= x.double()).all() and (back.double() >= 0.93 * x.double()).all()
+
+
 def keeping(module, fp8=True, again=False):
     norms = [name for name, m in module.named_modules() if isinstance(m, nn.LayerNorm | nn.RMSNorm)]
     keep_less(module, Keeps(BACKEND, fp8, again), norms, (), find_gated(module))

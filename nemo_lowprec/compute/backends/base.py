@@ -173,12 +173,13 @@ class Backend(ABC):
         return [data.view(values.shape), exponents]
 
     def decompress(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The values of which ``compress`` has returned ``tensors``, in ``dtype``."""
+        """The values of which ``compress`` has returned ``tensors``, in ``dtype``, saturated."""
         data, exponents = tensors
         rows = data.view(-1, data.shape[-1])
         kernels = block_kernels() if data.is_cuda else None
         if kernels is None:
-            return dequantize_rows(rows, exponents).to(dtype).view(data.shape)
+            largest = torch.finfo(dtype).max
+            return dequantize_rows(rows, exponents).clamp_(-largest, largest).to(dtype).view(data.shape)
         return kernels.dequantize(rows, exponents, dtype).view(data.shape)  # type: ignore[no-any-return]
 
     def describe(self, operand: Any) -> str:
