@@ -153,9 +153,10 @@ class Computation(Column):
     def settle(self) -> None:
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
+        again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
         for module in self._model.modules() if self._model is not None else ():
             for plan in gemm_plans(module).values():
-                plan.keeps_weight = plan.keeps_weight and not self._frees_weights
+                plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
         self._capture_blocks()
 

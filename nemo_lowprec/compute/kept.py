@@ -2,7 +2,8 @@
 
 ``activations="fp8"``        the inputs in E4M3, each block of 128 features of a row with a power of two (COAT,
                              arXiv:2410.19313, section 5): 129 bytes for 128 elements
-``activations="recompute"``  the inputs as they are; the linear layers behind keep no input (``again.py``)
+``activations="recompute"``  the inputs as they are; the linear layers behind keep no input (``again.py``), and no
+                             linear layer keeps an FP8 weight
 
 Backward computes the module again from the inputs that were kept; for activations that torch has a derivative of, only
 the derivative. A module that computes with kernels of its own keeps through ``Keeps``: its class has an attribute

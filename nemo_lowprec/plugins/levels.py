@@ -46,9 +46,9 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
         "blocks whose kernels the GPU finishes before the host has launched the next ones."
     ),
     "activations": (
-        "what converted norms, activations and gated activations keep for backward: None (as autograd does), 'fp8' "
-        "(their inputs, in E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the layers "
-        "behind them keep none, and results are the same bit for bit), or 'fp8+recompute'."
+        "what norms, activations and gated MLPs keep for backward: None (what autograd keeps), 'fp8' (their inputs, in "
+        "E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the layers behind keep neither "
+        "input nor FP8 weight, and results are the same), or 'fp8+recompute'."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }

@@ -569,6 +569,17 @@ def test_memory_counts_more_than_kept_weights():
     assert start("fp8", weight_cache=True)[1].amaxes.weights.keeps
 
 
+def test_recomputation_keeps_no_fp8_weight():
+    weights = 12 * D * D  # one byte each, of a block; the reference's two orientations share them
+    sizes = {
+        choice: kept_bytes(choice, ViT, images, 2, 32) - kept_bytes(choice, ViT, images, 1, 32) for choice in CHOICES
+    }
+    tokens = {choice: 4 * 32 * bytes_of_a_token(choice, ViT, images) for choice in CHOICES}
+    assert 0 <= sizes["fp8"] - tokens["fp8"] - weights < 256
+    for choice in ("recompute", "fp8+recompute"):
+        assert 0 <= sizes[choice] - tokens[choice] < 256
+
+
 def test_norms_that_are_left_alone_keep_what_they_kept():
     model, engine = start("fp8", skip=["norm", "blocks.0.*"])
     assert sorted(engine.columns.computation.conversion.keeping) == [
