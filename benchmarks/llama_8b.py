@@ -2,7 +2,8 @@
 
     python -m benchmarks.llama_8b
 
-Layers are recomputed in backward. The peak counts from the second step on, when everything that training keeps is
+Layers are recomputed in backward, but for a level with an argument ``activations``, such as
+``msamp_o2, activations=fp8+recompute``. The peak counts from the second step on, when everything that training keeps is
 there; those of setting up and of the first step stand beside it.
 """
 
@@ -25,6 +26,7 @@ from nemo_lowprec.plugins import LEVELS
 
 VOCAB, GIB = 128_256, 2**30
 WARMUP = 2
+DEFAULT = ["msamp_o2", "msamp_o3", "bf16_mixed", "msamp_o2, activations=fp8+recompute"]
 
 
 class _Random(IterableDataset):
@@ -42,14 +44,16 @@ class _Random(IterableDataset):
 
 def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch) -> int:
     """Train; returns the number of parameters."""
+    name, *options = level.split(", ")
+    given: dict[str, Any] = dict(option.split("=") for option in options)
     module = CausalLM(
         preset=preset, config=config, vocab_size=VOCAB, lr=1e-5, min_lr=1e-6, warmup_steps=0,
-        activation_checkpointing=True,
+        activation_checkpointing="activations" not in given,
     )  # fmt: skip
     # configure_model makes the weights on the GPU, where conversion turns them into the level's one by one.
     trainer = pl.Trainer(
         accelerator="auto", devices=1, max_steps=watch.steps, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch], plugins=LEVELS[level](),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch], plugins=LEVELS[name](**given),
     )  # fmt: skip
     trainer.fit(module, DataLoader(_Random(sequence), batch_size=None))
     return sum(p.numel() for p in module.parameters())
@@ -57,7 +61,7 @@ def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: W
 
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "llama_8b_h200.jsonl")
-    parser.add_argument("--levels", nargs="*", default=["msamp_o2", "msamp_o3", "bf16_mixed"])
+    parser.add_argument("--levels", nargs="*", default=DEFAULT)
     parser.add_argument("--steps", type=int, default=8, help=f"steps, of which {WARMUP} warm up and the last is traced")
     parser.add_argument("--preset", default="llama3_8b")
     parser.add_argument("--layers", type=int, help="the preset's without")

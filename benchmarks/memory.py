@@ -26,6 +26,10 @@ from nemo_lowprec.plugins import LEVELS
 BASELINE = "fp16_amp"
 LIGHTNING = "16-mixed"  # Lightning's own
 SCALE = 2.0**12  # loss scale that no step overflows at, so that every step counts
+LEVELS_AND_ARGUMENTS = [
+    LIGHTNING, BASELINE, "msamp_o1", "msamp_o2", "msamp_o3", "msamp_o2, activations=recompute",
+    "msamp_o2, activations=fp8", "msamp_o2, activations=fp8+recompute",
+]  # fmt: skip
 BATCH = {"swin_1b": 16, "deit_1b": 128, "tiny": 4}
 
 
@@ -74,11 +78,14 @@ class _Same(IterableDataset):
 
 
 def _precision(level: str) -> dict[str, Any]:
+    """The Trainer's arguments for ``level``, with arguments of the level behind it: ``msamp_o2, activations=fp8``."""
     if level == LIGHTNING:
         from lightning.pytorch.plugins.precision import MixedPrecision
 
         return {"plugins": MixedPrecision(LIGHTNING, DEVICE.type, torch.amp.GradScaler(DEVICE.type, init_scale=SCALE))}
-    return {"plugins": LEVELS[level](**({"initial_loss_scale": SCALE} if level == BASELINE else {}))}
+    name, *options = level.split(", ")
+    given: dict[str, Any] = dict(option.split("=") for option in options)
+    return {"plugins": LEVELS[name](**given, **({"initial_loss_scale": SCALE} if name == BASELINE else {}))}
 
 
 def run(name: str, level: str, batch: int, watch: Watch) -> int:
@@ -96,7 +103,7 @@ def run(name: str, level: str, batch: int, watch: Watch) -> int:
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "memory_h200.jsonl")
     parser.add_argument("--models", nargs="*", default=["swin_1b", "deit_1b"], help="swin_1b, deit_1b, tiny")
-    parser.add_argument("--levels", nargs="*", default=[LIGHTNING, BASELINE, "msamp_o1", "msamp_o2", "msamp_o3"])
+    parser.add_argument("--levels", nargs="*", default=LEVELS_AND_ARGUMENTS)
     parser.add_argument("--batch", type=int, help="images; 16 for swin_1b and 128 for deit_1b without")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of 5 steps a level and pass")
     parser.add_argument("--passes", type=int, default=2, help="times that the whole field runs")

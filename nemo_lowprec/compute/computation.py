@@ -25,6 +25,8 @@ from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
+from nemo_lowprec.compute.keeping import GatedMLP, find_gated, keep_less, may_keep_less
+from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
@@ -88,6 +90,11 @@ class Computation(Column):
             raise ValueError(f"graphs=True: there are no CUDA graphs {where}. Leave it out.")
         if self.options.weight_cache is True and self._gathered_as is not None:
             raise ValueError(f"weight_cache=True: no weights are kept {sharded}. Leave it out.")
+        if self.options.activations is not None and not may_keep_less(model):
+            raise ValueError(
+                f"activations={self.options.activations!r}: {type(model).__name__} has no norm and no activation that "
+                "is a module (nn.GELU in the place of F.gelu). Leave it out, or recompute whole blocks."
+            )
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
             te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
@@ -106,6 +113,7 @@ class Computation(Column):
         assert self.backend is not None
         self._model = model
         on_cpu = self.device.type == "cpu"
+        gated = find_gated(model) if self.options.activations is not None else {}
         self.conversion = convert_layers(
             model,
             self.half,
@@ -126,17 +134,29 @@ class Computation(Column):
             if self._opens_autocast:
                 for handle in take_fp32_input_outside_autocast(model):
                     self._hooks.enter_context(handle)
+        if self.options.activations is not None:
+            self._keep_less(model, self.options.activations, gated)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
             self.amaxes.append(TEAmaxes(model))
 
+    def _keep_less(self, model: nn.Module, wanted: str, gated: dict[str, GatedMLP]) -> None:
+        assert self.backend is not None
+        keeps = Keeps(self.backend, "fp8" in wanted, "recompute" in wanted)
+        alone = {name: parts for name, parts in gated.items() if name not in self.conversion.fused}
+        for module in model.modules():
+            for plan in gemm_plans(module).values():
+                plan.inputs.again = True
+        self.conversion.keeping = keep_less(model, keeps, self.conversion.norms, self.conversion.kept, alone)
+
     def settle(self) -> None:
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
+        again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
         for module in self._model.modules() if self._model is not None else ():
             for plan in gemm_plans(module).values():
-                plan.keeps_weight = plan.keeps_weight and not self._frees_weights
+                plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
         self._capture_blocks()
 
@@ -161,6 +181,8 @@ class Computation(Column):
             return False  # FSDP2 gathers, and frees, the weights for each pass
         if wanted != "auto":
             return bool(wanted)
+        if self.options.activations is not None:  # memory counts
+            return False
         return sum(weight.numel() for weight in self._converted_weights()) <= _KEPT_WEIGHTS
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
@@ -197,7 +219,7 @@ class Computation(Column):
         if recipe is None or self._model is None or self.backend is None:
             return None
         how = f"{recipe.scaling}, {self.backend.name}"
-        return describe_layers(self._model, self.conversion, self.options.level, how)
+        return describe_layers(self._model, self.conversion, self.options.level, how, self.options.activations)
 
     def after_step(self, skipped: bool) -> None:
         for amaxes in self.amaxes:

@@ -21,6 +21,7 @@ class Conversion:
         asked: names in ``kept`` of layers that the arguments for choosing layers leave out.
         fused: name to pattern, for every parent of converted layers that a pattern computes (``compute.patterns``).
         unfused: name to reason, for every other parent that a pattern has looked at.
+        keeping: name to kind, for every module of which backward needs the inputs alone (``activations``).
     """
 
     low: list[str] = field(default_factory=list)
@@ -31,3 +32,4 @@ class Conversion:
     asked: set[str] = field(default_factory=set)
     fused: dict[str, str] = field(default_factory=dict)
     unfused: dict[str, str] = field(default_factory=dict)
+    keeping: dict[str, str] = field(default_factory=dict)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_wanted
+from nemo_lowprec.compute.again import Again
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import InputGradient
@@ -76,14 +77,16 @@ def _saved_input(ctx: Any) -> Tensor:
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
         values = saved[0].reshape(-1, ctx.shape[-1])
+    elif isinstance(ctx.metas[0], Again):
+        values = ctx.metas[0].values(saved[:x_end]).reshape(-1, ctx.shape[-1]).to(plan.half)
     else:
         operand = plan.backend.restore(list(saved[:x_end]), ctx.metas[0])
         rows = ctx.rows + ctx.pad
         values = _values(plan.backend, operand, rows, plan.operands["input"], plan.half, ctx.weight.device)
     if ctx.gradient is None or not torch.is_grad_enabled():
         return values[: ctx.rows]
-    linked: Tensor = _LinkedInput.apply(saved[w_end], values[: ctx.rows], ctx.gradient, ctx.x_dtype, ctx.pad)
-    return linked
+    found: Tensor = _LinkedInput.apply(saved[w_end], values[: ctx.rows], ctx.gradient, ctx.x_dtype, ctx.pad)
+    return found
 
 
 @torch.no_grad()
@@ -100,6 +103,31 @@ def _values(backend: Backend, x: Any, rows: int, kind: Operand, half: torch.dtyp
         quantized = backend.quantize(columns, operand, rowwise=False, columnwise=True, record=False)
         chunks.append(backend.wgrad(quantized, x, half))
     return torch.cat(chunks)[:rows]
+
+
+def link_to(x: Tensor) -> tuple[Tensor, InputGradient]:
+    """(an empty tensor whose node in the graph leads to ``x``, the sum that this node returns as the gradient)."""
+    total = InputGradient()
+    link: Tensor = _Link.apply(x, total)
+    return link, total
+
+
+def linked(link: Tensor, values: Tensor, total: InputGradient) -> Tensor:
+    """``values`` in the place of the tensor that ``link_to`` was called with, whose gradient adds to ``total``."""
+    found: Tensor = _LinkedInput.apply(link, values, total, values.dtype, 0)
+    return found
+
+
+class _Link(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, total: InputGradient) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.total = total
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.total.take(), None
 
 
 class _LinkedInput(torch.autograd.Function):

@@ -31,6 +31,7 @@ class GemmPlan:
         weight: says when the weight was written, and keeps the quantized weight; None: it is quantized at each use.
         keeps_weight: whether forward makes and saves the weight's columnwise operand for backward. False for a weight
             that is gathered again in backward: forward then saves nothing of it, but for an input without elements.
+            False, too, where operands are made again to save memory.
         name: the layer's name in the model.
         observers: of the engine that converted the layer; each operand is announced to them when it is ready.
         fp8: which of (fprop, dgrad, wgrad) run in FP8.

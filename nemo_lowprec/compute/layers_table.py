@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from nemo_lowprec.chart import PrecisionLevel
@@ -48,16 +50,28 @@ def layers_table(groups: list[Group], low: str) -> str:
 
 
 def describe_layers(
-    model: nn.Module, conversion: Conversion, level: PrecisionLevel, how: str
+    model: nn.Module, conversion: Conversion, level: PrecisionLevel, how: str, activations: str | None = None
 ) -> tuple[str, str | None]:
     """The table of a converted model, and a warning where too little is converted, else None.
 
     Args:
         how: scaling and backend of the GEMMs.
+        activations: the level's argument.
     """
     groups = groups_of(model, conversion)
     problem = too_little(groups)
-    return layers_table(groups, f"{level.compute.upper()} ({how})"), problem and f"{level.name}: {problem}"
+    table = layers_table(groups, f"{level.compute.upper()} ({how})")
+    if activations is not None:
+        table = "\n".join([table, *_row(f"{len(conversion.keeping):,}", "", _kept(conversion, activations))])
+    return table, problem and f"{level.name}: {problem}"
+
+
+def _kept(conversion: Conversion, activations: str) -> str:
+    kinds = Counter(conversion.keeping.values())
+    found = ", ".join(f"{count:,} {kind}{'s' if count > 1 else ''}" for kind, count in kinds.items())
+    form = "in FP8" if "fp8" in activations else "as they are"
+    behind = ", and the layers behind them keep none" if "recompute" in activations else ""
+    return f"keep for backward their inputs alone, {form}{behind}: {found}"
 
 
 def _row(count: str, share: str, text: str) -> list[str]:

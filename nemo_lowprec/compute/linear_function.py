@@ -1,6 +1,7 @@
 """The passes of a converted linear layer.
 
 forward   quantize the input [M, K] (``SharedInput``) and the weight [N, K], ``backend.fprop``; save the columnwise data
+          (of an input that its producer can compute again, what the producer keeps: ``again.py``)
 backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the input's gradient, ``backend.wgrad``
 """
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched
+from nemo_lowprec.compute.again import Again, again_of
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
@@ -101,6 +103,8 @@ class LinearFunction(torch.autograd.Function):
 
         x8 = w8 = None
         x_columnwise, w_columnwise = need_wgrad and wgrad8, need_dgrad and dgrad8
+        again = again_of(x, plan.inputs.again) if x_columnwise and fprop8 else None
+        x_columnwise = x_columnwise and again is None
         if fprop8 or x_columnwise:
             padded = F.pad(values, (0, 0, 0, pad)) if pad else values
             if padded.dtype != plan.half:
@@ -138,7 +142,11 @@ class LinearFunction(torch.autograd.Function):
 
         x_tensors: list[Tensor | None] = []
         x_meta: Any = None
-        if x_columnwise:
+        if again is not None:
+            x_meta, there = again
+            x_tensors = list(there)
+            x_meta.readers += 1
+        elif x_columnwise:
             x_tensors, x_meta = backend.save(x8)
         elif need_wgrad:
             x_tensors = [source if gradient is None else values.detach()]
@@ -199,7 +207,7 @@ def _backward(
     _, dgrad8, wgrad8 = plan.fp8
     need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
     saved, (x_end, w_end) = ctx.saved_tensors, ctx.splits
-    x_meta, w_meta = ctx.metas
+    w_meta = ctx.metas[1]
 
     rowwise, columnwise = need_dgrad and dgrad8, need_wgrad and wgrad8
     need_sums = ctx.bias_dtype is not None and need_bias
@@ -242,7 +250,7 @@ def _backward(
             dx = dx[: ctx.rows]
     if need_wgrad:
         if wgrad8:
-            dw = backend.wgrad(dy8, backend.restore(saved[:x_end], x_meta), ctx.grad_dtype, _grad_buffer(ctx))
+            dw = backend.wgrad(dy8, _columnwise_input(ctx, saved[:x_end]), ctx.grad_dtype, _grad_buffer(ctx))
         else:
             x = saved[0].reshape(-1, ctx.shape[-1])
             dw = backend.matmul(dy_half.t(), plan.in_half("input", x), ctx.grad_dtype)
@@ -252,6 +260,19 @@ def _backward(
     if need_sums:
         db = (dy.sum(0, dtype=torch.float32) if sums is None else sums).to(ctx.bias_dtype)
     return dx, dw, db
+
+
+def _columnwise_input(ctx: Any, tensors: Sequence[Tensor]) -> Any:
+    plan, meta = ctx.plan, ctx.metas[0]
+    if not isinstance(meta, Again):
+        return plan.backend.restore(tensors, meta)
+    source = meta.values(tensors)
+    values = source.reshape(-1, ctx.shape[-1])
+    values = F.pad(values, (0, 0, 0, ctx.pad)) if ctx.pad else values
+    # All readers of ``source`` share the operand, as in forward.
+    return plan.inputs.quantize(
+        plan.backend, source, values.to(plan.half), plan.operands["input"], rowwise=False, columnwise=True, record=False
+    )
 
 
 def new_weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:

@@ -112,9 +112,11 @@ class SharedInput:
 
     Attributes:
         tag: what the layers have in common in compiled graphs (see ``graph_entry``).
+        again: whether backward quantizes the output of attention again.
     """
 
     tag: Tensor | None = None
+    again: bool = False
 
     def __init__(self, histories: DelayedScaling | None = None) -> None:
         self.histories = histories

@@ -223,6 +223,40 @@ def cast_blocks(data: Tensor, exponent: Tensor, scale: Tensor, fmt: FloatFormat)
     return out
 
 
+@triton.jit(do_not_specialize=["per_row", "total"])
+def _dequantize_kernel(
+    data_ptr, exponent_ptr, out_ptr, cols, per_row, total, FLAT: tl.constexpr, LARGEST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block, inside, _, _, offset = tile_at(first, cols, per_row, total, FLAT, BLOCKS)
+    exponent = tl.load(exponent_ptr + block, mask=block < total, other=127).to(tl.int32)
+    x = tl.load(data_ptr + offset, mask=inside, other=0.0).to(tl.float32) * power_of_two(exponent)[:, None]
+    tl.store(out_ptr + offset, saturate(x, LARGEST).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+_dequantize = Launcher(_dequantize_kernel, num_warps=_WARPS)
+
+
+def dequantize(data: Tensor, exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of a CUDA tensor in blocks, rounded to ``dtype`` (FP32, FP16 or BF16) and saturated; contiguous."""
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    rows, cols, per_row = block_grid(data.shape)
+    total = rows * per_row
+    if total:
+        assert data.is_contiguous() and exponent.is_contiguous()
+        flat = cols % 128 == 0
+        key = None
+        if flat and not (data.data_ptr() % 16 or exponent.data_ptr() % 16 or out.data_ptr() % 16):
+            key = data.dtype, dtype
+        args = data, exponent, out, cols, per_row, total
+        _dequantize(
+            data.get_device(), key, -(-total // _BLOCKS), args,
+            lambda: {"FLAT": flat, "LARGEST": torch.finfo(dtype).max, "BLOCKS": _BLOCKS},
+        )  # fmt: skip
+    return out
+
+
 @triton.jit
 def _squares_kernel(tensor_of_ptr, grid_ptr, address_ptr, partial_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr):
     tile = tl.program_id(0)

@@ -190,6 +190,12 @@ def _check_layers(options: Options) -> None:
             f"override_linear_precision={recipe.override_linear_precision}: Transformer Engine 2 has no such choice. "
             "Leave it out, or use strategy='lowprec_sharded' with backend='torch'."
         )
+    if options.activations is not None:
+        raise ValueError(
+            f"activations={options.activations!r}: Megatron-core's layers decide what they keep for backward. Leave it "
+            "out, and set recompute_granularity='selective' in the model's config, with recompute_modules=['layernorm',"
+            "'mlp'] or the like."
+        )
     if layers.convert is not None or layers.skip:
         raise ValueError(
             "convert and skip choose layers by name, and Megatron-core builds all of a GPTModel's alike. Leave them "

@@ -11,6 +11,7 @@ from nemo_lowprec.options.recipe import Recipe
 
 BACKEND_NAMES = ("torch", "te", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
+ACTIVATIONS = ("fp8", "recompute", "fp8+recompute")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Options:
     attention: str
     weight_cache: str | bool
     graphs: str | bool
+    activations: str | None
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     if level.has_fp8:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
-        defaults |= {"attention": "auto", "weight_cache": "auto"}
+        defaults |= {"attention": "auto", "weight_cache": "auto", "activations": None}
     if level.half:
         defaults |= {"half": level.autocast}
     if level.is_low_bit:
@@ -96,6 +98,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise ValueError(f"Unknown backend {values['backend']!r}. Choose one of: auto, {', '.join(BACKEND_NAMES)}.")
         if values["attention"] not in ATTENTION:
             raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
+        if values["activations"] not in (None, *ACTIVATIONS):
+            raise ValueError(f"activations={values['activations']!r} must be None or one of: {', '.join(ACTIVATIONS)}.")
     for name in ("weight_cache", "graphs"):
         if not any(values.get(name, "auto") is value for value in (True, False)) and values.get(name, "auto") != "auto":
             raise ValueError(f"{name}={values[name]!r} must be 'auto', True or False.")
@@ -115,4 +119,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         values.get("attention", "auto"),
         values.get("weight_cache", "auto"),
         values["graphs"],
+        values.get("activations"),
     )

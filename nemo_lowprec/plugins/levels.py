@@ -20,6 +20,7 @@ _HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typin
     "attention": typing.Literal["auto", "cudnn"],
     "weight_cache": typing.Literal["auto", True, False],
     "graphs": typing.Literal["auto", True, False],
+    "activations": typing.Literal["fp8", "recompute", "fp8+recompute"] | None,
     "half": typing.Literal["bf16", "fp16"],
     "fp8": typing.Literal["hybrid", "e4m3"],
     "fp8_amax_compute_algo": typing.Literal["max", "most_recent"],
@@ -37,11 +38,17 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
     "attention": "'auto' (torch's choice) or 'cudnn' (its kernels first; each new shape takes a while).",
     "weight_cache": (
         "keep the FP8 forms of weights from step to step, which takes 2 bytes a parameter on a GPU; 'auto' keeps them "
-        "where the converted weights hold at most 2**31 elements. FSDP2's gathered weights are never kept."
+        "where the converted weights hold at most 2**31 elements and activations=None. FSDP2's gathered weights are "
+        "never kept."
     ),
     "graphs": (
         "run the model's repeated blocks as CUDA graphs, which takes the host out of the way; 'auto' captures the "
         "blocks whose kernels the GPU finishes before the host has launched the next ones."
+    ),
+    "activations": (
+        "what norms, activations and gated MLPs keep for backward: None (what autograd keeps), 'fp8' (their inputs, in "
+        "E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the layers behind keep neither "
+        "input nor FP8 weight, and results are the same), or 'fp8+recompute'."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }

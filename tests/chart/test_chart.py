@@ -129,7 +129,8 @@ def expected_arguments(level):
         arguments |= {name: Recipe.arguments(level)[name] for name in FP8_ARGUMENTS[level.scaling]}
         if level.fp8_params:
             arguments["fp8_params"] = False
-        arguments |= {"backend": "auto", "attention": "auto", "weight_cache": "auto"} | LayerFilter.arguments()
+        arguments |= {"backend": "auto", "attention": "auto", "weight_cache": "auto", "activations": None}
+        arguments |= LayerFilter.arguments()
     if level.name.startswith("msamp"):
         arguments |= {"half": "bf16"} | LowBitOptions.arguments() | LossScaleConfig.arguments()
     elif level.has_loss_scale:

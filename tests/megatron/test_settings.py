@@ -191,6 +191,7 @@ REFUSED = [
         "override_linear_precision=.False, False, True.*Leave it out, or use strategy='lowprec_sharded'",
     ),
     ("bf16_with_fp8_current_scaling_mixed", {"fp8_margin": 1}, "fp8_margin=1.*current scaling.*Leave it out"),
+    ("msamp_o2+fp16", {"activations": "fp8"}, "activations='fp8'.*Leave it out, and set recompute_granularity"),
     ("bf16_with_fp8_mixed", {"convert": ["*.q_proj"]}, "convert and skip choose layers by name.*Leave them out"),
     ("bf16_with_mxfp8_mixed", {"skip": ["*.q_proj"]}, "convert and skip choose layers by name.*Leave them out"),
     ("te_fp8", HALF_LAYERS, "te_fp8 scales by amaxes.*Use bf16_with_fp8_current_scaling_mixed, or leave num_layers"),
@@ -223,6 +224,7 @@ def test_what_own_layers_cannot_do_is_refused(case, options, message):
     [
         ("bf16_with_fp8_mixed", {"backend": "reference"}),
         ("bf16_with_fp8_mixed", {"interval": 4}),
+        ("bf16_with_fp8_mixed", {"activations": "fp8"}),
         ("bf16_with_fp8_mixed", {"override_linear_precision": (False, False, True)}),
         ("bf16_with_fp8_mixed", {"skip": ["*.q_proj"]}),
         ("te_fp8", HALF_LAYERS),

@@ -58,6 +58,8 @@ def kept(model, precision):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), engine.forward_context():
         model._loss_sum({"input_ids": tokens, "labels": tokens})
     for state in engine.amaxes.weights.states.values():
+        if state._kept is None:  # the backward pass has its copies
+            continue
         for part in (state._kept.rowwise, state._kept.columnwise):
             known |= storages(part.data).keys() | storages(part.scale_inv).keys() if part is not None else set()
     return sum(size for key, size in saved.items() if key not in known)
@@ -78,6 +80,16 @@ def test_a_real_forward_pass_keeps_what_is_planned(case, recompute):
     assert got.recomputes is recompute
     real = kept(language_model(recompute), plugin(case))
     assert got.column("Activations").bytes == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("choice", ["fp8", "recompute", "fp8+recompute"])
+def test_what_is_kept_of_activations_is_planned(choice, case="bf16_with_fp8_mixed"):
+    got = plan_training(language_model(), plugin(case, activations=choice), accelerator="cpu", **SAMPLE)
+    real = kept(language_model(), plugin(case, activations=choice))
+    assert got.column("Activations").bytes == pytest.approx(real, rel=0.01)
+    plain = plan_training(language_model(), plugin(case, weight_cache=False), **SAMPLE).column("Activations").bytes
+    on_gpu = plan_training(language_model(), plugin(case, activations=choice), **SAMPLE).column("Activations").bytes
+    assert on_gpu < 0.85 * plain
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -82,7 +82,7 @@ class Watch(Callback):
 
 
 def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), world=2, **options):
-    backend = options.pop("backend", None)
+    backend, level = options.pop("backend", None), options.pop("level", {})
     model, watch = net(optimizer=linear_optimizer(case, 0.1)), Watch()
     if rank is not None:
         sharded = LowPrecisionShardedStrategy(**(strategy or {}))
@@ -90,7 +90,7 @@ def run(case, rank=None, net=Net, accumulate=1, strategy=None, callbacks=(), wor
     options["accumulate_grad_batches"] = accumulate if rank is not None else 2 * accumulate
     processes = (rank, world) if rank is not None else (0, 1)
     data = ResumableLoader(Samples(32), 8 // world, 3, *processes, global_batch_size=8 * accumulate)
-    trainer(plugin_on(backend, case), watch, *callbacks, **options).fit(model, data)
+    trainer(plugin_on(backend, case, **level), watch, *callbacks, **options).fit(model, data)
     return {"grads": watch.grads, "weights": watch.weights, "kinds": watch.kinds, "losses": model.losses,
             "units": watch.units}  # fmt: skip
 

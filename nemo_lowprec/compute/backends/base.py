@@ -21,8 +21,10 @@ from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_tracing, is_transforming
 from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
-from nemo_lowprec.kernels.loader import join_kernels
+from nemo_lowprec.kernels.loader import block_kernels, join_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -176,6 +178,28 @@ class Backend(ABC):
         if weight is not None and zero_centered:
             return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def compress(self, values: Tensor) -> list[Tensor]:
+        """Activations [..., features] in E4M3, which backward reads again by ``decompress``.
+
+        Returns:
+            The values divided by powers of two, one for 128 features of a row: contiguous, of the same shape; and the
+            exponents of the powers, uint8 [rows, blocks of a row]. An element that is not finite becomes NaN.
+        """
+        rows = values.reshape(-1, values.shape[-1])
+        kernels = block_kernels() if values.is_cuda else None
+        data, exponents = quantize_rows(rows, E4M3) if kernels is None else kernels.quantize(rows, E4M3)[:2]
+        return [data.view(values.shape), exponents]
+
+    def decompress(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The values of which ``compress`` has returned ``tensors``, in ``dtype``, saturated."""
+        data, exponents = tensors
+        rows = data.view(-1, data.shape[-1])
+        kernels = block_kernels() if data.is_cuda else None
+        if kernels is None:
+            largest = torch.finfo(dtype).max
+            return dequantize_rows(rows, exponents).clamp_(-largest, largest).to(dtype).view(data.shape)
+        return kernels.dequantize(rows, exponents, dtype).view(data.shape)  # type: ignore[no-any-return]
 
     def describe(self, operand: Any) -> str:
         """The chart's name of an operand's format."""

@@ -6,6 +6,7 @@ of the CPU. This file holds the points at which the two devices keep and allocat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,16 @@ class PlannedBackend(ReferenceBackend):
 
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    def compress(self, values: Tensor) -> list[Tensor]:
+        features = values.shape[-1]
+        blocks = values.numel() // features, -(-features // 128)
+        return [
+            values.new_empty(values.shape, dtype=torch.float8_e4m3fn), values.new_empty(blocks, dtype=torch.uint8)
+        ]  # fmt: skip
+
+    def decompress(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return tensors[0].new_empty(tensors[0].shape, dtype=dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         if weight is None:
