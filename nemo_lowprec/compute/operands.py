@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +43,8 @@ class Operand:
         margin: per-tensor scales are divided by 2**margin.
         layout: the blocks of a block scaling; None for scales per tensor.
         slot: for delayed scaling, the amax history and scale: an ``AmaxSlot``, for a weight a ``WeightScale``.
+        expected, direct: of an output gradient: whether a module has said that the gradient comes from it, and whether
+            the gradient came from it as it was, without a hook or another module's gradient (see ``GradReader``).
     """
 
     kind: str
@@ -51,6 +53,8 @@ class Operand:
     margin: int = 0
     layout: BlockLayout | None = None
     slot: Any = None
+    expected: bool = field(default=False, compare=False, repr=False)
+    direct: bool = field(default=True, compare=False, repr=False)
 
     def scale(self, amax: Tensor, record: bool) -> Tensor:
         """The scale per tensor, FP32 [1], for a tensor with ``amax``, which ``record`` enters into the history."""

@@ -44,6 +44,8 @@ class Reader:
         self._inputs: Any = None
         self._columnwise = self._record = False
         self._taken = True
+        self._operands: list[Operand] = []  # of all layers that have read the result; the first one quantizes it
+        self._ambiguous = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Reader, ()  # a copied producer learns anew
@@ -52,6 +54,11 @@ class Reader:
         self, inputs: Any, backend: Backend, operand: Operand, half: torch.dtype, columnwise: bool, record: bool
     ) -> None:
         """A layer has quantized the producer's result itself; the arguments are those of ``SharedInput.quantize``."""
+        if not self._operands:
+            self._operands.append(operand)
+        elif self._operands[0] is not operand:
+            self._ambiguous = True  # a module with several places in the model: nobody knows which one calls it
+        backend = None if self._ambiguous else backend  # type: ignore[assignment]
         self._inputs, self.backend, self.operand, self.half = inputs, backend, operand, half
         self._columnwise, self._record, self._taken = columnwise, record, True
 
@@ -82,6 +89,15 @@ class Reader:
     def record(self) -> bool:
         """Whether the producer enters the amax into ``operand.slot``."""
         return self._record
+
+    def follow(self, operand: Operand) -> None:
+        """A further layer has read what the first one has quantized, as its own input ``operand``."""
+        if not self.knows(operand):
+            self._operands.append(operand)
+
+    def knows(self, operand: Operand) -> bool:
+        """Whether the layer with the input ``operand`` is one that reads the producer's result."""
+        return any(known is operand for known in self._operands)
 
     def take(self) -> None:
         """The layer has read what was offered."""
@@ -138,7 +154,7 @@ class GradReader:
     def wants(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether the layer takes a quantized gradient of [rows, out_features] in ``dtype``; asked in backward."""
         slot = self.operand.slot
-        warm = slot is not None and not slot.cold
+        warm = slot is not None and not slot.cold and self.operand.direct
         return warm and dtype == self.half and rows % self.backend.row_multiple == 0 and not torch.is_grad_enabled()
 
     def offer(self, grad: Tensor, data: Any, sums: Tensor | None) -> None:
@@ -149,6 +165,14 @@ class GradReader:
             sums: of its columns, FP32 [out_features].
         """
         grad.__dict__[_OFFERED] = self.operand, grad._version, data, sums
+        self.operand.expected = True
+
+    def announce(self, grad: Tensor) -> None:
+        """Say that the caller's backward pass returns ``grad`` as this object, where nothing is handed over.
+
+        So the layer learns whether the gradient reaches it as it is, before an amax of another gradient is recorded.
+        """
+        self.offer(grad, None, None)
 
 
 def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
@@ -160,8 +184,11 @@ def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
     if there is None and base is not None and _OFFERED in base.__dict__ and _is_all_of(base, grad):
         there = base.__dict__[_OFFERED]
     if there is None or there[0] is not operand or there[1] != grad._version:
+        operand.direct = operand.direct and not operand.expected
+        operand.expected = False
         return None
-    return there[2], there[3]
+    operand.expected, operand.direct = False, True
+    return None if there[2] is None else (there[2], there[3])
 
 
 def _is_all_of(base: Tensor, view: Tensor) -> bool:

@@ -142,14 +142,18 @@ class SharedInput:
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
+        reader = reader_of(source)
+        if there is not None and there.reader is not None and not there.reader.knows(operand):
+            there = None  # quantized for the layers at another place of the same producer
         if there is not None and there.fits(key, rowwise, columnwise):
             first = there.operand.slot
             if record and operand.slot is not None and first is not None and self.histories is not None:
                 self.histories.share(operand.slot, first)
             if there.reader is not None:
                 there.reader.take()
+            elif reader is not None:
+                reader.follow(operand)
             return backend.copy_operand(there.data)
-        reader = reader_of(source)
         if reader is not None and operand.slot is not None and rowwise:
             reader.learn(self, backend, operand, values.dtype, columnwise, record)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)

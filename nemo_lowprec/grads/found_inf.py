@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ class FoundInf:
             self._on_host = torch.empty((), pin_memory=True).copy_(on_device, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(on_device.device))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FoundInf, (torch.tensor(float(bool(self))),)
 
     def __bool__(self) -> bool:
         if self._copied is not None:
