@@ -42,7 +42,7 @@ from benchmarks.record import Record, arguments, earlier
 
 WARMUP, COMPILED_WARMUP = 6, 12  # steps
 PROFILED = 2  # steps
-ROUND_S = 0.25  # a round has as many steps as the eager model takes in so many seconds, and at least 2
+ROUND_S = 1.0  # a round has as many steps as the eager model takes in so many seconds, and at least 2
 
 
 class Runner:

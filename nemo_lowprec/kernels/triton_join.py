@@ -16,7 +16,7 @@ from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax, saturate
 
-_TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
+_TILE_ROWS, _TILE_COLS, _WARPS = 64, 64, 4
 _INT32 = 2**31
 
 

@@ -14,7 +14,7 @@ NaN and scales by 1. The NaN itself comes out as NaN on both.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax
-from nemo_lowprec.kernels.loader import fused_kernels, join_kernels
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -80,7 +80,13 @@ class TEBackend(Backend):
         if kernels is not None and slot is not None and not slot.cold and values.dtype != torch.float32:
             recorded = slot.amax if record else None
             row, col, scale_inv = kernels.quantize(values, slot.scale, operand.fmt, rowwise, True, recorded)
-            return self._storage(row, col, scale_inv, operand, values.dtype)
+            return self._te.te.Float8TensorStorage(
+                data=None if row is None else row.view(torch.uint8),
+                data_transpose=col.view(torch.uint8),
+                fp8_scale_inv=scale_inv,
+                fp8_dtype=self._te.dtype[operand.fmt.dtype],
+                fake_dtype=values.dtype,
+            )
         # TE's per-tensor and 128x128 kernels always write rowwise data.
         spare = columnwise and not rowwise and (operand.layout is None or operand.kind == "weight")
         quantizer = self._quantizer(values, operand, rowwise or spare, columnwise, record)
@@ -88,31 +94,6 @@ class TEBackend(Backend):
         if spare:
             storage.update_usage(rowwise_usage=False)
         return storage
-
-    def join_gradients(
-        self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
-    ) -> tuple[Tensor, Any, Tensor | None]:
-        kernels, slot = join_kernels(), operand.slot
-        if kernels is None or slot is None or slot.cold or not kernels.fits(parts):
-            return super().join_gradients(
-                parts, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
-            )
-        joined, row, col, scale_inv, added = kernels.join_quantized(
-            parts, slot.scale, operand.fmt, rowwise, columnwise, slot.amax if record else None, sums
-        )
-        return joined, self._storage(row, col, scale_inv, operand, joined.dtype), added
-
-    def _storage(
-        self, row: Tensor | None, col: Tensor | None, scale_inv: Tensor, operand: Operand, dtype: torch.dtype
-    ) -> Any:
-        """TE's form of an operand that a kernel of ours has quantized."""
-        return self._te.te.Float8TensorStorage(
-            data=None if row is None else row.view(torch.uint8),
-            data_transpose=None if col is None else col.view(torch.uint8),
-            fp8_scale_inv=scale_inv,
-            fp8_dtype=self._te.dtype[operand.fmt.dtype],
-            fake_dtype=dtype,
-        )
 
     def _quantizer(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool) -> Any:
         slot = operand.slot
