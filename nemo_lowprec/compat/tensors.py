@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "disabled_torch_function", "has_dispatch_mode",
+    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "base_of", "disabled_torch_function", "has_dispatch_mode",
     "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "storage_use_count",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count", "without_dispatch_modes",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -24,6 +25,11 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 def has_dispatch_mode() -> bool:
     """Whether a ``TorchDispatchMode`` sees the operations, as a counter of FLOPs does."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def base_of(view: Tensor) -> Tensor | None:
+    """The tensor of which ``view`` is a view to autograd; None for a tensor that is no view."""
+    return view._base
 
 
 def storage_key(storage: Any) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.tensors import base_of
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 
@@ -180,7 +181,7 @@ def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
 
     A reshaped view of all that was handed over counts as the same tensor.
     """
-    there, base = grad.__dict__.get(_OFFERED), grad._base
+    there, base = grad.__dict__.get(_OFFERED), base_of(grad)
     if there is None and base is not None and _OFFERED in base.__dict__ and _is_all_of(base, grad):
         there = base.__dict__[_OFFERED]
     if there is None or there[0] is not operand or there[1] != grad._version:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched
+from nemo_lowprec.compat.tensors import base_of, disabled_torch_function
 from nemo_lowprec.compute.backends.base import Backend, is_transformed, side_by_side
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader
@@ -45,7 +46,7 @@ def as_layer_output(out: Tensor, backend: Backend) -> LayerOutput:
 class _Plain(Tensor):
     """A tensor whose operations return plain tensors."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
 
 class LayerOutput(_Plain):
@@ -61,7 +62,7 @@ class LayerOutput(_Plain):
 
 
 def _in_parts(out: LayerOutput, shaped: Tensor) -> Tensor:
-    whole = shaped.dim() == 5 and shaped.shape[_SPLIT] == _PARTS and shaped._base is out
+    whole = shaped.dim() == 5 and shaped.shape[_SPLIT] == _PARTS and base_of(shaped) is out
     if whole and shaped.shape[3] * shaped.shape[4] * _PARTS == out.shape[-1]:
         shaped.__class__ = Parts
         shaped.__dict__.update(_output=out, _order=(0, 1, 2, 3, 4))

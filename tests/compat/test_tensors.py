@@ -114,3 +114,13 @@ def test_tensors_of_one_memory_are_counted():
     assert tensors.storage_use_count(tensor) == alone + 1
     param.grad = None
     assert tensors.storage_use_count(tensor) == alone
+
+
+def test_the_base_of_a_view():
+    x = torch.ones(4, requires_grad=True) * 2
+    assert tensors.base_of(x.view(2, 2)) is x and tensors.base_of(x) is None
+
+
+def test_outside_of_dispatch_modes_tensors_have_values():
+    with tensors.FakeTensorMode(), tensors.without_dispatch_modes():
+        assert torch.ones(2).sum().item() == 2.0

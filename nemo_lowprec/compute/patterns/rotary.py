@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.tensors import without_dispatch_modes
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.class_swap import swap
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern
@@ -141,7 +142,13 @@ def form_of(function: Callable[..., Any]) -> RotaryForm | None:
     if signature is None:
         return None
     count, default = signature
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    # Fake tensors have no values to compare.
+    with (
+        without_dispatch_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         # Where the call cannot say the axis, it is the same counted from the end for any number of dimensions.
         for axis in (-3, -2) if default is None else (default,):
             probe = _Probe(function, count)
