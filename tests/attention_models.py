@@ -1,8 +1,26 @@
-"""Attention modules with one linear layer for queries, keys and values, in the code of timm."""
+"""Attention modules with one linear layer for queries, keys and values, as timm has them; their conversion."""
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from nemo_lowprec.compute import ReferenceBackend, convert_layers, patterns
+from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.options import LayerFilter, Recipe
+
+
+def convert_without(pattern, model, half, scaling="delayed", **layers):
+    """(conversion of ``model``, histories) by all patterns but those of the class ``pattern``; None leaves none out."""
+    recipe = Recipe(scaling)
+    histories = new_histories(recipe)
+    every = patterns.PATTERNS
+    patterns.PATTERNS = [p for p in every if pattern is None or not isinstance(p, pattern)]
+    try:
+        return convert_layers(
+            model, half, recipe, ReferenceBackend(), None, LayerFilter(**layers), histories
+        ), histories
+    finally:
+        patterns.PATTERNS = every
 
 
 class Attention(nn.Module):

@@ -147,4 +147,6 @@ def _joined(parts: Sequence[Tensor], backend: Backend, reader: GradReader | None
         reader.offer(joined, data, sums)
     else:
         joined = side_by_side(parts)
+        if reader is not None:
+            reader.announce(joined)
     return joined.view(batch, tokens, len(parts), heads, dim)

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nemo_lowprec.compute import LowPrecisionLinear, ReferenceBackend, convert_layers, patterns, revert_layers
-from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.compute import LowPrecisionLinear, ReferenceBackend, revert_layers
 from nemo_lowprec.compute.patterns.split import Split
 from nemo_lowprec.compute.producers import GradReader
 from nemo_lowprec.compute.split import LayerOutput, Parts, SplitLinear, as_layer_output
-from nemo_lowprec.options import LayerFilter, Recipe
-from tests.attention_models import Attention, Window
+from tests.attention_models import Attention, Window, convert_without
 
 HALF = torch.bfloat16
 
@@ -54,18 +52,8 @@ def model_of(kind):
     return nn.Sequential(nn.LayerNorm(48), kind(), nn.LayerNorm(48), kind())
 
 
-def convert(model, fused=True, scaling="delayed", **layers):
-    recipe = Recipe(scaling)
-    histories = new_histories(recipe)
-    kept = patterns.PATTERNS
-    if not fused:
-        patterns.PATTERNS = [p for p in kept if not isinstance(p, Split)]
-    try:
-        return convert_layers(
-            model, HALF, recipe, ReferenceBackend(), None, LayerFilter(**layers), histories
-        ), histories
-    finally:
-        patterns.PATTERNS = kept
+def convert(model, fused=True, **options):
+    return convert_without(None if fused else Split, model, HALF, **options)
 
 
 def train(model, histories, steps=3, how=lambda f, x: f(x), **autocast):
@@ -95,7 +83,13 @@ def assert_same(got, want):
 def offers(monkeypatch):
     made = []
     whole = GradReader.offer
-    monkeypatch.setattr(GradReader, "offer", lambda *args: made.append(args[1].shape) or whole(*args))
+
+    def offer(reader, grad, data, sums):
+        if data is not None:
+            made.append(grad.shape)
+        whole(reader, grad, data, sums)
+
+    monkeypatch.setattr(GradReader, "offer", offer)
     return made
 
 
@@ -313,3 +307,21 @@ def test_a_part_that_is_changed_in_place_and_read_again():
         (parts[0] * parts[1] * parts[2]).sum().backward()
         grads.append(source.grad)
     assert_same(grads[:1], grads[1:])
+
+
+def test_a_gradient_that_a_hook_changes_is_quantized_by_the_layer():
+    """From the first pass on, so that no amax of the gradient before is recorded."""
+
+    class Hooked(Attention):
+        def forward(self, x):
+            shaped = self.qkv(x).reshape(*x.shape[:2], 3, 3, 16)
+            if shaped.requires_grad:
+                shaped.register_hook(lambda grad: grad * 2)
+            q, k, v = shaped.permute(2, 0, 3, 1, 4).unbind(0)
+            return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    model = model_of(Hooked)
+    plain = copy.deepcopy(model)
+    (_, histories), (_, plain_histories) = convert(model), convert(plain, fused=False)
+    assert_same(train(model, histories), train(plain, plain_histories))
+    assert not any(layer.gemm_plan.operands["grad_output"].direct for layer in (model[1].qkv, model[3].qkv))

@@ -21,11 +21,10 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo import modeling_olmo
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
-from nemo_lowprec.compute import ReferenceBackend, convert_layers, patterns, revert_layers
-from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.compute import revert_layers
 from nemo_lowprec.compute.patterns.rotary import Rotary, form_of, fused_class
 from nemo_lowprec.compute.rotary import FusedRotary
-from nemo_lowprec.options import LayerFilter, Recipe
+from tests.attention_models import convert_without
 
 HALF = torch.bfloat16
 SIZES = {
@@ -49,18 +48,8 @@ def model_of(name, half=True):
     return model.to(HALF) if half else model
 
 
-def convert(model, fused=True, **layers):
-    recipe = Recipe("delayed")
-    histories = new_histories(recipe)
-    kept = patterns.PATTERNS
-    if not fused:
-        patterns.PATTERNS = [p for p in kept if not isinstance(p, Rotary)]
-    try:
-        return convert_layers(
-            model, HALF, recipe, ReferenceBackend(), None, LayerFilter(**layers), histories
-        ), histories
-    finally:
-        patterns.PATTERNS = kept
+def convert(model, fused=True, **options):
+    return convert_without(None if fused else Rotary, model, HALF, **options)
 
 
 def train(model, histories, steps=3):

@@ -123,7 +123,7 @@ def kept(model):
     return [state._kept for state in Engine.of(model).amaxes.weights.states.values()]
 
 
-def with_and_without(case, run, **options):
+def assert_same_with_and_without(case, run, **options):
     """What ``run(model, optimizer)`` returns with kept weights; the same, bit for bit, as with none."""
     torch.manual_seed(5)
     found = run(*start(case, **options))
@@ -243,13 +243,13 @@ def test_losses_are_those_without_kept_weights(case, model):
         losses += [step(model, optimizer) for _ in range(2)]
         return losses, out, {name: value.clone() for name, value in model.state_dict().items()}
 
-    losses, *_ = with_and_without(case, run, make=MODELS[model])
+    losses, *_ = assert_same_with_and_without(case, run, make=MODELS[model])
     assert losses[-1][0] < losses[0][0]
 
 
 @pytest.mark.parametrize("flags", [(True, False, False), (False, True, False), (True, True, False)])
 def test_gemms_in_half_precision_too(flags):
-    with_and_without(
+    assert_same_with_and_without(
         "te_fp8", lambda m, o: [step(m, o, 2) for _ in range(3)], override_linear_precision=flags
     )  # fmt: skip
 
@@ -266,7 +266,7 @@ def test_a_graph_goes_backward_twice(case):
         assert_same(once, [p.grad.clone().float() for p in model.parameters()])
         return once
 
-    with_and_without(case, run)
+    assert_same_with_and_without(case, run)
 
 
 @pytest.mark.parametrize("case", LEVELS)
@@ -278,7 +278,7 @@ def test_second_derivatives(case):
         grad.square().sum().backward()
         return grad.detach(), [p.grad.clone().float() for p in model.parameters() if p.grad is not None]
 
-    with_and_without(case, run)
+    assert_same_with_and_without(case, run)
 
 
 # Weights that something else than the optimizer writes
@@ -324,7 +324,7 @@ def test_a_written_weight_is_seen_at_the_next_forward(case, write):
         losses += [loss_of(model).item() for _ in range(2)]
         return losses, evaluated(model)
 
-    losses, _ = with_and_without(case, run)
+    losses, _ = assert_same_with_and_without(case, run)
     assert losses[0] != losses[1]
 
 
@@ -337,7 +337,7 @@ def test_what_is_written_through_data_is_seen_after_a_step_and_in_evaluation(cas
         model[0].weight.data.mul_(0.5)
         return [*out, evaluated(model)]
 
-    before, after = with_and_without(case, run)
+    before, after = assert_same_with_and_without(case, run)
     model, optimizer = start(case)
     step(model, optimizer)
     assert before != loss_of(model) and not torch.equal(after, evaluated(model))
@@ -359,7 +359,7 @@ def test_averaged_weights_are_swapped_in_for_evaluation(case):
             out += [evaluated(model), loss_of(model).detach()]
         return out
 
-    out = with_and_without(case, run)
+    out = assert_same_with_and_without(case, run)
     assert torch.equal(out[2], out[7])  # of the averaged weights, after each step
     assert not torch.equal(out[2], out[3])
 
@@ -377,7 +377,7 @@ def test_weights_of_a_functional_call(case):
             del weights
         return [*out, loss_of(model).detach()]
 
-    out = with_and_without(case, run)
+    out = assert_same_with_and_without(case, run)
     assert all(not torch.equal(a, b) for a, b in pairwise(out))
 
 
@@ -390,7 +390,7 @@ def test_a_graph_lives_on_while_other_weights_take_the_places_of_its_own():
         loss.backward()
         return [p.grad.clone() for p in model.parameters()]
 
-    with_and_without("te_fp8", run)
+    assert_same_with_and_without("te_fp8", run)
 
 
 def test_torch_may_swap_a_weight_that_was_quantized():
@@ -403,7 +403,7 @@ def test_torch_may_swap_a_weight_that_was_quantized():
         assert loss_of(model) != before
         return loss_of(model).detach()
 
-    with_and_without("te_fp8", run)
+    assert_same_with_and_without("te_fp8", run)
 
 
 def test_inference_tensors_are_not_kept(quantized):
@@ -426,7 +426,7 @@ def test_evaluation_in_inference_mode_before_and_between_steps():
             out += step(model, optimizer, micro_batches=2)
         return out
 
-    with_and_without("te_fp8", run)
+    assert_same_with_and_without("te_fp8", run)
 
 
 # Graphs that were made before a step
@@ -461,7 +461,7 @@ def test_nn_linear_refuses_a_backward_over_a_step():
         graph_over_a_step(model, torch.optim.AdamW(model.parameters()), True)
 
 
-def refuses(case):
+def assert_refuses(case):
     model, optimizer = start(case)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         graph_over_a_step(model, optimizer, True)
@@ -470,13 +470,13 @@ def refuses(case):
 @pytest.mark.parametrize("case", ["msamp_o3", "bf16_with_fp8_current_scaling_mixed+fp8_params"])
 def test_a_weight_stored_in_fp8_refuses_too(case):
     """Its storage is the operand, and is written."""
-    refuses(case)
+    assert_refuses(case)
 
 
 @pytest.mark.parametrize("made", ["in place"], indirect=True)
 @pytest.mark.parametrize("case", ["te_fp8", "msamp_o2", "bf16_with_fp8_mixed"])
 def test_operands_that_are_made_in_place_refuse_too(case):
-    refuses(case)
+    assert_refuses(case)
 
 
 class Gan(nn.Module):
@@ -507,7 +507,7 @@ def test_two_halves_with_an_optimizer_each(case):
             losses += [real.item(), false.item(), fooled.item()]
         return losses
 
-    losses = with_and_without(case, run, make=Gan)
+    losses = assert_same_with_and_without(case, run, make=Gan)
     assert len(set(losses)) == len(losses)
 
 
@@ -551,7 +551,7 @@ def test_a_reverted_model_keeps_nothing_and_is_converted_again():
         engine.attach(optimizer)
         return [step(model, optimizer, micro_batches=2) for _ in range(2)]
 
-    with_and_without("te_fp8", run)
+    assert_same_with_and_without("te_fp8", run)
 
 
 def test_weights_that_are_gathered_from_shards_are_not_kept():

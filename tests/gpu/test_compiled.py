@@ -29,7 +29,7 @@ def made(level, compile_options, graphs=False, **options):
     return model, optimizer
 
 
-def alike(level, compile_options, rtol, run=train, graphs=False, **options):
+def assert_losses_are_alike(level, compile_options, rtol, run=train, graphs=False, **options):
     losses = []
     for each in (None, compile_options):
         model, optimizer = made(level, each, graphs, **options)
@@ -45,13 +45,13 @@ def test_compiled_blocks_train_bit_for_bit_as_without(level):
     options = OPTIONS if has_fp8 else {}
     if "subchannel" in level:
         options = {"backend": "reference"}
-    alike(level, {"backend": "aot_eager"}, 0, **options)
+    assert_losses_are_alike(level, {"backend": "aot_eager"}, 0, **options)
 
 
 @pytest.mark.parametrize("level", SOME)
 @pytest.mark.parametrize("graphs", [False, "auto"])
 def test_inductor_trains_alike_within_its_own_rounding(level, graphs):
-    alike(level, {}, 0.03, graphs=graphs, **OPTIONS)
+    assert_losses_are_alike(level, {}, 0.03, graphs=graphs, **OPTIONS)
 
 
 def accumulated(model, optimizer, level):
@@ -65,4 +65,4 @@ def accumulated(model, optimizer, level):
 
 @pytest.mark.parametrize("level", SOME)
 def test_micro_batches_validation_and_loaded_weights(level):
-    alike(level, {}, 0.05, accumulated, **OPTIONS)
+    assert_losses_are_alike(level, {}, 0.05, accumulated, **OPTIONS)

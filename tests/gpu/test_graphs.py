@@ -129,7 +129,7 @@ def train(model, optimizer, level, steps=9, accumulate=1, clip=None, evaluate=Fa
     return torch.stack(losses).tolist()
 
 
-def both(level, run, ways=("whole", "blocks"), **options):
+def assert_losses_are_the_same(level, run, ways=("whole", "blocks"), **options):
     """The results of ``run`` are those without graphs."""
     found = []
     for graphs in (False, *ways):
@@ -143,22 +143,24 @@ def both(level, run, ways=("whole", "blocks"), **options):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_losses_are_those_without_graphs(level):
-    both(level, lambda model, optimizer: train(model, optimizer, level, clip=1.0, evaluate=True))
+    assert_losses_are_the_same(level, lambda model, optimizer: train(model, optimizer, level, clip=1.0, evaluate=True))
 
 
 @pytest.mark.parametrize("level", ["fp16_amp", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed"])
 def test_accumulated_gradients(level):
-    both(level, lambda model, optimizer: train(model, optimizer, level, accumulate=3))
+    assert_losses_are_the_same(level, lambda model, optimizer: train(model, optimizer, level, accumulate=3))
 
 
 def test_weights_that_are_not_kept():
     level = "bf16_with_fp8_mixed"
-    both(level, lambda model, optimizer: train(model, optimizer, level), weight_cache=False)
+    assert_losses_are_the_same(level, lambda model, optimizer: train(model, optimizer, level), weight_cache=False)
 
 
 def test_two_shapes_have_a_graph_each():
     batch = [64, 32] * 6
-    both("bf16_with_fp8_mixed", lambda m, o: train(m, o, "bf16_with_fp8_mixed", steps=12, batch=batch))
+    assert_losses_are_the_same(
+        "bf16_with_fp8_mixed", lambda m, o: train(m, o, "bf16_with_fp8_mixed", steps=12, batch=batch)
+    )
 
 
 def test_a_weight_that_is_written_is_read():
@@ -168,7 +170,7 @@ def test_a_weight_that_is_written_is_read():
             model.blocks[1].up.weight.mul_(2.0)
         return losses + train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
 
-    both("bf16_with_fp8_mixed", run)
+    assert_losses_are_the_same("bf16_with_fp8_mixed", run)
 
 
 def test_an_attribute_that_changes_is_read():
@@ -180,7 +182,7 @@ def test_an_attribute_that_changes_is_read():
             losses += train(model, optimizer, "bf16_with_fp8_mixed", steps=2)
         return losses
 
-    both("bf16_with_fp8_mixed", run)
+    assert_losses_are_the_same("bf16_with_fp8_mixed", run)
 
 
 def test_a_block_that_is_used_twice():
@@ -193,7 +195,7 @@ def test_a_block_that_is_used_twice():
             return self.head(x)
 
     level = "bf16_with_fp8_mixed"
-    model = both(level, lambda model, optimizer: train(model, optimizer, level), kind=Twice)
+    model = assert_losses_are_the_same(level, lambda model, optimizer: train(model, optimizer, level), kind=Twice)
     assert captured(model) == (0, 6)
 
 
@@ -215,7 +217,7 @@ def test_losses_that_are_added_before_backward():
             optimizer.zero_grad()
         return torch.stack(losses).tolist()
 
-    both("bf16_with_fp8_mixed", run)
+    assert_losses_are_the_same("bf16_with_fp8_mixed", run)
 
 
 def test_results_that_somebody_holds_keep_their_values():
@@ -241,7 +243,7 @@ def test_results_may_be_changed_in_place():
             return self.head(x)
 
     level = "bf16_with_fp8_mixed"
-    both(level, lambda model, optimizer: train(model, optimizer, level), kind=InPlace)
+    assert_losses_are_the_same(level, lambda model, optimizer: train(model, optimizer, level), kind=InPlace)
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant", "inside"])
@@ -465,4 +467,4 @@ def test_gradients_that_somebody_holds_keep_their_values(level):
             del out, loss
         return found
 
-    both(level, run)
+    assert_losses_are_the_same(level, run)
