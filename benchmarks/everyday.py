@@ -40,7 +40,7 @@ from benchmarks.everyday_models import MODELS, Batch, loss_of
 from benchmarks.measure import DEVICE, release, synchronize
 from benchmarks.record import Record, arguments, earlier
 
-WARMUP, COMPILED_WARMUP = 6, 12  # steps
+WARMUP, COMPILED_WARMUP = 10, 12  # steps: convert="auto" decides, and graphs of a model or its blocks are captured
 PROFILED = 2  # steps
 ROUND_S = 1.0  # a round has as many steps as the eager model takes in so many seconds, and at least 2
 
@@ -181,7 +181,7 @@ def in_a_process(model: str, chosen: list[str], args: argparse.Namespace, record
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "everyday_h200.jsonl")
     parser.add_argument("--models", nargs="*", help="models whose name holds one of these")
-    parser.add_argument("--contestants", nargs="*", help="contestants whose name holds one of these")
+    parser.add_argument("--contestants", nargs="*", help="contestants of these names, or that hold them")
     parser.add_argument("--compiled", action="store_true", help="those that compile, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help=f"steps of a round; as many as take {ROUND_S} s without")

@@ -187,12 +187,15 @@ CONTESTANTS = _all()
 
 
 def names(task: Task, holding: list[str] | None, compiled: bool) -> list[str]:
-    """The contestants of a model: whose names hold one of ``holding``, or without it those that do not compile.
+    """The contestants of a model: of the names in ``holding``, else whose names hold one of ``holding``.
+
+    Without ``holding`` those that do not compile.
 
     Args:
         compiled: without ``holding``, those that compile, too.
     """
     found = [name for name in CONTESTANTS if task.te_layers is not None or name != TE_LAYERS]
     if holding:
-        return [name for name in found if any(part in name for part in holding)]
+        of_names = [name for name in found if name in holding]
+        return of_names or [name for name in found if any(part in name for part in holding)]
     return [name for name in found if compiled or not CONTESTANTS[name].compiles]

@@ -169,8 +169,6 @@ def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:
 
 def _start(rank: int, gpus: int, first: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(gpus))
-    import transformer_engine.pytorch  # noqa: F401  (before anything touches CUDA)
-
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
     os.environ.update({key: str(value) for key, value in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

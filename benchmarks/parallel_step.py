@@ -128,8 +128,6 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
 
     The bytes are those that it sent in a step, by what sent them.
     """
-    import transformer_engine.pytorch  # noqa: F401  (before anything touches CUDA)
-
     torch.cuda.set_device(rank)
     if not alone:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}

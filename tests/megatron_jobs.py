@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from nemo_lowprec.compat.transformer_engine import import_te
 from nemo_lowprec.compute import te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
@@ -161,7 +162,7 @@ def train(
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    import transformer_engine.pytorch  # noqa: F401  before anything loads cuDNN
+    import_te()  # before anything loads cuDNN
 
     torch.cuda.set_device(rank)
     common: dict[str, Any] = {

@@ -6,7 +6,6 @@ import datetime
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.processes import FORKING, environment
+from nemo_lowprec.compute import gemm_times
 
 __all__ = ["FORKING", "environment", "free_port", "of_a_shell", "on_processes"]
 
@@ -67,9 +67,8 @@ def _start(
     os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's seed_everything: strategies seed by it again
     os.environ.update(environment(rank, world, port))
     if backend == "nccl":
-        with suppress(ImportError):  # before anything touches CUDA
-            import transformer_engine.pytorch  # noqa: F401
         torch.cuda.set_device(rank)
+        gemm_times.FAMILIES = {"": None}  # small layers stay in FP8 with convert="auto"
     dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=SECONDS))
     torch.save(function(rank, *args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "base_of", "disabled_torch_function", "has_dispatch_mode",
-    "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key", "storage_use_count",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count", "without_dispatch_modes",
+    "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
+    "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
+    "without_dispatch_modes",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -25,6 +26,11 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 def has_dispatch_mode() -> bool:
     """Whether a ``TorchDispatchMode`` sees the operations, as a counter of FLOPs does."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether ``tensor`` is of no subclass that may compute otherwise. A fake tensor stands for a plain one."""
+    return type(tensor) is Tensor or type(tensor) is FakeTensor
 
 
 def base_of(view: Tensor) -> Tensor | None:

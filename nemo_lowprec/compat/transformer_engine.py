@@ -1,10 +1,49 @@
-"""Transformer Engine's quantized tensors."""
+"""Transformer Engine: its import, and its quantized tensors."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+# A library comes after those that it needs.
+_CUDNN = ("graph", "ops", "engines_runtime_compiled", "engines_precompiled", "heuristic", "cnn", "adv")
+
+
+def import_te(name: str = "transformer_engine.pytorch") -> Any:
+    """The module ``name`` of Transformer Engine, imported beside torch's own cuDNN.
+
+    Transformer Engine prefers the cuDNN of the system. Where torch has brought a newer one, torch would run with parts
+    of both: its attention then finds no cuDNN kernel and takes a slower one, or the import fails. So torch's cuDNN is
+    loaded first, unless CUDNN_HOME or CUDNN_PATH names another one.
+    """
+    home = _cudnn_of_torch()
+    if "transformer_engine" in sys.modules or home is None or os.environ.keys() & {"CUDNN_HOME", "CUDNN_PATH"}:
+        return importlib.import_module(name)
+    for part in _CUDNN:
+        for library in sorted((home / "lib").glob(f"libcudnn_{part}.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    os.environ["CUDNN_HOME"] = str(home)
+    try:
+        return importlib.import_module(name)
+    finally:
+        del os.environ["CUDNN_HOME"]
+
+
+def _cudnn_of_torch() -> Path | None:
+    """Where the package lies that torch's wheels take cuDNN from; None without it."""
+    try:
+        spec = find_spec("nvidia.cudnn")
+    except ImportError:
+        return None
+    places = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(places[0]) if places else None
 
 
 def quantizer_of(weight: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.choice import Choice
 from nemo_lowprec.compute.operands import new_histories, operand_of
 from nemo_lowprec.compute.weight_scales import WeightScales
 from nemo_lowprec.compute.weight_state import WeightStates
@@ -21,12 +22,16 @@ class AmaxState:
     Attributes:
         histories: ``DelayedScaling``, the amax histories of inputs and output gradients; None without delayed scaling.
         weights: which weights were written, and the quantized weights; with delayed scaling ``WeightScales``.
+        choice: what ``convert="auto"`` has decided; None before it has.
+        reduce_amax: the argument of ``share``.
     """
 
     histories: Any = None
 
     def __init__(self) -> None:
         self.weights = WeightStates()
+        self.choice: Choice | None = None
+        self.reduce_amax: Callable[[Tensor], None] | None = None
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
         """Move the tables to ``device``. FSDP2 gathers weights from shards in ``gathered_as``; None: they are whole."""
@@ -39,6 +44,7 @@ class AmaxState:
             reduce_amax: replaces amaxes by their maxima over the processes, in place; None for this process alone.
             of_weights: whether processes hold shards of weights, so that amaxes of weights are reduced, too.
         """
+        self.reduce_amax = reduce_amax
 
     def expect(self, growth: float) -> None:
         """Adapt histories and scales to output gradients that are ``growth`` times as large as before."""
@@ -104,6 +110,7 @@ class DelayedAmaxes(AmaxState):
         super().settle(device, gathered_as)
 
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
+        super().share(reduce_amax, of_weights)
         self.histories.reduce_amax = reduce_amax
         self.weights.reduce_amax = reduce_amax if of_weights else None
 

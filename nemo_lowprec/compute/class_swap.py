@@ -6,6 +6,7 @@ The module object stays: parents, parameters, hooks and names go on pointing at 
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import torch
@@ -26,6 +27,31 @@ def swap(module: nn.Module, cls: type[nn.Module], **attributes: Any) -> None:
     module.__dict__.update(attributes)
     module.__dict__[_ORIGINAL] = (original, {**before, **earlier}, cls)
     module.__class__ = cls
+
+
+class _Derived(type):
+    """The classes that ``derive`` makes; they have no names in a module."""
+
+
+_derived: dict[Any, Any] = {}
+
+
+def derive(first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
+    """The class with the bases ``first`` and ``second``, which a module of the class ``second`` can take.
+
+    The module stays an instance of its own class; ``super().forward`` in ``first`` is the module's own forward.
+    """
+    if (first, second) not in _derived:
+        state = {"__module__": first.__module__, "__doc__": first.__doc__}
+        _derived[first, second] = _Derived(f"{first.__name__}Of{second.__name__}", (first, second), state)
+    return _derived[first, second]  # type: ignore[no-any-return]
+
+
+def _pickled(cls: Any) -> Any:
+    return derive, cls.__bases__
+
+
+copyreg.pickle(_Derived, _pickled)
 
 
 def is_converted(model: nn.Module) -> bool:

@@ -82,6 +82,9 @@ def _fprop(
     training: bool, shape: Any, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     plan = plan_of(tag)
+    if plan.calls is not None and training:
+        ins = weight[0].shape[0] if transposed else weight[0].shape[1]
+        plan.calls.see_traced(plan.name, shape[0], ins, shape[1], maker is None)
     with AutocastOff(x[0].device.type):
         x8 = _unpack(plan, "input", x, True, x_columnwise)
         if maker is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,17 +17,23 @@ from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.choice import CHOICE, Choice
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.compiled_ops import make_missing_weights
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
+from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
+from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.half_layers import take_fp32_input
-from nemo_lowprec.compute.keeping import GatedMLP, find_gated, keep_less, may_keep_less
+from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.patterns import Match
+from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
+from nemo_lowprec.compute.speed_filter import SpeedFilter, choose, costs
 from nemo_lowprec.compute.wrappers import check_unwrapped
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import Options
@@ -54,6 +60,7 @@ class Computation(Column):
     Attributes:
         amaxes: the states of all layers with FP8 operands, Transformer Engine's own included.
         conversion: how each layer is computed.
+        when_decided: called once ``convert="auto"`` has decided, after a step or by a checkpoint.
         backend: runs the GEMMs; None before ``check``.
     """
 
@@ -80,6 +87,9 @@ class Computation(Column):
         self._has_te_layers = False
         self._hooks = ExitStack()
         self._graphs: BlockGraphs | None = None
+        self._filter: SpeedFilter | None = None
+        self._settled = self._waits = False
+        self.when_decided: Callable[[], None] | None = None
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
         """Raise ValueError where the level, or the forced backend, cannot run on ``device``."""
@@ -112,15 +122,16 @@ class Computation(Column):
     def install(self, model: nn.Module, training: bool) -> None:
         assert self.backend is not None
         self._model = model
-        on_cpu = self.device.type == "cpu"
         gated = find_gated(model) if self.options.activations is not None else {}
+        # torch's half GEMMs on CPUs are up to 100 times slower than the reference backend, and round oftener.
+        half_backend = ReferenceBackend() if self.device.type == "cpu" else None
+        self.own_amaxes.weights.leave_out()
         self.conversion = convert_layers(
             model,
             self.half,
             self.options.recipe,
             self.backend,
-            # torch's half GEMMs on CPUs are up to 100 times slower than the reference backend, and round oftener.
-            ReferenceBackend() if on_cpu else None,
+            half_backend,
             self.options.layers,
             self.own_amaxes.histories,
             fp32_wgrad=self._fp32_wgrad,
@@ -130,27 +141,85 @@ class Computation(Column):
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
         if self._half_weights:
-            take_fp32_input(model, on_cpu)
+            take_fp32_input(model, self.device.type == "cpu")
             if self._opens_autocast:
                 for handle in take_fp32_input_outside_autocast(model):
                     self._hooks.enter_context(handle)
         if self.options.activations is not None:
             self._keep_less(model, self.options.activations, gated)
+        if self.options.recipe is not None and self.options.layers.is_auto:
+            low_bit = self._stored() in ("fp16", "fp8")
+            self._filter = SpeedFilter(model, half_backend, self.own_amaxes.weights, low_bit)
+            self._waits = training and bool(self.conversion.low)
+            if self._waits and self._times() is None and self.own_amaxes.choice is None:
+                self.own_amaxes.choice = Choice()  # everything is converted, on a machine with times later, too
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
             self.amaxes.append(TEAmaxes(model))
 
-    def _keep_less(self, model: nn.Module, wanted: str, gated: dict[str, GatedMLP]) -> None:
+    def _keep_less(self, model: nn.Module, wanted: str, gated: dict[str, Match]) -> None:
         assert self.backend is not None
         keeps = Keeps(self.backend, "fp8" in wanted, "recompute" in wanted)
-        alone = {name: parts for name, parts in gated.items() if name not in self.conversion.fused}
+        fused = self.conversion.fused
+        own = {name: match for name, match in gated.items() if fused.get(name, GatedMLPs.name) == GatedMLPs.name}
         for module in model.modules():
             for plan in gemm_plans(module).values():
                 plan.inputs.again = True
-        self.conversion.keeping = keep_less(model, keeps, self.conversion.norms, self.conversion.kept, alone)
+        self.conversion.keeping = keep_less(model, keeps, self.conversion.norms, own)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether ``convert="auto"`` decides after the next step."""
+        return self._filter is not None and self._waits and self.own_amaxes.choice is None
+
+    def _decide(self) -> None:
+        """After a step: choose the layers that are too small to gain, on all processes alike."""
+        assert self._filter is not None and self._filter.calls is not None
+        times, recipe = self._times(), self.options.recipe
+        assert times is not None and recipe is not None and self._model is not None
+        names = self.conversion.low
+        cost = costs(self._filter.calls, names, times, recipe, STORED[self._stored()], self._filter.offered())
+        if self.own_amaxes.reduce_amax is not None:
+            cost = cost.to(self.device)
+            self.own_amaxes.reduce_amax(cost)
+            cost = cost.cpu()
+        if not bool(cost.any()):
+            return  # no layer has run
+        groups = groups_of(self._model, self.conversion)
+        kept = sum(group.elements for group in groups if group.fate.kind == "half")
+        by_host = self.device.type == "cuda" and self.no_graphs() is not None
+        self._take(choose(cost, names, times, self.options.level.autocast.upper(), kept, by_host))
+
+    def _times(self) -> GemmTimes | None:
+        """The GPU's times; None where nobody knows them, and where FP8 is only emulated."""
+        emulates = self.device.type == "cuda" and type(self.backend) is ReferenceBackend
+        return None if emulates else times_of(self.device)
+
+    def _stored(self) -> str:
+        """How the weights of the converted layers are stored, as ``STORED`` has it."""
+        level, recipe = self.options.level, self.options.recipe
+        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params):
+            return "fp8"
+        if level.is_low_bit:
+            return "fp16"
+        return "half" if self._half_weights or self._gathered_as == self.half else "fp32"
+
+    def _take(self, choice: Choice) -> None:
+        """Compute by ``choice`` from now on."""
+        self.own_amaxes.choice = choice
+        if self._settled:
+            self.settle()
+            if self.when_decided is not None:
+                self.when_decided()
 
     def settle(self) -> None:
+        self._settled = True
+        if self._filter is not None:
+            choice = self.own_amaxes.choice
+            self.conversion.left = {} if choice is None else choice.among(self.conversion.low)
+            self._filter.leave(self.conversion.left)
+            self._filter.watch(self.is_undecided)
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
         again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
@@ -164,15 +233,28 @@ class Computation(Column):
         """Let the model's blocks run as CUDA graphs, once they have run a few times."""
         if self._graphs is not None:
             self._graphs.remove()
-        wanted = self.options.graphs
-        if wanted is False or self._model is None or self.device.type != "cuda" or self._gathered_as is not None:
+        if self._model is None or self.is_undecided:
             return
-        if wanted == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
-            log.info("CUDA graphs: off with several processes. graphs=True turns them on.")
+        if obstacle := self.no_graphs():
+            if self.device.type == "cuda":
+                log.info("CUDA graphs: off, %s.", obstacle)
             return
+        always = self.options.graphs is True
         self._graphs = BlockGraphs(
-            self._model, self.device, lambda module: gemm_plans(module).values(), self.observers, always=wanted is True
+            self._model, self.device, lambda module: gemm_plans(module).values(), self.observers, always=always
         )
+
+    def no_graphs(self) -> str | None:
+        """Why nothing of the model runs as a CUDA graph; None where that is tried once the model has run."""
+        if self.device.type != "cuda":
+            return "there is no GPU"
+        if self._gathered_as is not None:
+            return "as FSDP2 gathers the weights anew for each pass"
+        if self.options.graphs is False:
+            return "as graphs=False"
+        if self.options.graphs == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
+            return "as there are several processes; graphs=True turns them on"
+        return None
 
     def _keeps_weights(self) -> bool:
         """Whether the layers keep their quantized weights from step to step: 2 bytes a parameter."""
@@ -219,27 +301,41 @@ class Computation(Column):
         if recipe is None or self._model is None or self.backend is None:
             return None
         how = f"{recipe.scaling}, {self.backend.name}"
-        return describe_layers(self._model, self.conversion, self.options.level, how, self.options.activations)
+        choice = self.own_amaxes.choice if self._filter is not None else None
+        note = "layers that are too small to gain are left after the first step" if self.is_undecided else ""
+        note, problem = (note, None) if choice is None else (choice.expected, choice.problem)
+        return describe_layers(
+            self._model, self.conversion, self.options.level, how, self.options.activations, note, problem
+        )
 
     def after_step(self, skipped: bool) -> None:
         for amaxes in self.amaxes:
             amaxes.after_step(skipped)
+        if self.is_undecided:
+            self._decide()
 
     def take_back(self) -> None:
         for amaxes in self.amaxes:
             amaxes.take_back()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for amaxes in self.amaxes for name, value in amaxes.state_dict().items()}
+        state = {name: value for amaxes in self.amaxes for name, value in amaxes.state_dict().items()}
+        choice = self.own_amaxes.choice
+        return state if choice is None else {**state, CHOICE: choice.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for amaxes in self.amaxes:
             amaxes.load_state_dict(state)
+        if CHOICE in state and self.options.layers.is_auto:
+            choice = Choice(**state[CHOICE])
+            if choice != self.own_amaxes.choice:
+                self._take(choice)
 
     def remove(self) -> None:
         if self._graphs is not None:
             self._graphs.remove()
-        self._graphs = None
+        self._graphs = self._filter = self.when_decided = None
+        self._settled = False
         self._hooks.close()
         if self._model is not None:
             revert_layers(self._model)

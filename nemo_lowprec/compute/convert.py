@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
-from nemo_lowprec.compute.filters import HEAD, full_name, reasons_to_keep
+from nemo_lowprec.compute.filters import HEAD, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.half_layers import open_autocast
@@ -125,9 +125,22 @@ def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
     return {}
 
 
+def replace_plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
+    """Compute with ``weight`` of a converted ``module`` by another ``plan``. FSDP2 may have changed its class."""
+    _give_entry(module, weight, plan)
+    if isinstance(module, LowPrecisionMultiheadAttention):
+        module.gemm_plans[weight] = plan
+    else:
+        module.__dict__["gemm_plan"] = plan
+
+
+def _give_entry(module: nn.Module, weight: str, plan: GemmPlan) -> None:
+    plan.entry = GraphEntry(plan, module, weight, "bias" if weight == "weight" else "in_proj_bias")
+
+
 def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     """Compute with ``weight`` of ``module`` by ``plan``."""
-    plan.entry = GraphEntry(plan, module, weight, "bias" if weight == "weight" else "in_proj_bias")
+    _give_entry(module, weight, plan)
     if isinstance(module, LowPrecisionMultiheadAttention):
         module.gemm_plans[weight] = plan
     elif _is_conv1d(module):
@@ -149,11 +162,15 @@ def _convert_low(
     result: Conversion,
 ) -> None:
     linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
-    found = candidates(model)
-    norms = {name: module for name, (module, patterns) in found.items() if not patterns[0].is_parent}
+    found = candidates(model, histories is not None)
+    layerlike = {name: patterns[0].is_listed for name, (_, patterns) in found.items() if not patterns[0].is_parent}
+    norms = {name: found[name][0] for name, is_listed in layerlike.items() if is_listed}
+    unlisted = {name: "in skip" for name in layerlike if name not in norms and is_skipped(layers, name)}
     refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
-    recognised = {name: recognise(*candidate, refused.get(name)) for name, candidate in found.items()}
+    recognised = {
+        name: recognise(*candidate, refused.get(name) or unlisted.get(name)) for name, candidate in found.items()
+    }
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}

@@ -25,9 +25,10 @@ class Fate(NamedTuple):
     """How a layer or matrix is computed.
 
     Attributes:
-        kind: ``low``: by a converted layer; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by
-            the arguments that choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM; ``fused`` and
-            ``unfused``: a parent of layers, which a pattern computes or not.
+        kind: ``low``: by a converted layer; ``left``: by a converted layer that ``convert="auto"`` runs in half
+            precision; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by the arguments that
+            choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM; ``fused`` and ``unfused``: a parent of
+            layers, which a pattern computes or not.
         reason: why the kind is not ``low``; for ``fused`` the name of the pattern.
         pattern: of a matrix without a layer, its name with ``*`` for numbers, so that such matrices form one group.
     """
@@ -56,7 +57,7 @@ class Group:
 
         A matrix outside of torch's layers counts as one that a GEMM reads, since no module shows its use.
         """
-        return self.fate.kind in ("low", "te", "half")
+        return self.fate.kind in ("low", "te", "left", "half")
 
     @property
     def is_low(self) -> bool:
@@ -73,7 +74,7 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     names: dict[Fate, dict[str, None]] = defaultdict(dict)
     elements: dict[Fate, int] = defaultdict(int)
     for name in conversion.low:
-        names[Fate("low")][name] = None
+        names[_converted(name, conversion)][name] = None
     for name in conversion.norms:
         names[Fate("norm")][name] = None
     for name, pattern in conversion.fused.items():
@@ -91,7 +92,7 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     return sorted(groups, key=lambda group: (_ORDER.index(group.fate.kind), -group.elements))
 
 
-_ORDER = ("low", "te", "norm", "fused", "unfused", "half", "asked", "embedding")
+_ORDER = ("low", "te", "left", "norm", "fused", "unfused", "half", "asked", "embedding")
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module, str]]]]:
@@ -110,7 +111,7 @@ def _found(
     """(rank of the module among those that have the matrix, fate, name of the layer or matrix)."""
     full = full_name(name, own)
     if full in low:
-        return 0, Fate("low"), low[full]
+        return 0, _converted(low[full], conversion), low[full]
     if is_te_module(module):
         return 1, Fate("te"), name
     outside = _PARAMETRIZED.sub("", name)
@@ -124,6 +125,10 @@ def _found(
         return 4, Fate("embedding", "an embedding", _pattern(full)), full
     reason = "computed by a parametrization" if outside != name else f"a parameter of {kind}"
     return 5, Fate("half", reason, _pattern(full)), full
+
+
+def _converted(layer: str, conversion: Conversion) -> Fate:
+    return Fate("left", conversion.left[layer]) if layer in conversion.left else Fate("low")
 
 
 def _kept(layer: str, conversion: Conversion) -> Fate:

@@ -44,19 +44,25 @@ def reasons_to_keep(
             reasons[name] = "in skip"
         elif name in ends:
             reasons[name] = f"in the {ends[name]} layers kept in half precision"
-        elif callable(layers.convert):
-            if not layers.convert(name, module):
+        elif callable(layers.chosen):
+            if not layers.chosen(name, module):
                 reasons[name] = "not chosen by convert"
-        elif layers.convert is not None:
-            if not _matches(name, layers.convert):
+        elif layers.chosen is not None:
+            if not _matches(name, layers.chosen):
                 reasons[name] = "not in convert"
         elif name in heads:
             reasons[name] = HEAD
     return reasons
 
 
+def is_skipped(layers: LayerFilter, name: str) -> bool:
+    """Whether ``skip`` names the module ``name``, or a module that holds it."""
+    return _matches(name, layers.skip)
+
+
 def _check_patterns(layers: LayerFilter, candidates: dict[str, nn.Module]) -> None:
-    patterns = list(layers.skip) + (list(layers.convert) if not callable(layers.convert) and layers.convert else [])
+    chosen = layers.chosen
+    patterns = [*layers.skip, *(chosen if chosen is not None and not callable(chosen) else ())]
     for pattern in patterns:
         if not any(_matches(name, (pattern,)) for name in candidates):
             raise ValueError(

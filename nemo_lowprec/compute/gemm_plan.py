@@ -37,6 +37,8 @@ class GemmPlan:
         fp8: which of (fprop, dgrad, wgrad) run in FP8.
         any_fp8: whether one of the three does.
         ignores_autocast: whether the passes give the same results under autocast.
+        by_torch: whether the GEMMs are those of an ``nn.Linear``: of a layer that ``convert="auto"`` has left.
+        calls: notes the layer's calls while ``convert="auto"`` has not decided; None for nobody.
         entry: the layer's ``GraphEntry``; None where the layer breaks compiled graphs.
     """
 
@@ -52,6 +54,8 @@ class GemmPlan:
     fp8: tuple[bool, bool, bool] = field(init=False)
     any_fp8: bool = field(init=False)
     ignores_autocast: bool = field(init=False)
+    by_torch: bool = False
+    calls: Any = field(default=None, repr=False, compare=False)
     entry: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -46,6 +46,9 @@ def half_linear(
         part: (first row, row behind the last) of ``weight`` to multiply with; None for all rows.
         plan: announces the operands; None for nobody.
     """
+    if plan is not None and plan.by_torch and plan.observers.quantized:
+        plan.announce("input", input, input.to(plan.half))
+        plan.announce("weight", weight, weight.to(plan.half))
     if torch.is_grad_enabled() and weight.requires_grad:
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype

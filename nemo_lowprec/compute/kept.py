@@ -70,123 +70,93 @@ SLOPES: dict[type[nn.Module], Slope] = {
 
 @dataclass
 class Formula:
-    """What is computed from the inputs that are kept.
+    """What is computed from an input that is kept.
 
     Attributes:
-        module: holds the parameters.
-        gated: whether the inputs are (gate, up), and the output ``module(gate) * up``; else ``module(input)``.
-        keeps: how the inputs are kept.
-        device, autocast: the inputs' device, and the dtype of its autocast in forward; None without.
+        module: a norm or an activation.
+        keeps: how its input is kept.
+        device, autocast: the input's device, and the dtype of its autocast in forward; None without.
     """
 
     module: nn.Module
-    gated: bool
     keeps: Keeps
     device: str = "cpu"
     autocast: torch.dtype | None = None
-
-    def values(self, *inputs: Tensor) -> Tensor:
-        """The output, as the module computes it."""
-        return self.of(self.module, inputs)
-
-    def of(self, module: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
-        """The output with the parameters of ``module``."""
-        out = own_values(module, inputs[0])
-        return out * inputs[1] if self.gated else out
 
     def as_in_forward(self) -> Any:
         """The autocast of forward."""
         return torch.autocast(self.device, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
 
-    def restored(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """The inputs that were kept."""
-        step = self.keeps.tensors
-        return [self.keeps.restore(tensors[i * step : (i + 1) * step], dtype) for i, dtype in enumerate(dtypes)]
-
-    def again(self, dtypes: Sequence[torch.dtype]) -> Again:
+    def again(self, dtype: torch.dtype) -> Again:
         """Computes the output in backward."""
 
         def compute(tensors: Sequence[Tensor]) -> Tensor:
             with self.as_in_forward():
-                return self.values(*self.restored(tensors, dtypes))
+                return own_values(self.module, self.keeps.restore(tensors, dtype))
 
         return Again(compute)
 
 
 class KeptFunction(torch.autograd.Function):
-    """(formula, number of inputs, kept, inputs, parameters) to the output. ``kept`` takes what is kept of the inputs.
+    """(formula, kept, link, input, parameters) to the output. ``kept`` takes what is kept of the input.
 
-    The link is an empty tensor for each input, through whose node a second derivative reaches the input.
+    The link is an empty tensor through whose node a second derivative reaches the input.
     """
 
     @staticmethod
-    def forward(ctx: Any, formula: Formula, count: int, kept: list[Tensor], links: Any, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, formula: Formula, kept: list[Tensor], link: Any, x: Tensor, *params: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        inputs = tensors[:count]
-        out = formula.values(*inputs)
-        for x in inputs:
-            kept += formula.keeps.keep(x)
-        ctx.save_for_backward(*kept, *(link for link, _ in links))
-        ctx.sums = [total for _, total in links]
-        ctx.formula, ctx.count, ctx.dtypes = formula, count, [x.dtype for x in inputs]
-        # Inputs that are kept as they are stay with ``kept`` as plain values, without their graph.
+        out = own_values(formula.module, x)
+        kept += formula.keeps.keep(x)
+        empty, ctx.sum = link
+        ctx.save_for_backward(*kept, empty)
+        ctx.formula, ctx.dtype = formula, x.dtype
+        # An input that is kept as it is stays with ``kept`` as plain values, without its graph.
         kept[:] = [tensor.detach() for tensor in kept]
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[3:]
         if grad is None:
-            return (None,) * (4 + len(needs))
+            return (None,) * (3 + len(needs))
         formula: Formula = ctx.formula
-        saved = ctx.saved_tensors
-        links = saved[len(saved) - len(ctx.sums) :]
-        inputs = formula.restored(saved, ctx.dtypes)
+        *kept, link = ctx.saved_tensors
+        x = formula.keeps.restore(kept, ctx.dtype)
         slope = SLOPES.get(type(formula.module))
         again = torch.is_grad_enabled() or is_batched(grad) or is_legacy_batched(grad)
         found: list[Tensor | None]
         if again:
-            found = _differentiable(formula, inputs, list(zip(links, ctx.sums, strict=True)), grad, needs)
-        elif slope is not None and all(x.dtype == grad.dtype for x in inputs):
-            found = _by_slope(formula, slope, inputs, grad)
+            found = _differentiable(formula, x, link, ctx.sum, grad, needs)
+        elif slope is not None and x.dtype == grad.dtype:
+            with torch.no_grad():
+                found = [slope(formula.module, grad, x)]
         else:
-            found = _by_autograd(formula, inputs, grad, needs)
-        return None, None, None, None, *found
+            found = _by_autograd(formula, x, grad, needs)
+        return None, None, None, *found
 
 
-@torch.no_grad()
-def _by_slope(formula: Formula, slope: Slope, inputs: list[Tensor], grad: Tensor) -> list[Tensor | None]:
-    if not formula.gated:
-        return [slope(formula.module, grad, inputs[0])]
-    gate, up = inputs
-    return [slope(formula.module, grad * up, gate), grad * own_values(formula.module, gate)]
-
-
-def _by_autograd(formula: Formula, inputs: list[Tensor], grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+def _by_autograd(formula: Formula, x: Tensor, grad: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
     # A copy with parameters of its own: gradient hooks of the model's parameters run once, after this.
     twin = copy.copy(formula.module)
     own = {n: None if p is None else p.detach().requires_grad_() for n, p in formula.module._parameters.items()}
     twin.__dict__["_parameters"] = own
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    leaf = x.detach().requires_grad_()
     with torch.enable_grad(), formula.as_in_forward():
-        out = formula.of(twin, leaves)
-    return _gradients(out, [*leaves, *(p for p in own.values() if p is not None)], grad, needs, False)
+        out = own_values(twin, leaf)
+    return _gradients(out, [leaf, *(p for p in own.values() if p is not None)], grad, needs, False)
 
 
 def _differentiable(
-    formula: Formula, inputs: list[Tensor], links: list[tuple[Tensor, InputGradient]], grad: Tensor,
-    needs: Sequence[bool],
-) -> list[Tensor | None]:  # fmt: skip
+    formula: Formula, x: Tensor, link: Tensor, total: InputGradient, grad: Tensor, needs: Sequence[bool]
+) -> list[Tensor | None]:
     """The gradients as operations that autograd differentiates again, and that take batches of gradients."""
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), formula.as_in_forward():
-        leaves = [
-            linked(link, x, total) if graph else x.detach().requires_grad_()
-            for x, (link, total) in zip(inputs, links, strict=True)
-        ]
-        out = formula.values(*leaves)
+        leaf = linked(link, x, total) if graph else x.detach().requires_grad_()
+        out = own_values(formula.module, leaf)
     params = [p for p in formula.module._parameters.values() if p is not None]
-    return _gradients(out, [*leaves, *params], grad, needs, graph)
+    return _gradients(out, [leaf, *params], grad, needs, graph)
 
 
 def _gradients(
@@ -197,12 +167,11 @@ def _gradients(
     return [next(found) if need else None for need in needs]
 
 
-def keep_inputs(formula: Formula, *inputs: Tensor) -> Tensor:
-    """The output of ``formula``, of which autograd keeps the inputs as ``formula.keeps`` says."""
+def keep_input(formula: Formula, x: Tensor) -> Tensor:
+    """The output of ``formula``, of which autograd keeps the input ``x`` as ``formula.keeps`` says."""
     params = [p for p in formula.module._parameters.values() if p is not None]
     kept: list[Tensor] = []
-    links = [link_to(x) for x in inputs]
-    out: Tensor = KeptFunction.apply(formula, len(inputs), kept, links, *inputs, *params)
+    out: Tensor = KeptFunction.apply(formula, kept, link_to(x), x, *params)
     if formula.keeps.again:
-        mark(out, formula.again([x.dtype for x in inputs]), kept)
+        mark(out, formula.again(x.dtype), kept)
     return out

@@ -18,24 +18,27 @@ _ARE = {
     "norm": "norm with half output",
     "fused": "fused",
     "unfused": "computed layer by layer",
+    "left": "half precision",
     "half": "half precision",
     "asked": "half precision",
     "embedding": "no GEMM",
 }
 
 
-def layers_table(groups: list[Group], low: str) -> str:
+def layers_table(groups: list[Group], low: str, note: str = "") -> str:
     """One row for each group of layers: count, share of all matrices' elements, computation and reason; then names.
 
     Lines have at most 80 characters. Layers are named by globs, which ``convert`` and ``skip`` take.
 
     Args:
         low: how converted layers compute, for example ``FP8 (delayed, te)``.
+        note: more of them.
     """
     lines = [_row("Layers", "Weights", "Are")[0], " " + "─" * (WIDTH - 2)]
     total = sum(group.elements for group in groups)
     for group in groups:
         kind, reason, _ = group.fate
+        reason = note if kind == "low" else reason
         share = f"{100 * group.elements / total:.1f} %" if group.elements else ""
         what = low if kind == "low" else _ARE[kind].format(low=low.partition(" ")[0])
         lines += _row(f"{len(group.names):,}", share, f"{what}: {reason}" if reason else what)
@@ -50,17 +53,26 @@ def layers_table(groups: list[Group], low: str) -> str:
 
 
 def describe_layers(
-    model: nn.Module, conversion: Conversion, level: PrecisionLevel, how: str, activations: str | None = None
+    model: nn.Module,
+    conversion: Conversion,
+    level: PrecisionLevel,
+    how: str,
+    activations: str | None = None,
+    note: str = "",
+    problem: str | None = None,
 ) -> tuple[str, str | None]:
     """The table of a converted model, and a warning where too little is converted, else None.
 
     Args:
         how: scaling and backend of the GEMMs.
         activations: the level's argument.
+        note: more of the converted layers.
+        problem: the warning, where ``convert="auto"`` has decided.
     """
     groups = groups_of(model, conversion)
-    problem = too_little(groups)
-    table = layers_table(groups, f"{level.compute.upper()} ({how})")
+    if problem is None and not conversion.left:
+        problem = too_little(groups)
+    table = layers_table(groups, f"{level.compute.upper()} ({how})", note)
     if activations is not None:
         table = "\n".join([table, *_row(f"{len(conversion.keeping):,}", "", _kept(conversion, activations))])
     return table, problem and f"{level.name}: {problem}"

@@ -19,6 +19,7 @@ from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.compiled import has_own_weight, read_parameter, read_storage, sink_of, traced_plan
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphParameter
+from nemo_lowprec.compute.half_linear import compiled_half_linear, half_linear
 from nemo_lowprec.compute.linear_function import LinearFunction, not_a_view
 from nemo_lowprec.compute.producers import GradReader
 from nemo_lowprec.observers import NOBODY
@@ -88,6 +89,12 @@ def linear(
         out_dtype = torch.get_autocast_dtype(device)
         if out_dtype != plan.half:  # the user's own loop has chosen another dtype
             plan = replace(plan, half=out_dtype)
+    if plan.calls is not None and record and torch.is_grad_enabled() and x.numel():
+        outs = weight.shape[1] if transposed else weight.shape[0] if part is None else part[1] - part[0]
+        plan.calls.see(plan.name, x, outs, weight.requires_grad)
+    fits = under_autocast or x.dtype == weight.dtype
+    if plan.by_torch and fits and not transposed and not isinstance(weight, QuantizedTensor):
+        return half_linear(x, weight, bias, part, plan)
     if is_transformed():
         return _by_torch(x, weight, bias, plan, out_dtype, transposed, part)
     if not x.numel():  # no kernel takes an operand without elements
@@ -137,6 +144,8 @@ def compiled_linear(
     part: tuple[int, int] | None,
 ) -> Tensor:
     """``linear`` in the code that ``torch.compile`` traces: one call into the graph, by the weight ``name``."""
+    if plan.by_torch and not transposed:
+        return compiled_half_linear(x, layer, name, bias, plan, False, part)
     entry = plan.entry
     own: GraphParameter = entry.weight
     weight = getattr(layer, name) if own.data is None else sink_of(own)

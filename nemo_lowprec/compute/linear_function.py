@@ -21,6 +21,7 @@ from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.producers import offered
+from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
 
 
@@ -118,6 +119,8 @@ class LinearFunction(torch.autograd.Function):
         # A weight that is an inference tensor has no version, and may be written without a trace.
         keeps = plan.weight is not None and part is None and ctx.version is not None and plan.weight.keeps
         keeper = plan.weight if keeps else None
+        if keeper is not None and not plan.any_fp8:
+            weight = _half_weight(weight, plan, keeper, transposed)
         w_kept = w_columnwise and plan.keeps_weight and (keeper is not None or not isinstance(weight, Fp8Weight))
         if fprop8 or w_kept:
             w8 = None if keeper is None else keeper.kept(fprop8, w_kept)
@@ -135,8 +138,12 @@ class LinearFunction(torch.autograd.Function):
             if pad:
                 out = out[:rows]
         else:
-            out = backend.matmul(plan.in_half("input", values), plan.in_half("weight", weight).t(), out_dtype)
-            out = out if bias is None else out + bias.to(out_dtype)
+            x_half, w_half = plan.in_half("input", values), plan.in_half("weight", weight)
+            if plan.by_torch and out_dtype == plan.half:
+                out = F.linear(x_half, w_half, bias if bias is None else bias.to(out_dtype))
+            else:
+                out = backend.matmul(x_half, w_half.t(), out_dtype)
+                out = out if bias is None else out + bias.to(out_dtype)
         if pad or len(shape) != 2:
             out = not_a_view(out, [*shape[:-1], out.shape[1]])
 
@@ -273,6 +280,16 @@ def _columnwise_input(ctx: Any, tensors: Sequence[Tensor]) -> Any:
     return plan.inputs.quantize(
         plan.backend, source, values.to(plan.half), plan.operands["input"], rowwise=False, columnwise=True, record=False
     )
+
+
+def _half_weight(weight: Tensor, plan: GemmPlan, keeper: WeightState, transposed: bool) -> Tensor:
+    """``weight`` in half precision, made once a step."""
+    half: Tensor | None = keeper.kept(True, True)
+    if half is None or half.dtype != plan.half:
+        with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
+            half = plan.in_half("weight", weight)
+        keeper.keep(half, True, True, transposed)
+    return half
 
 
 def new_weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:

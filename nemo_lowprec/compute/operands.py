@@ -45,6 +45,7 @@ class Operand:
         slot: for delayed scaling, the amax history and scale: an ``AmaxSlot``, for a weight a ``WeightScale``.
         expected, direct: of an output gradient: whether a module has said that the gradient comes from it, and whether
             the gradient came from it as it was, without a hook or another module's gradient (see ``GradReader``).
+        offered: whether the last gradient was handed over, or announced, by the module that it came from.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Operand:
     slot: Any = None
     expected: bool = field(default=False, compare=False, repr=False)
     direct: bool = field(default=True, compare=False, repr=False)
+    offered: bool = field(default=False, compare=False, repr=False)
 
     def scale(self, amax: Tensor, record: bool) -> Tensor:
         """The scale per tensor, FP32 [1], for a tensor with ``amax``, which ``record`` enters into the history."""

@@ -1,17 +1,22 @@
-"""What a module between converted layers hands to them: gradients that its kernel has quantized already.
+"""What a module between converted layers hands to them: values that its kernel has quantized already.
 
-The layer whose output a module reads is not written in the model's code. So a ``GradReader`` travels with the output.
-The module that finds the ``GradReader`` hands over the quantized gradient of the output (``offer``), and the layer's
-backward pass takes the gradient (``offered``).
+An activation quantizes its result for the layer that reads the result, and the gradient of its input for the
+layer whose output that input is. Who reads is not written in the model's code; it is learned:
+
+``Reader``      belongs to a producer. The layer that reads the producer's result for the first time tells the reader of
+                itself; from the next pass on the producer hands over quantized results (``SharedInput.offer``).
+``GradReader``  travels with a layer's output. A module that finds it on its input hands over the quantized gradient of
+                that input (``offer``); the layer's backward pass takes the gradient (``offered``).
 
 The half-precision tensor is there as well, for readers of any other kind. What was handed over is bound to the tensor
 object and its version: where the tensor was changed, added to or replaced, the layer quantizes the values itself.
 
-The scale has to be known before the values: that is so with delayed scaling alone, once a history has begun.
+Scales have to be known before the values: both work with delayed scaling alone, once a history has begun.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +26,119 @@ from nemo_lowprec.compat.tensors import base_of
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 
-_GRAD_READER, _OFFERED = "_lowprec_grad_reader", "_lowprec_quantized"
+_READER, _GRAD_READER, _OFFERED = "_lowprec_reader", "_lowprec_grad_reader", "_lowprec_quantized"
+
+
+class Reader:
+    """The converted layer that reads what a producer returns, as the passes before have shown.
+
+    Attributes:
+        backend: the layer's; None where no layer is known.
+        operand: the layer's ``input``.
+        half: the layer's half dtype.
+    """
+
+    backend: Backend | None = None
+    operand: Operand
+    half: torch.dtype
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no layer: layers compute in other ways than before."""
+        self.backend = None
+        self._inputs: Any = None
+        # By whether autograd was on, as in the two passes of reentrant activation checkpointing; the mode asked last.
+        self._columnwise: dict[bool, bool] = {}
+        self._grad = self._record = False
+        self._taken = True
+        self._operands: list[Operand] = []  # of all layers that have read the result; the first one quantizes it
+        self._ambiguous = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, ()  # a copied producer learns anew
+
+    def learn(
+        self, inputs: Any, backend: Backend, operand: Operand, half: torch.dtype, columnwise: bool, record: bool
+    ) -> None:
+        """A layer has quantized the producer's result itself; the arguments are those of ``SharedInput.quantize``."""
+        if not self._operands:
+            self._operands.append(operand)
+        elif self._operands[0] is not operand:
+            self._ambiguous = True  # a module with several places in the model: nobody knows which one calls it
+        if self.backend is None or self.operand is not operand:
+            self._columnwise = {}
+        backend = None if self._ambiguous else backend  # type: ignore[assignment]
+        self._inputs, self.backend, self.operand, self.half = inputs, backend, operand, half
+        self._columnwise[self._grad], self._record, self._taken = columnwise, record, True
+
+    def wants(self, rows: int, half: torch.dtype, record: bool, grad: bool) -> bool:
+        """Whether the layer will read a quantized result of this pass. Asked in every pass, before ``name_reader``.
+
+        Args:
+            rows: of the result.
+            half: its dtype.
+            record: whether the producer trains.
+            grad: whether autograd is on.
+        """
+        self._grad = grad
+        if self.backend is None:
+            return False
+        if not self._taken:  # the layer of the pass before has not read what was offered
+            self.backend = None
+            return False
+        slot = self.operand.slot
+        fits = half == self.half and record == self._record and grad in self._columnwise
+        return fits and slot is not None and not slot.cold and rows > 0 and rows % self.backend.row_multiple == 0
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether the layer reads the columnwise data, too, for its weight's gradient."""
+        return self._columnwise[self._grad]
+
+    @property
+    def record(self) -> bool:
+        """Whether the producer enters the amax into ``operand.slot``."""
+        return self._record
+
+    def follow(self, operand: Operand) -> None:
+        """A further layer has read what the first one has quantized, as its own input ``operand``."""
+        if not self.knows(operand):
+            self._operands.append(operand)
+
+    def knows(self, operand: Operand) -> bool:
+        """Whether the layer with the input ``operand`` is one that reads the producer's result."""
+        return any(known is operand for known in self._operands)
+
+    def keep_to(self, slots: Sequence[Any]) -> None:
+        """Forget the layer if its input's ``AmaxSlot`` is none of ``slots``."""
+        if self.backend is not None and not any(self.operand.slot is slot for slot in slots):
+            self.backend = None
+
+    def take(self) -> None:
+        """The layer has read what was offered."""
+        self._taken = True
+
+    def offer(self, result: Tensor, data: Any) -> None:
+        """Hand ``data``, the quantized ``result`` [..., features] (rowwise, and columnwise where wanted), over."""
+        self._taken = False
+        features = result.shape[-1]
+        self._inputs.offer(
+            self.backend, result, data, self.operand, shape=(result.numel() // features, features), dtype=self.half,
+            rowwise=True, columnwise=self.columnwise, record=self._record, reader=self,
+        )  # fmt: skip
+
+
+def name_reader(result: Tensor, reader: Reader) -> None:
+    """Let the layer that reads ``result`` tell ``reader`` of itself."""
+    result.__dict__[_READER] = reader, result._version
+
+
+def reader_of(source: Tensor) -> Reader | None:
+    """The ``Reader`` of the producer that has returned ``source``."""
+    reader, version = source.__dict__.get(_READER, (None, 0))
+    return reader if version == source._version else None
 
 
 class GradReader:
@@ -85,9 +202,9 @@ def offered(grad: Tensor, operand: Operand) -> tuple[Any, Tensor | None] | None:
         there = base.__dict__[_OFFERED]
     if there is None or there[0] is not operand or there[1] != grad._version:
         operand.direct = operand.direct and not operand.expected
-        operand.expected = False
+        operand.expected = operand.offered = False
         return None
-    operand.expected, operand.direct = False, True
+    operand.expected, operand.direct, operand.offered = False, True, True
     return None if there[2] is None else (there[2], there[3])
 
 

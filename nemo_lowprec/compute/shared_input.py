@@ -10,7 +10,7 @@ One ``SharedInput`` belongs to all converted layers of a model. It holds two thi
              features] in the tensor's dtype, the sum of the readers' dgrad GEMMs.
 
 Who makes the operand: the first layer that reads the tensor (``quantize``), or the producer of the tensor that has
-quantized it in its own kernel, such as a fused norm (``offer``).
+quantized it in its own kernel, such as a fused activation (``offer``).
 
 Who reads the operand: every later layer with the same backend, half dtype, scaling, format and margin that needs no
 orientation which the operand lacks. With delayed scaling such layers have seen the same amaxes, so their scales are
@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.compute.producers import Reader, reader_of
 from nemo_lowprec.formats import DelayedScaling
 
 
@@ -86,6 +87,7 @@ class _Quantized(NamedTuple):
         data: the backend's quantized operand.
         rowwise, columnwise: orientations of ``data``.
         delayed: whether the scale came from a history.
+        reader: of the producer that has made the operand; None where a layer has.
     """
 
     key: tuple[Any, ...]
@@ -94,6 +96,7 @@ class _Quantized(NamedTuple):
     rowwise: bool
     columnwise: bool
     delayed: bool
+    reader: Reader | None
 
     def fits(self, key: tuple[Any, ...], rowwise: bool, columnwise: bool) -> bool:
         """Whether a reader can use ``data``, and the history behind a delayed scale is still in use."""
@@ -139,18 +142,27 @@ class SharedInput:
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
+        reader = reader_of(source)
+        if there is not None and there.reader is not None and not there.reader.knows(operand):
+            there = None  # quantized for the layers at another place of the same producer
         if there is not None and there.fits(key, rowwise, columnwise):
             first = there.operand.slot
             if record and operand.slot is not None and first is not None and self.histories is not None:
                 self.histories.share(operand.slot, first)
+            if there.reader is not None:
+                there.reader.take()
+            elif reader is not None:
+                reader.follow(operand)
             return backend.copy_operand(there.data)
+        if reader is not None and operand.slot is not None and rowwise:
+            reader.learn(self, backend, operand, values.dtype, columnwise, record)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)
         return backend.copy_operand(data)
 
     def offer(
         self, backend: Backend, source: Tensor, data: Any, operand: Operand, *, shape: tuple[int, int],
-        dtype: torch.dtype, rowwise: bool, columnwise: bool, record: bool,
+        dtype: torch.dtype, rowwise: bool, columnwise: bool, record: bool, reader: Reader | None = None,
     ) -> None:  # fmt: skip
         """Hand over the quantized operand of a tensor that the caller has produced; its readers then quantize nothing.
 
@@ -167,16 +179,18 @@ class SharedInput:
             dtype: the readers' half dtype, from which the values were rounded.
             rowwise, columnwise: orientations of ``data``; a reader that trains needs both.
             record: whether the readers train (``module.training``).
+            reader: is told when the operand is read.
         """
         if not _may_change_unseen(source):
             key = _key(backend, torch.Size(shape), dtype, operand, record)
-            self._keep(source, key, operand, data, rowwise, columnwise)
+            self._keep(source, key, operand, data, rowwise, columnwise, reader)
 
     def _keep(
-        self, source: Tensor, key: tuple[Any, ...], operand: Operand, data: Any, rowwise: bool, columnwise: bool
-    ) -> None:
+        self, source: Tensor, key: tuple[Any, ...], operand: Operand, data: Any, rowwise: bool, columnwise: bool,
+        reader: Reader | None = None,
+    ) -> None:  # fmt: skip
         delayed = operand.slot is not None and not operand.slot.cold
-        self._quantized.set(source, _Quantized(key, operand, data, rowwise, columnwise, delayed))
+        self._quantized.set(source, _Quantized(key, operand, data, rowwise, columnwise, delayed, reader))
 
     def gradient(self, source: Tensor) -> tuple[InputGradient, Tensor | None]:
         """The sum of the gradient of ``source``, and the handle; None for the first layer that reads ``source``."""

@@ -98,6 +98,8 @@ class WeightScales(WeightStates):
     @torch.no_grad()
     def renew(self) -> None:
         """After a step: compute the scales of all weights from their present values. The host does not wait."""
+        for half in self.halves.values():
+            half.forget()
         if not self.states:
             return
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}

@@ -12,7 +12,7 @@ with scales that are computed from the weight itself, on the ``te`` backend) the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -228,11 +228,14 @@ class WeightStates:
         keeps: whether the layers keep their quantized weights until the weights are written.
         capturing: whether a CUDA graph is captured, which reads only what stays in its place.
         states: by the layers' names.
+        halves: of layers in half precision that keep the half form of a low-bit weight, by name.
     """
 
     def __init__(self) -> None:
         self.keeps = self.capturing = False
         self.states: dict[str, Any] = {}
+        self.halves: dict[str, WeightState] = {}
+        self._out: dict[str, Any] = {}
         self._caster: Any = None
 
     def add(self, key: str, layer: nn.Module, name: str, histories: Sequence[AmaxSlot]) -> Any:
@@ -243,19 +246,33 @@ class WeightStates:
             self.states[key] = self._new(layer, name, histories)
         return self.states[key]
 
+    def leave_out(self, keys: Iterable[str] = ()) -> None:
+        """Neither measure nor keep these weights from now on, but all others; ``settle`` has to follow."""
+        keys = list(keys)
+        self.states |= self._out
+        self._out = {key: self.states.pop(key) for key in keys if key in self.states}
+        self.halves = {key: state for key, state in self.halves.items() if key in keys}
+        for state in self._out.values():
+            state.drop()
+
+    def keep_half(self, key: str, layer: nn.Module, name: str) -> WeightState:
+        """The state of a weight that a layer in half precision reads, which is not scaled."""
+        self.halves[key] = WeightState(layer, name, (), self)
+        return self.halves[key]
+
     def _new(self, layer: nn.Module, name: str, histories: Sequence[AmaxSlot]) -> WeightState:
         return WeightState(layer, name, histories, self)
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
         """The model is on ``device``; every weight is measured anew. See ``AmaxState.settle``."""
-        for state in self.states.values():
+        for state in (*self.states.values(), *self.halves.values()):
             state.gathered = gathered_as is not None
             state.drop()
         self.forget()
 
     def forget(self) -> None:
         """Measure every weight when its layer runs next."""
-        for state in self.states.values():
+        for state in (*self.states.values(), *self.halves.values()):
             state.forget()
 
     def restart(self) -> None:
@@ -294,6 +311,7 @@ class WeightStates:
 
     def leave(self) -> None:
         """Note the states of all weights when the model is reverted."""
+        self.halves.clear()
         for state in self.states.values():
             state.leave()
 

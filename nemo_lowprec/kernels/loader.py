@@ -20,6 +20,9 @@ def _load(name: str) -> ModuleType | None:
 fused_kernels = partial(_load, "nemo_lowprec.kernels.triton_cast")  # per-tensor scaling
 block_kernels = partial(_load, "nemo_lowprec.kernels.triton_blocks")  # tensors in blocks
 weight_kernels = partial(_load, "nemo_lowprec.kernels.triton_weights")  # quantizes all weights of a model
+norm_kernels = partial(_load, "nemo_lowprec.kernels.triton_norm")  # norms from FP32 or half to half precision
+sum_kernels = partial(_load, "nemo_lowprec.kernels.triton_sums")  # adds partial sums up
 copy_kernels = partial(_load, "nemo_lowprec.kernels.triton_copy")  # copies masters into half weights
 rotary_kernels = partial(_load, "nemo_lowprec.kernels.triton_rotary")  # rotates queries and keys
 join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the gradients of q, k and v
+activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  # activations between FP8 layers

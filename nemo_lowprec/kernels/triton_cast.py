@@ -38,7 +38,7 @@ def is_supported() -> bool:
 def raise_amax(amax_ptr, x):
     """Raise an amax (the bits of an FP32 number) to the largest magnitude of an FP32 tile."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.max(bits, axis=1), axis=0)
+    largest = tl.max(tl.ravel(bits, can_reorder=True), axis=0)
     # Most tiles do not raise the amax: the comparison saves their atomic.
     if largest > tl.load(amax_ptr):
         tl.atomic_max(amax_ptr, largest, sem="relaxed")
@@ -223,9 +223,9 @@ def quantize_current(
 
 
 def new_sums(values: Tensor) -> Tensor:
-    """Memory for ``quantize``'s ``sums``: FP32, whose sum over the first dimension are the sums of the columns."""
+    """Memory for ``quantize``'s ``sums``: FP32 [1, rows of tiles, cols], which ``triton_sums.add_up`` adds up."""
     rows, cols = values.shape
-    return torch.empty(-(-rows // _TILE_ROWS), cols, dtype=torch.float32, device=values.device)
+    return torch.empty(1, -(-rows // _TILE_ROWS), cols, dtype=torch.float32, device=values.device)
 
 
 def _is_even(values: Tensor) -> bool:

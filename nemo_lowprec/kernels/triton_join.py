@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax, saturate
+from nemo_lowprec.kernels.triton_sums import add_up
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 64, 4
 _INT32 = 2**31
@@ -153,7 +154,7 @@ def _launch(
     col = q.new_empty(3 * width, rows, dtype=fmt.dtype) if columnwise and fmt is not None else None
     device, (tile_rows, tile_cols) = q.get_device(), tile
     tiles = -(-rows // tile_rows)
-    added = torch.empty(tiles, 3 * width, device=q.device) if sums else None
+    added = torch.empty(1, tiles, 3 * width, dtype=torch.float32, device=q.device) if sums else None
     scale_inv = out if scale is None else _scalar(device)
     unread = out if scale is None else scale
     strides = [s for part in parts for s in part.stride()[:3]]
@@ -177,4 +178,4 @@ def _launch(
             "BM": tile_rows, "BN": tile_cols,
         },
     )  # fmt: skip
-    return out, row, col, scale_inv, None if added is None else added.sum(0)
+    return out, row, col, scale_inv, None if added is None else add_up(added)[0]

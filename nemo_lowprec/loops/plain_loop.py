@@ -22,7 +22,7 @@ from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
 from nemo_lowprec.optim import needs_closure
 
-_HISTORIES = "fp8_histories"
+_OWN = {"fp8": "fp8_histories", "speed": "fp8_layers"}  # of the engine's state, in the optimizer's
 
 
 def refuse_sharded(model: nn.Module) -> None:
@@ -66,9 +66,8 @@ class PlainLoop:
         call_first(optimizer, before)
         optimizer.register_step_post_hook(self._after_step)
         optimizer.register_state_dict_pre_hook(lambda _: self._refuse_written())
-        histories = self._engine.amaxes.histories
-        if histories is not None:
-            optimizer.register_state_dict_post_hook(lambda _, state: {**state, _HISTORIES: histories.state_dict()})
+        if self._engine.recipe is not None:
+            optimizer.register_state_dict_post_hook(self._with_own_state)
             optimizer.register_load_state_dict_pre_hook(self._before_loading)
 
     @outside_graphs
@@ -129,8 +128,13 @@ class PlainLoop:
             self._engine.columns.weights.refuse_written()
 
     def _before_loading(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if _HISTORIES in state:
-            self._engine.amaxes.load_state_dict({"fp8": state[_HISTORIES]})
+        own = {name: state[key] for name, key in _OWN.items() if key in state}
+        if own:
+            self._engine.columns.computation.load_state_dict(own)
+
+    def _with_own_state(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        own = self._engine.columns.computation.state_dict()
+        return {**state, **{key: own[name] for name, key in _OWN.items() if name in own}}
 
 
 class AveragesGradients:

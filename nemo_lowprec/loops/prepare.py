@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def prepare(
     optimizer states are stored in the level's formats, and the optimizer steps on masters where the level has masters.
     ``torch.amp.GradScaler``, schedulers, ``clip_grad_norm_`` and gradient accumulation work as on any model.
 
-    The logger ``nemo_lowprec`` logs a table of layers and matrices at INFO. A warning tells where converted layers hold
-    less than half of the model's matrices.
+    The logger ``nemo_lowprec`` logs a table of layers and matrices at INFO, and with ``convert="auto"`` once more after
+    the first step. A warning tells where converted layers hold less than half of the model's matrices.
 
     Call ``prepare`` once the model is on its device, before ``DistributedDataParallel``, which then averages gradients
     in the level's format. Without DDP call ``optimizer.all_reduce_grads(model)`` between ``backward`` and ``step``: the
@@ -99,6 +100,7 @@ def prepare(
     if not row.is_low_bit:
         autocast_forward(model, engine.half)
     _say_what_is_converted(engine)
+    engine.columns.computation.when_decided = partial(_say_what_is_converted, engine)
     return model, optimizer
 
 

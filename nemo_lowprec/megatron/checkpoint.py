@@ -137,10 +137,13 @@ def _sharded(engine: MegatronEngine, form: str, with_optimizer: bool, is_loading
 # Amax histories: one table for converted layers; for Transformer Engine's layers, by name in the whole model.
 
 
+_OWN = {"fp8": "own", "speed": "speed"}  # of the column's state, in the saved one
+
+
 def _histories(engine: MegatronEngine) -> dict[str, Any]:
     if not engine.is_pipelined:
         own = engine.columns.computation.state_dict()
-        return {"own": own["fp8"]} if "fp8" in own else {}
+        return {key: own[name] for name, key in _OWN.items() if name in own}
     mine: dict[str, Any] = {}
     for _, part in _parts(engine):
         for name, state in te_layers.te_state_dict(part).items():
@@ -151,7 +154,7 @@ def _histories(engine: MegatronEngine) -> dict[str, Any]:
 
 def _load_histories(engine: MegatronEngine, saved: dict[str, Any]) -> None:
     if not engine.is_pipelined:
-        engine.columns.computation.load_state_dict({"fp8": saved["own"]} if "own" in saved else {})
+        engine.columns.computation.load_state_dict({name: saved[key] for name, key in _OWN.items() if key in saved})
         return
     for _, part in _parts(engine):
         names = {_in_whole(name, part): name for name, _ in part.named_modules()}

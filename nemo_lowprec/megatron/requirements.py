@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from nemo_lowprec.chart import PrecisionLevel
+from nemo_lowprec.compat.transformer_engine import import_te
 
 _NO_MEGATRON = "MegatronStrategy needs Megatron-core: pip install megatron-core ({})."
 
@@ -40,7 +41,7 @@ def check_megatron() -> None:
 def check_transformer_engine(sentence: str) -> None:
     """Raise RuntimeError with ``sentence`` and the cause where Transformer Engine cannot be imported."""
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        import_te()
     except (ImportError, OSError, RuntimeError) as error:
         raise RuntimeError(f"{sentence} ({error}).") from error
 

@@ -196,7 +196,7 @@ def _check_layers(options: Options) -> None:
             "out, and set recompute_granularity='selective' in the model's config, with recompute_modules=['layernorm',"
             "'mlp'] or the like."
         )
-    if layers.convert is not None or layers.skip:
+    if layers.chosen is not None or layers.skip:
         raise ValueError(
             "convert and skip choose layers by name, and Megatron-core builds all of a GPTModel's alike. Leave them "
             "out; num_layers_at_start_in_half and num_layers_at_end_in_half leave whole blocks in half precision."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator
@@ -50,14 +50,15 @@ class LayerFilter(Arguments):
     Args:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
             ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
-            names the head.
+            names the head. ``"auto"``: all layers but the head and, after the first step, but those that are too small
+            to gain on this GPU; ``["auto"]`` is a name.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
         num_layers_at_start_in_half: blocks at the start of the stack that stay in half precision. The stack is the
             ``ModuleList`` with the most linear layers; in a model without a ``ModuleList`` single layers count.
         num_layers_at_end_in_half: blocks at the end of the stack that stay in half precision.
     """
 
-    convert: Sequence[str] | Callable[..., bool] | None = None
+    convert: Literal["auto"] | Sequence[str] | Callable[..., bool] | None = "auto"
     skip: Sequence[str] = ()
     num_layers_at_start_in_half: int = 0
     num_layers_at_end_in_half: int = 0
@@ -65,6 +66,8 @@ class LayerFilter(Arguments):
     def __post_init__(self) -> None:
         for name in ("convert", "skip"):
             value = getattr(self, name)
+            if name == "convert" and value == "auto":
+                continue
             if isinstance(value, str):
                 object.__setattr__(self, name, (value,))
             elif value is None:
@@ -75,6 +78,16 @@ class LayerFilter(Arguments):
                 object.__setattr__(self, name, tuple(value))  # Hydra and YAML have lists
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             check_value(name, getattr(self, name), AtLeast0)
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether layers that are too small to gain stay in half precision."""
+        return self.convert == "auto"
+
+    @property
+    def chosen(self) -> Sequence[str] | Callable[..., bool] | None:
+        """The user's choice of layers; None for all but the head."""
+        return None if self.convert == "auto" else self.convert
 
 
 def _are_strings(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compat import lightning as compat
+from nemo_lowprec.compute import Computation
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import pair_lines, text_lines
 from nemo_lowprec.plugins.replaced import replace_attribute
@@ -24,9 +26,17 @@ from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
 
 
-def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module]) -> str:
-    """The chart's row, a column a line, and the number of parameters of the model's parts ``modules``."""
+def level_table(
+    level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Module], graphs: str | None = None
+) -> str:
+    """The chart's row, a column a line, and the number of parameters of the model's parts ``modules``.
+
+    Args:
+        graphs: what is said of CUDA graphs; None says nothing.
+    """
     rows = {column: cell for column, cell in level.columns(fp8_params).items() if column != "Level"}
+    if graphs is not None:
+        rows["CUDA graphs"] = graphs
     params = {id(p): p for module in modules for p in module.parameters() if not isinstance(p, UninitializedParameter)}
     count = sum(p.numel() for p in params.values())
     trained = sum(p.numel() for p in params.values() if p.requires_grad)
@@ -35,10 +45,17 @@ def level_table(level: PrecisionLevel, fp8_params: bool, modules: Iterable[nn.Mo
 
 
 @rank_zero_only
-def print_tables(title: object, tables: Iterable[str | None], problem: str | None) -> None:
-    """Print the level and its arguments, then ``tables``, and warn of ``problem``; on the first process only."""
+def print_tables(
+    title: object, tables: Iterable[str | None], problem: str | None, heading: str = "Precision: "
+) -> None:
+    """Print the level and its arguments, then ``tables``, and warn of ``problem``; on the first process only.
+
+    Args:
+        title: the arguments' text.
+        heading: before the title.
+    """
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    console.print("\n".join(text_lines(f"Precision: {title}", hanging=2)), style="bold")
+    console.print("\n".join(text_lines(f"{heading}{title}", hanging=2)), style="bold")
     for table in filter(None, tables):
         console.print("\n" + table)
     console.print()
@@ -50,8 +67,25 @@ def print_summary(engine: Engine, title: object) -> None:
     """Print the tables of a model that is about to be trained, and warn if few of its layers are converted."""
     assert engine.model is not None
     fp8_params = engine.recipe is not None and engine.recipe.fp8_params
-    layers, problem = engine.columns.computation.describe() or (None, None)
-    print_tables(title, [level_table(engine.level, fp8_params, [engine.model]), layers], problem)
+    computation = engine.columns.computation
+    layers, problem = computation.describe() or (None, None)
+    row = level_table(engine.level, fp8_params, [engine.model], graphs_row(computation))
+    print_tables(title, [row, layers], problem)
+    computation.when_decided = partial(print_choice, computation)
+
+
+def graphs_row(computation: Computation) -> str | None:
+    """What the table says of CUDA graphs; None on a CPU."""
+    if computation.device.type != "cuda":
+        return None
+    obstacle = computation.no_graphs()
+    return "of the model or its blocks, after a few passes" if obstacle is None else f"off, {obstacle}"
+
+
+def print_choice(computation: Computation) -> None:
+    """Print the table of layers once ``convert="auto"`` has decided."""
+    layers, problem = computation.describe() or (None, None)
+    print_tables('convert="auto" has decided', [layers], problem, heading="")
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from nemo_lowprec.compute import Conversion, gemm_plans
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.options import Options
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.parts import CONVERTED, KEPT, VECTORS, Parts
+from nemo_lowprec.report.parts import CONVERTED, KEPT, LEFT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
 
@@ -51,6 +51,7 @@ class Look(Observer, ABC):
             says.
         is_sharded: whether each process holds shards, onto which gradients are reduced.
         operands: formats of the operands of the converted layers' GEMMs.
+        left_operands: the same of the layers that ``convert="auto"`` has left in half precision.
         gradients: storage of the gradients, by the name of the part.
         traffic: the messages of the step, where several processes train.
         stack: undoes at the end what ``begin`` has added.
@@ -65,6 +66,7 @@ class Look(Observer, ABC):
         # Names of the layers whose GEMMs run below 16 bits; none where all linear layers count as converted.
         self._low = frozenset(self.conversion.low)
         self.operands: set[str] = set()
+        self.left_operands: set[str] = set()
         self.gradients: dict[str, Bytes] = {}
         # Messages of one number are norms, losses that are logged, and flags.
         self.traffic = Traffic(lambda tensor: tensor.numel() == 1, engine.observers)
@@ -94,7 +96,8 @@ class Look(Observer, ABC):
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
         if not self._low or layer in self._low:
             is_half = isinstance(operand, Tensor)
-            self.operands.add(format_of(operand.dtype) if is_half else backend.describe(operand))
+            found = self.left_operands if layer in self.conversion.left else self.operands
+            found.add(format_of(operand.dtype) if is_half else backend.describe(operand))
 
     def take_gradients(self, of: Callable[[nn.Parameter], Any]) -> None:
         """Read the gradients, which ``of`` returns for each parameter."""
@@ -133,6 +136,9 @@ class Look(Observer, ABC):
                 # that converts nothing does not do what it declares.
                 found = "+".join(sorted(self.operands)) if params else ""
                 report.findings.append(Finding("Computation (GEMM)", name, self._declared_gemm(), found or "–", None))
+                if self.conversion.left:
+                    left = "+".join(sorted(self.left_operands))
+                    report.findings.append(Finding("Computation (GEMM)", LEFT, level.autocast, left or "–", None))
             if not params:
                 continue
             plain = "fp32" if name == KEPT else None

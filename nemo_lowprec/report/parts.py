@@ -14,6 +14,7 @@ from torch import nn
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compute import Conversion, linear_weights
 
+LEFT = "too small"  # converted weights whose layers convert="auto" has left; GEMMs only
 STATES = ("exp_avg", "exp_avg_sq")  # of Adam's for each parameter
 CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
 Parts = dict[str, list[nn.Parameter]]  # by name, each parameter once

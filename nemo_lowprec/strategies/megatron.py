@@ -28,7 +28,7 @@ from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import check_optimizers, facts_of_data
 from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
 from nemo_lowprec.plugins.resume import check_saves
-from nemo_lowprec.plugins.summary import level_table, print_tables, summarize_true_size
+from nemo_lowprec.plugins.summary import level_table, print_choice, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
 
 if TYPE_CHECKING:
@@ -186,6 +186,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
             layers, problem = layers_table(chunks, settings, None if pipelined else engine.columns.computation)
             row = level_table(settings.level, settings.fp8_weights, chunks)
             print_tables(plugin, [row, settings_table(settings, self.layout, overlaps), layers], problem)
+            engine.columns.computation.when_decided = partial(print_choice, engine.columns.computation)
 
     def _resolve(self, module: pl.LightningModule) -> tuple[LowPrecision, MegatronSettings]:
         """The level and its settings for ``module``.

@@ -183,3 +183,11 @@ def test_experiment_and_recipe_of_a_model_are_the_same(tmp_path: Path) -> None:
         for name in ("preset", "lr", "min_lr"):
             assert cfg.model[name] == getattr(config.model, name), name
         assert cfg.precision["_target_"] == "nemo_lowprec.bf16_mixed"
+
+
+@pytest.mark.parametrize(("text", "is_auto"), [("auto", True), ("null", False), ("[auto]", False), ("'*'", False)])
+def test_convert_is_auto_unless_layers_are_named(tmp_path: Path, text: str, is_auto: bool) -> None:
+    level = "precision=bf16_with_fp8_mixed"
+    assert made(tmp_path, level)["trainer"].precision_plugin.engine.options.layers.is_auto
+    plugin = made(tmp_path, level, f"precision.convert={text}")["trainer"].precision_plugin
+    assert plugin.engine.options.layers.is_auto == is_auto

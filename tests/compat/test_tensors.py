@@ -124,3 +124,10 @@ def test_the_base_of_a_view():
 def test_outside_of_dispatch_modes_tensors_have_values():
     with tensors.FakeTensorMode(), tensors.without_dispatch_modes():
         assert torch.ones(2).sum().item() == 2.0
+
+
+def test_fake_tensors_stand_for_plain_ones():
+    with tensors.FakeTensorMode():
+        fake = torch.empty(2)
+    assert tensors.is_plain(torch.empty(2)) and tensors.is_plain(fake)
+    assert not tensors.is_plain(torch.nn.Parameter(torch.empty(2))) and not tensors.is_plain(None)

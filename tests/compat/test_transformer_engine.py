@@ -1,4 +1,8 @@
-"""Transformer Engine's quantized tensors."""
+"""Transformer Engine's import, and its quantized tensors."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,3 +27,47 @@ def test_the_parts_of_a_quantized_weight():
     assert torch.equal(read, weight.dequantize(dtype=torch.float32))
     assert (read - values.float()).abs().max() <= values.float().abs().max() / 16
     assert compat.fp8_data(values) is None
+
+
+def test_the_import_leaves_the_environment_as_it_was(monkeypatch, tmp_path):
+    """Whatever the import does. A folder stands for the package that torch's wheels take cuDNN from."""
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    monkeypatch.delenv("CUDNN_PATH", raising=False)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setattr(compat, "_cudnn_of_torch", lambda: tmp_path)
+    (tmp_path / "seen.py").write_text("import os; home = os.environ['CUDNN_HOME']")
+    (tmp_path / "broken.py").write_text("raise OSError('libcudnn')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compat.import_te("seen").home == str(tmp_path)
+    with pytest.raises(OSError, match="libcudnn"):
+        compat.import_te("broken")
+    assert "CUDNN_HOME" not in os.environ
+    monkeypatch.setenv("CUDNN_HOME", "/own")
+    monkeypatch.delitem(sys.modules, "seen")
+    assert compat.import_te("seen").home == "/own" == os.environ["CUDNN_HOME"]
+
+
+ATTENTION = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+q = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+{first}
+from nemo_lowprec.compat.transformer_engine import import_te
+te = import_te()
+with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+    attend(q, q, q)
+torch.nn.functional.conv2d(torch.randn(1, 3, 8, 8, device="cuda"), torch.randn(4, 3, 3, 3, device="cuda"))
+te.DotProductAttention(4, 64)(*(t.permute(2, 0, 1, 3).contiguous() for t in (q, q, q)))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("first", ["", "attend(q, q, q)"])
+def test_torch_keeps_its_own_cudnn(first):
+    pytest.importorskip("transformer_engine")
+    code = ATTENTION.format(first=first)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Which modules are captured as blocks, and what a captured block watches on the host. The rest is in tests/gpu."""
 
 import random
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import numpy
@@ -8,10 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from nemo_lowprec import msamp_o2, prepare
+from nemo_lowprec import CHART, msamp_o2, prepare
+from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
+from nemo_lowprec.compute.graphs.layers import Layers
+from nemo_lowprec.compute.operands import new_histories
+from nemo_lowprec.compute.producers import Reader, name_reader
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.plugins.summary import graphs_row, level_table
 
 
 class Block(nn.Module):
@@ -179,3 +187,59 @@ def test_graphs_need_a_gpu():
 def test_a_bad_value(value):
     with pytest.raises(ValueError, match=f"graphs={value!r} must be 'auto', True or False"):
         msamp_o2(graphs=value)
+
+
+def test_a_cache_of_keys_and_values_says_how_to_leave_it_out():
+    from transformers import DynamicCache
+
+    leaves, structure = flatten((DynamicCache(),))
+    with pytest.raises(Unfit, match=r"an argument is a DynamicCache, which config\.use_cache=False leaves out"):
+        key_of(leaves, structure)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "gathered", "processes", "said"),
+    [
+        ("auto", None, 1, "of the model or its blocks, after a few passes"),
+        (True, None, 2, "of the model or its blocks, after a few passes"),
+        ("auto", None, 2, "off, as there are several processes; graphs=True turns them on"),
+        (False, None, 1, "off, as graphs=False"),
+        ("auto", torch.bfloat16, 1, "off, as FSDP2 gathers the weights anew for each pass"),
+    ],
+)
+def test_the_table_says_whether_there_are_graphs(graphs, gathered, processes, said, monkeypatch):
+    model, _ = prepare(nn.Linear(16, 16), None, "msamp_o2")
+    computation = Engine.of(model).columns.computation
+    assert graphs_row(computation) is None  # on a CPU
+    computation.device, computation._gathered_as = torch.device("cuda"), gathered
+    computation.options = replace(computation.options, graphs=graphs)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
+    assert graphs_row(computation) == said
+    assert f"CUDA graphs          {said}"[:60] in level_table(CHART["msamp_o2"], False, [model], said)
+
+
+class Producer(nn.Module):
+    """Tells its reader's name, as modules that quantize their result do."""
+
+    def __init__(self):
+        super().__init__()
+        self.reader = Reader()
+
+    def forward(self, x):
+        y = x + 1
+        name_reader(y, self.reader)
+        return y
+
+
+def test_a_capture_forgets_readers_outside_of_the_block():
+    model = nn.ModuleDict({"first": Producer(), "up": nn.Linear(16, 16)})
+    recipe = Recipe("delayed")
+    convert_layers(model, torch.bfloat16, recipe, ReferenceBackend(), None, LayerFilter(), new_histories(recipe))
+    plan, reader = model.up.gemm_plan, model.first.reader
+    x = torch.randn(16, 16).bfloat16()
+    for plans, knows in (([plan], True), ([], False)):
+        model.up(model.first(x))
+        assert reader.backend is plan.backend
+        with Layers(plans, [reader]).capturing():
+            assert (reader.backend is not None) is knows

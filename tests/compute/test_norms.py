@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
-from nemo_lowprec.compute.patterns.norms import LowPrecisionRMSNorm
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.options import LayerFilter, Recipe
 
 HALF = torch.bfloat16
@@ -82,45 +83,73 @@ def test_a_float64_norm_is_left():
     assert result.norms == [] and result.kept == {"norm": "its weight is float64"}
 
 
-# The RMSNorm classes of transformers
+# The classes of other libraries
 
 
-def transformers_norms():
+class OwnLayerNorm(nn.LayerNorm):
+    """As timm writes it; tests/gpu/test_triton_norm.py converts timm's own, which needs torchvision."""
+
+    fast = False
+
+    def forward(self, x):
+        return super().forward(x) if self.fast else F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 1e-3)
+
+
+def norms_of_libraries():
+    """How each is made, and whether it is a LayerNorm, an RMSNorm or a zero-centered RMSNorm."""
+    from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+    from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
     from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.mistral.modeling_mistral import MistralRMSNorm
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
 
     return {
-        "llama": (lambda: LlamaRMSNorm(48, eps=1e-3), False),
-        "mistral": (lambda: MistralRMSNorm(48), False),
-        "qwen3": (lambda: Qwen3RMSNorm(48), False),
-        "gemma": (lambda: GemmaRMSNorm(48), True),
-        "gemma3": (lambda: Gemma3RMSNorm(48, eps=1e-3), True),
+        "llama": (lambda: LlamaRMSNorm(48, eps=1e-3), "rms"),
+        "mistral": (lambda: MistralRMSNorm(48), "rms"),
+        "qwen3": (lambda: Qwen3RMSNorm(48), "rms"),
+        "t5": (lambda: T5LayerNorm(48), "rms"),
+        "gemma": (lambda: GemmaRMSNorm(48), "zero-centered"),
+        "gemma3": (lambda: Gemma3RMSNorm(48, eps=1e-3), "zero-centered"),
+        "cohere": (lambda: CohereLayerNorm(48), "layer"),
+        "convnext": (lambda: ConvNextLayerNorm(48, eps=1e-3, data_format="channels_last"), "layer"),
+        "a subclass": (lambda: OwnLayerNorm(48, eps=1e-3), "layer"),
     }
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma", "gemma3"])
+@pytest.mark.parametrize("name", norms_of_libraries())
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_rms_norms_of_transformers_are_recognised_by_what_they_compute(name, trained, dtype):
-    build, zero_centered = transformers_norms()[name]
+def test_norms_of_libraries_are_recognised_by_what_they_compute(name, trained, dtype):
+    build, formula = norms_of_libraries()[name]
     module = build()
     module = (spread(module) if trained else module).to(dtype)
-    kind, x = type(module), torch.randn(4, 48)
+    before, kind, x = set(module.__dict__), type(module), torch.randn(4, 3, 48)
     with torch.no_grad():
         want = module.float()(x)
         module.to(dtype)
         assert convert(module).norms == ["norm"]
-        assert type(module) is LowPrecisionRMSNorm and module.zero_centered is zero_centered
+        assert type(module) is (LowPrecisionLayerNorm if formula == "layer" else LowPrecisionRMSNorm)
+        assert formula == "layer" or module.zero_centered is (formula == "zero-centered")
         with torch.autocast("cpu", HALF):
             out = module(x)
-    assert out.dtype == HALF
+    assert out.dtype == HALF and type(module).__name__ in repr(module)
     torch.testing.assert_close(out.float(), want, rtol=2**-6, atol=2**-6)
     revert_layers(module)
     assert type(module) is kind and torch.equal(module.float()(x), want)
-    assert not {"half_dtype", "zero_centered", "normalized_shape"} & set(module.__dict__)
+    assert set(module.__dict__) == before
+
+
+def test_a_norm_over_another_dimension_is_left():
+    """Of as many channels as the probe's input has rows, so that no size is wrong."""
+    from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+
+    module = ConvNextLayerNorm(3, data_format="channels_first")
+    result = convert(module)
+    assert result.norms == [] and "computes neither a plain LayerNorm nor a plain RMSNorm" in result.kept["norm"]
+    assert module(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
 
 
 # A class of transformers' that only has the name, as the next model's author may write it.
@@ -147,7 +176,7 @@ def test_an_impostor_with_the_name_is_left_with_its_reason(kind):
     module = ImpostorRMSNorm(kind)
     result = convert(module)
     assert type(module) is ImpostorRMSNorm and result.norms == []
-    assert result.kept == {"norm": "ImpostorRMSNorm does not compute a plain RMSNorm"}
+    assert result.kept == {"norm": "ImpostorRMSNorm computes neither a plain LayerNorm nor a plain RMSNorm"}
 
 
 def test_an_unknown_class_that_does_compute_it_is_converted():
@@ -157,4 +186,4 @@ def test_an_unknown_class_that_does_compute_it_is_converted():
 def test_a_norm_with_more_than_a_weight_is_left():
     module = ImpostorRMSNorm("plain")
     module.bias = nn.Parameter(torch.zeros(48))
-    assert "does not compute a plain RMSNorm" in convert(module).kept["norm"]
+    assert "computes neither a plain LayerNorm" in convert(module).kept["norm"]

@@ -41,8 +41,9 @@ def assert_losses_are_alike(level, compile_options, rtol, run=train, graphs=Fals
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_compiled_blocks_train_bit_for_bit_as_without(level):
+    """But for norms, which the compiler computes by torch's operations."""
     has_fp8 = level not in ("fp16_amp", "bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed")
-    options = OPTIONS if has_fp8 else {}
+    options = {**OPTIONS, "skip": ["*norm"]} if has_fp8 else {}
     if "subchannel" in level:
         options = {"backend": "reference"}
     assert_losses_are_alike(level, {"backend": "aot_eager"}, 0, **options)

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -204,7 +206,7 @@ def test_losses_that_are_added_before_backward():
 
     def run(model, optimizer):
         losses = []
-        for step in range(8):
+        for step in range(16):
             torch.manual_seed(step)
             pair = []
             for _ in range(2):
@@ -257,6 +259,59 @@ def test_checkpointing_runs_without_graphs(recompute):
         found.append(train(model, optimizer, level))
     assert captured(model) == (0, 0)
     assert found[0] == found[1]
+
+
+class Kernels:
+    """Context that notes the names of the kernels that run, if ``wanted``."""
+
+    def __init__(self, wanted):
+        self.names, self._profile = [], profile(activities=[ProfilerActivity.CUDA]) if wanted else None
+
+    def __enter__(self):
+        if self._profile is not None:
+            self._profile.__enter__()
+        return self
+
+    def __exit__(self, *args):
+        if self._profile is not None:
+            torch.cuda.synchronize()
+            self._profile.__exit__(*args)
+            self.names = [event.name for event in self._profile.events()]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_transformers_is_the_one_that_runs_without_graphs(masked):
+    """In a capture transformers makes an explicit mask, with which attention takes a slower kernel.
+
+    Outside it reads masks and positions on the host, so that the model cannot be one graph.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, intermediate_size=512,
+        vocab_size=128, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    tokens = torch.randint(128, (2, 128), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    mask = {"attention_mask": torch.ones_like(tokens)} if masked else {}
+    kernels, losses = [], []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).train()
+        model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "bf16_mixed", graphs=graphs)
+        for step in range(16):
+            with torch.autocast("cuda", torch.bfloat16), Kernels(step == 15) as seen:
+                loss = model(input_ids=tokens, **mask).logits.float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        kernels.append(Counter(n for n in seen.names if any(part in n for part in ("sdpa", "flash", "fmha"))))
+        losses.append(loss.item())
+    graphs = [name for name, module in model.named_modules() if passes(module)]
+    why = {m.__dict__["forward"].name: m.__dict__["forward"]._off for m in model.modules() if "forward" in m.__dict__}
+    assert graphs == ["model.layers.0", "model.layers.1"], why
+    assert kernels[0] and kernels[0] == kernels[1]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("what", ["hook", "random", "attribute", "sync", "argument"])

@@ -87,6 +87,13 @@ def test_arguments_are_set_on_the_command_line() -> None:
     }
 
 
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("None", None)])
+def test_convert_takes_a_word_or_none(text: str, value: str | None) -> None:
+    plugin = fdl.build(override("trainer.plugins=bf16_with_fp8_mixed", f"trainer.plugins.convert={text}"))
+    assert plugin.options == {"convert": value}
+    assert plugin.engine.options.layers.is_auto == (value == "auto")
+
+
 def test_factory_takes_arguments_on_the_command_line() -> None:
     assert override("trainer.plugins=bf16_with_fp8_mixed(fp8_margin=2)").fp8_margin == 2
 

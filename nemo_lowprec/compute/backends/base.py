@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_tracing, is_transforming
+from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
@@ -56,6 +57,51 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         return kernels.join(parts)  # type: ignore[no-any-return]
     stacked = torch.stack(tuple(parts), 2)
     return torch.ops.aten._unsafe_view.default(stacked, [*stacked.shape[:2], -1])  # type: ignore[no-any-return]
+
+
+class NormKind(NamedTuple):
+    """What a norm computes, beside its parameters.
+
+    Attributes:
+        shape: of the last dimensions, which are normalized.
+        eps: added to the mean square.
+        layer: whether it is LayerNorm, which subtracts the mean; else RMSNorm.
+        zero_centered: whether the factor is 1 + weight (Gemma).
+    """
+
+    shape: tuple[int, ...]
+    eps: float
+    layer: bool
+    zero_centered: bool
+
+
+def plain_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype, rms_norm: Any = None
+) -> Tensor:
+    """The norm by torch's operations, which defines its roundings.
+
+    Half input is not cast; FP32 parameters are rounded to its dtype, since torch's kernels take one dtype. FP32 input
+    is normalized in FP32. The result is rounded to ``out``.
+
+    Args:
+        rms_norm: a backend's, for one dimension; None for the reference's.
+    """
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    dtype = x.dtype if half or weight is None or weight.dtype == x.dtype else torch.float32
+    x, weight = x.to(dtype), None if weight is None else weight.to(dtype)
+    if kind.layer:
+        y = F.layer_norm(x, kind.shape, weight, None if bias is None else bias.to(dtype), kind.eps)
+    elif len(kind.shape) == 1:
+        y = (rms_norm or _rms_norm)(x, weight, kind.eps, kind.zero_centered)
+    else:
+        y = F.rms_norm(x, kind.shape, weight, kind.eps)
+    return y.to(out)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
+    if weight is not None and zero_centered:
+        return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 class Orientation(NamedTuple):
@@ -175,9 +221,11 @@ class Backend(ABC):
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         """RMSNorm over the last dimension, statistics in FP32; ``x`` and ``weight`` of one dtype."""
-        if weight is not None and zero_centered:
-            return F.rms_norm(x.float(), x.shape[-1:], weight.float() + 1.0, eps).to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return _rms_norm(x, weight, eps, zero_centered)
+
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> Tensor:
+        """A norm of ``x`` [..., *kind.shape], of any float dtype, rounded to ``out``; called without autocast."""
+        return plain_norm(x, weight, bias, kind, out, self.rms_norm)
 
     def compress(self, values: Tensor) -> list[Tensor]:
         """Activations [..., features] in E4M3, which backward reads again by ``decompress``.
@@ -200,6 +248,43 @@ class Backend(ABC):
             largest = torch.finfo(dtype).max
             return dequantize_rows(rows, exponents).clamp_(-largest, largest).to(dtype).view(data.shape)
         return kernels.dequantize(rows, exponents, dtype).view(data.shape)  # type: ignore[no-any-return]
+
+    def fuses(self, activation: Activation) -> bool:
+        """Whether ``activate`` and ``activate_backward`` take less time than torch and ``quantize``, one by one."""
+        return True
+
+    def activate(
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
+    ) -> tuple[Tensor, Any]:
+        """The result of ``activation`` in half [rows, features], and quantized for the layer that reads it.
+
+        Args:
+            tensors: half [rows, ...], not empty.
+            operand: the reader's ``input``, whose history has begun.
+            columnwise: whether the columnwise data are wanted, too.
+        """
+        out = activation.forward(tensors)
+        return out, self.quantize(out, operand, rowwise=True, columnwise=columnwise, record=record)
+
+    def activate_backward(
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
+    ) -> list[tuple[Tensor, Any, Tensor | None]]:
+        """The gradients of ``tensors``: in half, quantized, and the sums of their columns (FP32 [features]) or None.
+
+        Args:
+            grad: of the result, in half.
+            readers: for each of ``tensors`` the ``GradReader`` that wants its gradient, or None.
+        """
+        made: list[tuple[Tensor, Any, Tensor | None]] = []
+        for values, reader in zip(activation.backward(grad, tensors), readers, strict=True):
+            data: tuple[Any, Tensor | None] = None, None
+            if reader is not None:
+                data = self.quantize_grad(
+                    values, reader.operand, rowwise=reader.rowwise, columnwise=reader.columnwise,
+                    record=reader.record, sums=reader.sums,
+                )  # fmt: skip
+            made.append((values, *data))
+        return made
 
     def describe(self, operand: Any) -> str:
         """The chart's name of an operand's format."""

@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand, half_matmul
+from nemo_lowprec.compute.activations import Activation
+from nemo_lowprec.compute.backends import fused_activations
+from nemo_lowprec.compute.backends.base import (
+    NormKind,
+    Orientation,
+    Packing,
+    QuantizedOperand,
+    half_matmul,
+    is_transformed,
+)
 from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.kernels.loader import fused_kernels, join_kernels
+from nemo_lowprec.kernels.loader import fused_kernels, join_kernels, norm_kernels, sum_kernels
 from nemo_lowprec.options import Recipe
 
 
@@ -47,13 +57,13 @@ class ScaledMMBackend(ReferenceBackend):
     def quantize_grad(
         self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
     ) -> tuple[Any, Tensor | None]:
-        kernels = fused_kernels() if sums and values.is_cuda else None
-        if kernels is None or values.dtype == torch.float32:
+        kernels, adding = (fused_kernels(), sum_kernels()) if sums and values.is_cuda else (None, None)
+        if kernels is None or adding is None or values.dtype == torch.float32:
             return super().quantize_grad(
                 values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
             )
         parts = kernels.new_sums(values)
-        return self._quantize(values, operand, rowwise, columnwise, record, parts), parts.sum(0)
+        return self._quantize(values, operand, rowwise, columnwise, record, parts), adding.add_up(parts)[0]
 
     def join_gradients(
         self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
@@ -90,6 +100,25 @@ class ScaledMMBackend(ReferenceBackend):
             None if col is None else Orientation(col, scale_inv, None),
         )
 
+    def fuses(self, activation: Activation) -> bool:
+        return fused_activations.is_faster(activation)
+
+    def activate(
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
+    ) -> tuple[Tensor, Any]:
+        made = fused_activations.activate(activation, tensors, operand, columnwise, record)
+        if made is None:
+            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record)
+        return made.half, _operand(made)
+
+    def activate_backward(
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
+    ) -> list[tuple[Tensor, Any, Tensor | None]]:
+        found = fused_activations.activate_backward(activation, grad, tensors, readers)
+        if found is None:
+            return super().activate_backward(activation, grad, tensors, readers)
+        return [(made.half, None if made.scale_inv is None else _operand(made), made.sums) for made in found]
+
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if bias is None or out_dtype == torch.float32:  # the epilogue adds half biases only
             out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
@@ -107,8 +136,25 @@ class ScaledMMBackend(ReferenceBackend):
     def packing(self, operand: Operand) -> Packing | None:
         return TwoCopies()
 
+    def norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> Tensor:
+        # Of FP32 input the kernels write no FP32 result, and they add the gradients of the parameters up in the pass
+        # that computes the input's.
+        kernels = norm_kernels() if x.is_cuda else None
+        if kernels is None or is_transformed() or kind.shape != x.shape[-1:] or not kernels.fits(x, weight, bias, out):
+            return super().norm(x, weight, bias, kind, out)
+        return fused_norm(kernels, x, weight, bias, kind, out)
+
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return half_matmul(a, b, out_dtype)
+
+
+def _operand(made: Any) -> QuantizedOperand:
+    """What a kernel has quantized with a scale per tensor."""
+    row, col = made.row, made.col
+    return QuantizedOperand(
+        None if row is None else Orientation(row, made.scale_inv, None),
+        None if col is None else Orientation(col, made.scale_inv, None),
+    )
 
 
 def _gemm(

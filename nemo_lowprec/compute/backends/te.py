@@ -13,7 +13,6 @@ NaN and scales by 1. The NaN itself comes out as NaN on both.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import lru_cache
 from types import SimpleNamespace
@@ -22,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.transformer_engine import import_te
+from nemo_lowprec.compute.activations import Activation
+from nemo_lowprec.compute.backends import fused_activations
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
@@ -80,13 +82,7 @@ class TEBackend(Backend):
         if kernels is not None and slot is not None and not slot.cold and values.dtype != torch.float32:
             recorded = slot.amax if record else None
             row, col, scale_inv = kernels.quantize(values, slot.scale, operand.fmt, rowwise, True, recorded)
-            return self._te.te.Float8TensorStorage(
-                data=None if row is None else row.view(torch.uint8),
-                data_transpose=col.view(torch.uint8),
-                fp8_scale_inv=scale_inv,
-                fp8_dtype=self._te.dtype[operand.fmt.dtype],
-                fake_dtype=values.dtype,
-            )
+            return self._storage(row, col, scale_inv, operand.fmt, values.dtype)
         # TE's per-tensor and 128x128 kernels always write rowwise data.
         spare = columnwise and not rowwise and (operand.layout is None or operand.kind == "weight")
         quantizer = self._quantizer(values, operand, rowwise or spare, columnwise, record)
@@ -94,6 +90,41 @@ class TEBackend(Backend):
         if spare:
             storage.update_usage(rowwise_usage=False)
         return storage
+
+    def _storage(
+        self, row: Tensor | None, col: Tensor | None, scale_inv: Tensor, fmt: FloatFormat, half: torch.dtype
+    ) -> Any:
+        """TE's form of what a fused kernel has quantized."""
+        return self._te.te.Float8TensorStorage(
+            data=None if row is None else row.view(torch.uint8),
+            data_transpose=None if col is None else col.view(torch.uint8),
+            fp8_scale_inv=scale_inv,
+            fp8_dtype=self._te.dtype[fmt.dtype],
+            fake_dtype=half,
+        )
+
+    def fuses(self, activation: Activation) -> bool:
+        return fused_activations.is_faster(activation)
+
+    def activate(
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
+    ) -> tuple[Tensor, Any]:
+        made = fused_activations.activate(activation, tensors, operand, columnwise, record)
+        if made is None:
+            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record)
+        return made.half, self._storage(made.row, made.col, made.scale_inv, operand.fmt, made.half.dtype)
+
+    def activate_backward(
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
+    ) -> list[tuple[Tensor, Any, Tensor | None]]:
+        found = fused_activations.activate_backward(activation, grad, tensors, readers)
+        if found is None:
+            return super().activate_backward(activation, grad, tensors, readers)
+        data = [
+            None if r is None else self._storage(m.row, m.col, m.scale_inv, r.operand.fmt, m.half.dtype)
+            for m, r in zip(found, readers, strict=True)
+        ]
+        return [(m.half, d, m.sums) for m, d in zip(found, data, strict=True)]
 
     def _quantizer(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool) -> Any:
         slot = operand.slot
@@ -215,12 +246,12 @@ def _rms_norm_gradients(ctx: Any, x: Tensor, weight: Tensor, grad_output: Tensor
 @lru_cache(maxsize=1)
 def _load() -> SimpleNamespace:
     """TE's modules and functions that the backend uses."""
-    te = importlib.import_module("transformer_engine.pytorch")
+    te = import_te()
     found = SimpleNamespace(
         te=te,
-        tex=importlib.import_module("transformer_engine_torch"),
-        general_gemm=importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm,
-        dtype=importlib.import_module("transformer_engine.pytorch.constants").TE_DType,
+        tex=import_te("transformer_engine_torch"),
+        general_gemm=import_te("transformer_engine.pytorch.cpp_extensions").general_gemm,
+        dtype=import_te("transformer_engine.pytorch.constants").TE_DType,
     )
     for name in ("Float8Quantizer", "Float8BlockQuantizer", "Float8TensorStorage", "is_fp8_block_scaling_available"):
         getattr(te, name)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import graph_of
+from nemo_lowprec.compat.capture import hidden_capture
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
-from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, flatten
+from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.linear_function import give_grad_buffer
 from nemo_lowprec.tensors import stored_data
@@ -99,7 +100,11 @@ class CapturedPass:
     def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter]) -> None:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
-        with _recording(self._forward, self.pool.forward), disable_saved_tensors_hooks(_SAVES_OTHERWISE):
+        with (
+            _recording(self._forward, self.pool.forward),
+            disable_saved_tensors_hooks(_SAVES_OTHERWISE),
+            hidden_capture(),
+        ):
             result = run(*args, **kwargs)
         if versions != [self._leaves[i]._version for i in self._tensors]:
             raise Unfit("it writes into its arguments")
@@ -111,7 +116,7 @@ class CapturedPass:
         self._outputs: list[Tensor] = [self._result[j] for j in self._fresh]
         others = [leaf for leaf in self._result if not isinstance(leaf, Tensor | CONSTANTS)]
         if others:
-            raise Unfit(f"it returns a {type(others[0]).__name__}")
+            raise Unfit(f"it returns {described(others[0])}")
         if any(type(out) is not Tensor or not out.is_cuda for out in self._outputs):
             raise Unfit("it returns a tensor that is not on the GPU, or of a class of its own")
         if len({out.untyped_storage().data_ptr() for out in self._outputs}) != len(self._outputs):

@@ -23,6 +23,7 @@ from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.compute.producers import Reader
 from nemo_lowprec.observers import Observers
 
 _WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
@@ -255,7 +256,9 @@ class BlockGraphs:
             if "forward" in block.__dict__ or is_compiled(block):
                 self.pool.say(name, "it has a forward of its own")
                 continue
-            layers = Layers([plan for module in block.modules() for plan in plans_of(module)])
+            modules = list(block.modules())
+            readers = [own for module in modules for own in module.__dict__.values() if isinstance(own, Reader)]
+            layers = Layers([plan for module in modules for plan in plans_of(module)], readers)
             block.__dict__["forward"] = GraphedForward(
                 block, name, layers, self.pool, observers, always, is_whole=name in wholes
             )

@@ -38,7 +38,13 @@ def _key_of(leaf: Any) -> Hashable:
         return leaf.shape, leaf.dtype, leaf.requires_grad, leaf.stride(), leaf.device
     if isinstance(leaf, CONSTANTS):
         return type(leaf), leaf
-    raise Unfit(f"an argument is a {type(leaf).__name__}")
+    raise Unfit(f"an argument is {described(leaf)}")
+
+
+def described(leaf: Any) -> str:
+    """The class of an object that no graph takes, and what the user can do about it."""
+    name = type(leaf).__name__
+    return f"a {name}, which config.use_cache=False leaves out" if name.endswith("Cache") else f"a {name}"
 
 
 def _autocast() -> Hashable:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_lowprec.compute.gemm_plan import GemmPlan
+from nemo_lowprec.compute.producers import Reader
 
 
 class Layers:
@@ -14,9 +15,11 @@ class Layers:
 
     Args:
         plans: of the layers.
+        readers: of the producers in the block (``producers.py``).
     """
 
-    def __init__(self, plans: list[GemmPlan]) -> None:
+    def __init__(self, plans: list[GemmPlan], readers: list[Reader]) -> None:
+        self._readers = readers
         self._weights = [plan.weight for plan in plans if plan.weight is not None]
         slots = [operand.slot for plan in plans for operand in plan.operands.values()]
         self._slots = [slot for slot in slots if slot is not None]
@@ -40,6 +43,8 @@ class Layers:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Context of a capture: the layers read only those kept weights that are made anew in place."""
+        for reader in self._readers:  # a layer outside of the block reads a copy of what the block returns
+            reader.keep_to(self._slots)
         tables = {id(state.table): state.table for state in self._weights if state.table is not None}
         for table in tables.values():
             table.capturing = True

@@ -30,6 +30,8 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import own_forward
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import full_name
+from nemo_lowprec.compute.patterns.activations import Activations
+from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
 from nemo_lowprec.compute.patterns.norms import Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 from nemo_lowprec.compute.patterns.rotary import Rotary
@@ -39,12 +41,17 @@ __all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "reco
 
 _ALONE = "its linear layers are in half precision"
 
-PATTERNS: list[Pattern] = [Rotary(), Split(), Norms()]
+PATTERNS: list[Pattern] = [GatedMLPs(), Rotary(), Split(), Norms(), Activations()]
 
 
-def candidates(model: nn.Module) -> dict[str, tuple[nn.Module, list[Pattern]]]:
-    """Modules of ``model`` and the patterns that may compute them, by name; a parent comes before its children."""
-    found = {name: (m, [p for p in PATTERNS if p.is_candidate(m)]) for name, m in model.named_modules()}
+def candidates(model: nn.Module, histories: bool) -> dict[str, tuple[nn.Module, list[Pattern]]]:
+    """Modules of ``model`` and the patterns that may compute them, by name; a parent comes before its children.
+
+    Args:
+        histories: whether the level scales by histories.
+    """
+    usable = [pattern for pattern in PATTERNS if histories or not pattern.needs_histories]
+    found = {name: (m, [p for p in usable if p.is_candidate(m)]) for name, m in model.named_modules()}
     return {name: (module, patterns) for name, (module, patterns) in found.items() if patterns}
 
 
@@ -79,7 +86,11 @@ def apply_patterns(
     """
     free, computed = set(conversion.low), set[str]()
     for name, (pattern, outcome) in found.items():
-        if name in computed:
+        if name in computed or (isinstance(outcome, Match) and not pattern.pays(outcome, backend)):
+            continue
+        if not pattern.is_listed:
+            if isinstance(outcome, Match):
+                pattern.apply(model.get_submodule(name), outcome, backend)
             continue
         if isinstance(outcome, Match):
             linears, norms = ([full_name(name, own) for own in parts] for parts in (outcome.linears, outcome.norms))

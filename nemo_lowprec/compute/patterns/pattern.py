@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.tensors import without_dispatch_modes
 from nemo_lowprec.compute.backends.base import Backend
 
 
@@ -37,10 +40,15 @@ class Pattern(ABC):
         name: shown in the table of layers where ``is_parent``.
         is_parent: whether the modules hold linear layers. A parent is fused on top of its converted linear layers; a
             module without linear layers (a norm) is a layer, which users choose by name.
+        is_listed: whether ``Conversion`` lists the modules, and ``convert`` chooses among them. Of the others users
+            name in ``skip`` those that are to be left alone.
+        needs_histories: whether the pattern computes with delayed scaling only.
     """
 
     name: str
     is_parent: bool = True
+    is_listed: bool = True
+    needs_histories: bool = False
 
     @abstractmethod
     def is_candidate(self, module: nn.Module) -> bool:
@@ -50,9 +58,26 @@ class Pattern(ABC):
     def recognise(self, module: nn.Module) -> Match | str:
         """The match, or why the pattern cannot compute ``module``. Changes nothing; no layer is converted yet."""
 
+    def pays(self, match: Match, backend: Backend) -> bool:
+        """Whether ``backend`` computes the module of ``match`` faster so."""
+        return True
+
     @abstractmethod
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
         """Give ``module`` a class with another forward, by ``swap``; the linear layers of ``match`` are converted."""
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Context in which a pattern runs a module: on real values, with gradients, and leaving no trace."""
+    with (
+        without_dispatch_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
 
 
 def run_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> Tensor | None:

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.tensors import without_dispatch_modes
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.class_swap import swap
-from nemo_lowprec.compute.patterns.pattern import Match, Pattern
+from nemo_lowprec.compute.patterns.pattern import Match, Pattern, probing
 from nemo_lowprec.compute.rotary import FusedRotary, RotaryForm, _backward, _forward
 
 _LAYOUTS = list(itertools.product(("halves", "pairs"), ("halves", "pairs"), ("halves", "pairs", "first")))
@@ -136,26 +135,20 @@ def _signature(function: Any) -> tuple[int, int | None] | None:
 
 
 @lru_cache(maxsize=256)
+@probing()
 def form_of(function: Callable[..., Any]) -> RotaryForm | None:
     """What ``function`` computes, found out on random inputs; None where it is no known rotary embedding."""
     signature = _signature(function)
     if signature is None:
         return None
     count, default = signature
-    # Fake tensors have no values to compare.
-    with (
-        without_dispatch_modes(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        # Where the call cannot say the axis, it is the same counted from the end for any number of dimensions.
-        for axis in (-3, -2) if default is None else (default,):
-            probe = _Probe(function, count)
-            forms = [RotaryForm(count, axis, False, layouts, False, False, True, False) for layouts in _LAYOUTS]
-            found = [form for form in forms if probe.agrees(form)]
-            if len(found) == 1 and (default is not None or probe.agrees(found[0], batched=False)):
-                return _with_roundings(probe, found[0], default is not None)
+    # Where the call cannot say the axis, it is the same counted from the end for any number of dimensions.
+    for axis in (-3, -2) if default is None else (default,):
+        probe = _Probe(function, count)
+        forms = [RotaryForm(count, axis, False, layouts, False, False, True, False) for layouts in _LAYOUTS]
+        found = [form for form in forms if probe.agrees(form)]
+        if len(found) == 1 and (default is not None or probe.agrees(found[0], batched=False)):
+            return _with_roundings(probe, found[0], default is not None)
     return None
 
 

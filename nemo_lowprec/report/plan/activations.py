@@ -91,7 +91,7 @@ def _trace(
     twin = copy_on_meta(model)
     if recomputes != _recomputes(twin):
         _set_recomputes(twin, bool(recomputes))
-    blocks, times = _blocks(twin, shorten=engine.options.layers in (LayerFilter(), LayerFilter("*")))
+    blocks, times = _blocks(twin, shorten=engine.options.layers in (LayerFilter(), LayerFilter(None), LayerFilter("*")))
     settled = settle_on_meta(twin, engine, False, on_gpu)
     settled.amaxes.weights.keeps = keeps_weights  # as of the whole model, and not of its traced blocks
     if layout.is_sharded and layout.reshard_after_forward:

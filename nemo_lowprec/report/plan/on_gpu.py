@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from nemo_lowprec.compat.tensors import tree_map
 from nemo_lowprec.compute import AmaxState
+from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
+from nemo_lowprec.compute.backends.fused_activations import is_faster
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
@@ -33,6 +35,9 @@ class PlannedBackend(ReferenceBackend):
 
     name = "planned"
     row_multiple = 32
+
+    def fuses(self, activation: Activation) -> bool:
+        return is_faster(activation)
 
     def quantize(
         self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool

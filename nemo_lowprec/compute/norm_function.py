@@ -1,0 +1,81 @@
+"""The passes of a norm whose kernels run on a GPU (``kernels/triton_norm.py``).
+
+forward   normalize; save the input and FP32 statistics
+backward  one kernel for all gradients; by torch's operations where the gradients are differentiated again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, unwrap_if_dead
+from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
+
+
+def _gradient_dtype(param: Tensor | None) -> torch.dtype | None:
+    return None if param is None else (param.grad_dtype if param.is_leaf else None) or param.dtype
+
+
+class NormFunction(torch.autograd.Function):
+    """(input, weight, bias, kernels, kind, dtype of the result) to the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x, weight, bias, kernels, kind, out):
+        how = kind.eps, kind.layer, kind.zero_centered, out, True
+        y, stats = kernels.forward(x if x.is_contiguous() else x.contiguous(), weight, bias, *how)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, stats)
+        ctx.kernels, ctx.kind, ctx.out = kernels, kind, out
+        ctx.dtypes = _gradient_dtype(weight), _gradient_dtype(bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output):
+        if grad_output is None:
+            return (None,) * 6
+        x, weight, bias, stats = ctx.saved_tensors
+        needs, kind = ctx.needs_input_grad[:3], ctx.kind
+        # No kernel computes with a batch of gradients (``is_grads_batched``, ``vmap``).
+        again = torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output)
+        if again or is_transformed():
+            return *_by_torch(needs, (x, weight, bias), kind, ctx.out, grad_output), None, None, None
+        grad = grad_output if grad_output.is_contiguous() else grad_output.contiguous()
+        values = x if x.is_contiguous() else x.contiguous()
+        how = kind.layer, kind.zero_centered, needs, ctx.dtypes
+        return *ctx.kernels.backward(grad, values, weight, bias, stats, *how), None, None, None
+
+
+_apply = apply_function(NormFunction)
+
+
+def fused_norm(
+    kernels: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype
+) -> Tensor:
+    """The norm by ``kernels``, where they fit."""
+    trained = x.requires_grad or (weight is not None and weight.requires_grad)
+    if torch.is_grad_enabled() and (trained or (bias is not None and bias.requires_grad)):
+        return _apply(  # type: ignore[no-any-return]
+            *(t if t is None else unwrap_if_dead(t) for t in (x, weight, bias)), kernels, kind, out
+        )
+    y: Tensor = kernels.forward(
+        x.detach().contiguous(), weight, bias, kind.eps, kind.layer, kind.zero_centered, out, False
+    )[0]
+    return y
+
+
+def _by_torch(
+    needs: tuple[bool, ...], tensors: tuple[Tensor | None, ...], kind: NormKind, out: torch.dtype, grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients of ``tensors`` by torch's operations, which have derivatives of any order."""
+    x, weight, bias = tensors
+    assert x is not None
+    wanted = [t for t, need in zip(tensors, needs, strict=True) if t is not None and need]
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), AutocastOff(x.device.type):
+        y = plain_norm(x, weight, bias, kind, out)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=create_graph))
+    return [next(found) if need else None for need in needs]

@@ -1,0 +1,36 @@
+"""``hidden_capture``: who learns of a capture, and that nothing stays behind."""
+
+import types
+
+import pytest
+import torch
+
+from nemo_lowprec.compat.capture import hidden_capture
+
+ASK = "import torch\ndef ask(): return torch.cuda.is_current_stream_capturing()"
+
+
+def module(name):
+    made = types.ModuleType(name)
+    exec(ASK, made.__dict__)
+    return made
+
+
+def test_only_torch_triton_and_this_package_are_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with hidden_capture():
+        told = {
+            name: module(name).ask()
+            for name in ("torch.optim.adam", "triton", "nemo_lowprec.x", "transformers.y", "torchx")
+        }
+    assert told == {
+        "torch.optim.adam": True, "triton": True, "nemo_lowprec.x": True, "transformers.y": False, "torchx": False
+    }  # fmt: skip
+    assert module("transformers.y").ask()
+
+
+def test_the_answer_is_put_back_after_an_error():
+    before = torch.cuda.is_current_stream_capturing
+    with pytest.raises(ValueError), hidden_capture():
+        raise ValueError
+    assert torch.cuda.is_current_stream_capturing is before
