@@ -8,6 +8,7 @@ level on any number of processes.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -135,7 +136,9 @@ def _writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Itera
                 yield
             except (RuntimeError, CheckpointException) as error:
                 if system_error(error) is None:
-                    probe(part_of(path))  # Megatron-core writes in other processes, whose errors are lost
+                    # Megatron-core writes in other processes, whose errors are lost. The first process may have removed
+                    # the folder already; its parent is on the same disk.
+                    probe(path.parent)
                 raise
     except NotWrittenError:
         if dist.get_rank(group) == 0:  # no process writes any more: all have this error
@@ -145,7 +148,7 @@ def _writing_folder(path: Path, group: dist.ProcessGroup | None = None) -> Itera
 
 def probe(folder: Path) -> None:
     """Write a megabyte to ``folder``, and remove it again: OSError where the disk is full or closed."""
-    file = folder / ".probe"
+    file = folder / f".probe.{os.getpid()}"
     try:
         file.write_bytes(bytes(1 << 20))
     finally:
