@@ -9,7 +9,8 @@ into the GPU's memory together. Rounds of steps of either take turns, and each f
 
 ``x`` is the eager model's wall time in the same rounds (``beside_ms``) divided by the contestant's, above 1 where the
 contestant is faster; ``gpu_x`` is the same of ``gpu_ms``, the time that kernels and copies take on the GPU in a step
-(torch.profiler's durations, without the gaps). ``ms_before_profile`` of the eager model is its wall time before the
+(torch.profiler's durations, without the gaps), and ``gpu_kinds`` has its parts, as ``kernel_kinds.py`` tells them
+apart. ``ms_before_profile`` of the eager model is its wall time before the
 first profile, ``loss`` the one of step ``WARMUP``, and ``setup_s`` the time to make a contestant and to warm it up,
 compilation included. A contestant that fails has ``error`` in the place of figures.
 
@@ -37,12 +38,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.everyday_contestants import CONTESTANTS, EAGER, Contestant, Training, forget, names
 from benchmarks.everyday_models import MODELS, Batch, loss_of
+from benchmarks.kernel_kinds import milliseconds
 from benchmarks.measure import DEVICE, release, synchronize
 from benchmarks.record import Record, arguments, earlier
 
 WARMUP, COMPILED_WARMUP = 10, 12  # steps: convert="auto" decides, and graphs of a model or its blocks are captured
 PROFILED = 2  # steps
-ROUND_S = 1.0  # a round has as many steps as the eager model takes in so many seconds, and at least 2
 
 
 class Runner:
@@ -84,17 +85,18 @@ class Runner:
         self.rounds.append((time.perf_counter() - start) / steps * 1e3)
         return self.rounds[-1]
 
-    def gpu_ms(self) -> float | None:
+    def gpu(self) -> dict[str, Any]:
         """Milliseconds of a step in which the GPU has work, where kernels do not overlap; None without a GPU."""
         if DEVICE.type != "cuda":
-            return None
+            return {"gpu_ms": None}
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(PROFILED):
                 self.step()
             synchronize()
         # A range of the user (the optimizer's step has one) is no kernel.
         work = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        return round(sum(e.self_device_time_total for e in work) / PROFILED / 1e3, 3)
+        kinds = milliseconds((e.name, e.self_device_time_total / PROFILED) for e in work)
+        return {"gpu_ms": round(sum(kinds.values()), 3), "gpu_kinds": {k: round(ms, 3) for k, ms in kinds.items()}}
 
 
 def _milliseconds(rounds: list[float]) -> dict[str, Any]:
@@ -120,7 +122,9 @@ def in_turns(eager: Runner, other: Runner, rounds: int, steps: int) -> float:
     return statistics.median(beside)
 
 
-def measure(model: str, chosen: list[str], rounds: int, steps: int | None) -> Iterator[dict[str, Any]]:
+def measure(
+    model: str, chosen: list[str], rounds: int, steps: int | None = None, seconds: float = 1.0
+) -> Iterator[dict[str, Any]]:
     """The figures of the chosen contestants of a model; those of the eager one come last."""
     torch.manual_seed(0)
     try:
@@ -130,9 +134,9 @@ def measure(model: str, chosen: list[str], rounds: int, steps: int | None) -> It
     except Exception as error:
         yield from (_failed(name, error) for name in chosen)
         return
-    steps = steps or max(2, math.ceil(ROUND_S * 1e3 / before))
+    steps = steps or max(2, math.ceil(seconds * 1e3 / before))
     eager.rounds.clear()
-    eager_gpu = eager.gpu_ms()
+    eager_gpu = eager.gpu()
     for name in chosen:
         if name == EAGER:
             continue
@@ -140,11 +144,11 @@ def measure(model: str, chosen: list[str], rounds: int, steps: int | None) -> It
             other = Runner(CONTESTANTS[name], model, batch)
             beside = in_turns(eager, other, rounds, steps)
             figure = _milliseconds(other.rounds)
-            gpu = other.gpu_ms()
+            gpu = other.gpu()
             yield {
                 "name": name, **figure, "steps": steps, "beside_ms": round(beside, 3),
-                "x": round(beside / figure["ms"], 3), "gpu_ms": gpu,
-                "gpu_x": round(eager_gpu / gpu, 3) if eager_gpu and gpu else None, **other.of_setup(),
+                "x": round(beside / figure["ms"], 3), **gpu,
+                "gpu_x": round(eager_gpu["gpu_ms"] / gpu["gpu_ms"], 3) if gpu["gpu_ms"] else None, **other.of_setup(),
             }  # fmt: skip
         except Exception as error:
             yield _failed(name, error)
@@ -154,7 +158,7 @@ def measure(model: str, chosen: list[str], rounds: int, steps: int | None) -> It
         for _ in range(rounds - len(eager.rounds)):
             eager.round(steps)
         yield {
-            "name": EAGER, **_milliseconds(eager.rounds), "steps": steps, "x": 1.0, "gpu_ms": eager_gpu, "gpu_x": 1.0,
+            "name": EAGER, **_milliseconds(eager.rounds), "steps": steps, "x": 1.0, **eager_gpu, "gpu_x": 1.0,
             "ms_before_profile": round(before, 3), **eager.of_setup(),
         }  # fmt: skip
 
@@ -163,6 +167,7 @@ def in_a_process(model: str, chosen: list[str], args: argparse.Namespace, record
     """``measure`` in a process of its own; what the process could not say is an error of the contestant."""
     start, missing = time.perf_counter(), list(chosen)
     command = [sys.executable, "-m", "benchmarks.everyday", "--rounds", str(args.rounds)]
+    command += ["--seconds", str(args.seconds)]
     command += ["--steps", str(args.steps)] if args.steps else []
     with subprocess.Popen([*command, "--one", model, json.dumps(chosen)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -184,13 +189,14 @@ def main() -> None:
     parser.add_argument("--contestants", nargs="*", help="contestants of these names, or that hold them")
     parser.add_argument("--compiled", action="store_true", help="those that compile, too")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help=f"steps of a round; as many as take {ROUND_S} s without")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of the eager model's steps in a round, at least 2")
+    parser.add_argument("--steps", type=int, help="steps of a round, in the place of --seconds")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="keep the figures that are there")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         model, chosen = args.one[0], json.loads(args.one[1])
-        for figure in measure(model, chosen, args.rounds, args.steps):
+        for figure in measure(model, chosen, args.rounds, args.steps, args.seconds):
             print(json.dumps(figure), flush=True)
         return
     kept = [line for line in earlier(args.out, "everyday") if "error" not in line] if args.go_on else []
