@@ -9,10 +9,10 @@ into the GPU's memory together. Rounds of steps of either take turns, and each f
 
 ``x`` is the eager model's wall time in the same rounds (``beside_ms``) divided by the contestant's, above 1 where the
 contestant is faster; ``gpu_x`` is the same of ``gpu_ms``, the time that kernels and copies take on the GPU in a step
-(torch.profiler's durations, without the gaps), and ``gpu_kinds`` has its parts, as ``kernel_kinds.py`` tells them
-apart. ``ms_before_profile`` of the eager model is its wall time before the first profile, ``loss`` the one of step
-``WARMUP``, and ``setup_s`` the time to make a contestant and to warm it up, compilation included. A contestant that
-fails has ``error`` in the place of figures.
+(torch.profiler's durations, without the gaps), and ``gpu_kinds`` divides ``gpu_ms`` by the kinds of kernels
+(``kernel_kinds.py``). ``ms_before_profile`` of the eager model is its wall time before the first profile, ``loss`` the
+one of step ``WARMUP``, and ``setup_s`` the time to make a contestant and to warm it up, compilation included. A
+contestant that fails has ``error`` in the place of figures.
 
 Without ``--contestants`` those that compile run only with ``--compiled``; ``--continue`` keeps the figures of the file
 of results and measures those that are missing. Without a GPU the models are small.
@@ -86,7 +86,10 @@ class Runner:
         return self.rounds[-1]
 
     def gpu(self) -> dict[str, Any]:
-        """Milliseconds of a step in which the GPU has work, where kernels do not overlap; None without a GPU."""
+        """Milliseconds of a step in which the GPU has work, where kernels do not overlap, and its parts.
+
+        Without a GPU ``gpu_ms`` is None, and there are no parts.
+        """
         if DEVICE.type != "cuda":
             return {"gpu_ms": None}
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:

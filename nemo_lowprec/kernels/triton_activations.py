@@ -14,9 +14,8 @@ others  a logistic function, 1 / (1 + 2**-x), as the square of 1 / sqrt; a tanh 
 
 With exact functions, of all 65,536 half values at most one result in BF16 and six in FP16 differ from torch's formula
 by a step; those of the GPU are wrong by 2**-22, which moves another few. The error of a derivative is below 2**-17, and
-a gradient differs from torch's by a step in fewer than one place of a hundred, that of a product in fewer than two. Far
-out, where 1 + erf and 1 + tanh lose their digits in torch, the results here lose as many. A result below 2**-120 may be
-zero.
+a gradient differs from torch's by a step in fewer than one place of a hundred. Far out, where 1 + erf and 1 + tanh lose
+their digits in torch, the results here lose the same ones. A result below 2**-120 may be zero.
 
 A store of 8-bit data takes 16 elements of a thread where it may, and one of half data 8: with two layouts, Triton
 would compute the activation twice, so that 8-bit data are stored 8 at a time (``_ROW_RUN``).
