@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["KINDS", "kind_of", "milliseconds"]
 
-# Parts of the kernels' names, in lower case. cuDNN's attention has "wgmma" in its name and convolutions have
-# "cutlass" in theirs, so attention is asked for first.
+# Parts of kernel names, in lower case. Attention is first: some of its kernels have "cutlass" in their names, as GEMMs do.
 _PARTS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn::fusion"),
     "gemm": ("nvjet", "gemm", "cutlass", "cublas"),
