@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["KINDS", "kind_of", "milliseconds"]
 
-# Parts of kernel names, in lower case. Attention is first: some of its kernels have "cutlass" in their names, as GEMMs do.
+# Parts of kernel names, in lower case. Attention is first: some of its kernels have "cutlass" in their names, too.
 _PARTS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn::fusion"),
     "gemm": ("nvjet", "gemm", "cutlass", "cublas"),
