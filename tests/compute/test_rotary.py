@@ -1,6 +1,7 @@
 """Rotary embeddings in one pass: known by what they compute, and bit for bit what the models' own functions give."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -253,6 +254,49 @@ class Attention(nn.Module):
         q, k = apply_rotary(q, k, angles.cos().to(q.dtype), angles.sin().to(q.dtype))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
+
+
+def renaming(old, new):
+    """A decorator as transformers has it for arguments with a new name."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def call(self, *args, **kwargs):
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return function(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def passing_on(function):
+    """A decorator that does not say what it wraps."""
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+class Renamed(Attention):
+    forward = renaming("is_causal", "causal")(renaming("masked", "causal")(Attention.forward))
+
+
+class PassedOn(Attention):
+    forward = passing_on(Attention.forward)
+
+
+def test_decorators_of_the_forward_stay(monkeypatch):
+    torch.manual_seed(0)
+    model, x = Renamed().to(HALF), torch.randn(2, 16, 64).to(HALF)
+    want = {name: model(x, **{name: False}) for name in ("causal", "is_causal", "masked")}
+    convert(model)
+    calls = []
+    whole = FusedRotary.__call__
+    monkeypatch.setattr(FusedRotary, "__call__", lambda *args, **kw: calls.append(1) or whole(*args, **kw))
+    for name, out in want.items():
+        assert_same([model(x, **{name: False})], [model(x, causal=False)])
+        torch.testing.assert_close(model(x, **{name: False}).float(), out.float(), rtol=0.1, atol=0.1)
+    assert len(calls) == 9
+    assert fused_class(type(model)) is None and fused_class(PassedOn) is None
 
 
 def attention():

@@ -13,7 +13,6 @@ import inspect
 import itertools
 from collections.abc import Callable
 from functools import lru_cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.class_swap import swap
+from nemo_lowprec.compute.patterns.own_code import innermost, with_globals
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, probing
 from nemo_lowprec.compute.rotary import FusedRotary, RotaryForm, _backward, _forward
 
@@ -73,9 +73,7 @@ def fused_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     fused = {name: FusedRotary(f, form) for name, f in rotary_functions(cls).items() if (form := form_of(f))}
     if not fused or type(cls) is not type:
         return None
-    names = _Globals(own.__globals__, fused)
-    rewired = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    rewired.__kwdefaults__ = own.__kwdefaults__
+    rewired = with_globals(own, _Globals(innermost(own).__globals__, fused))  # type: ignore[arg-type, union-attr]
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +107,8 @@ def _names_of(code: Any) -> tuple[str, ...]:
 
 def rotary_functions(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """The functions of tensors, cos and sin that the forward of ``cls`` may call, by their global names."""
-    own = cls.forward
-    if not isinstance(own, FunctionType) or hasattr(own, "__wrapped__"):
+    own = None if isinstance(cls, FusedClass) else innermost(cls.forward)
+    if own is None:
         return {}
     found = {name: own.__globals__[name] for name in _names_of(own.__code__) if name in own.__globals__}
     return {name: value for name, value in found.items() if _signature(value) is not None}

@@ -6,8 +6,6 @@ that ``compute/split.py`` knows. Its code is not replaced, nor is the way in whi
 
 from __future__ import annotations
 
-from types import FunctionType
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import swap
 from nemo_lowprec.compute.linear import LowPrecisionLinear
+from nemo_lowprec.compute.patterns.own_code import innermost
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, twin_of
 from nemo_lowprec.compute.split import SplitLinear, as_layer_output
 
@@ -43,8 +42,8 @@ class Split(Pattern):
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     """The children that may be split in three, of a module whose forward unbinds or indexes what it permutes."""
-    own = type(module).forward
-    if not isinstance(own, FunctionType) or not {"permute", "unbind", "rearrange"} & set(own.__code__.co_names):
+    own = innermost(type(module).forward)
+    if own is None or not {"permute", "unbind", "rearrange"} & set(own.__code__.co_names):
         return {}
     return {
         name: child
