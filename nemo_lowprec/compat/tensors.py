@@ -15,10 +15,11 @@ __all__ = [
     "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "base_of", "disabled_torch_function", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
     "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
-    "without_dispatch_modes",
+    "without_dispatch_modes", "without_torch_function",
 ]  # fmt: skip
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
+without_torch_function = torch._C.DisableTorchFunctionSubclass  # a context: subclasses compute as plain tensors
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
 

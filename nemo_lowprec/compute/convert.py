@@ -16,12 +16,13 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
-from nemo_lowprec.compute.filters import HEAD, full_name, is_skipped, reasons_to_keep
+from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
+from nemo_lowprec.compute.logits import give_logits
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
@@ -67,6 +68,8 @@ def convert_layers(
     result = Conversion()
     for module in list(model.modules()):
         _call_layers(module)
+    linears = {name: module for name, module in model.named_modules() if _linear_weights(name, module)}
+    heads = [name for name in find_heads(model, linears) if recipe is not None and not is_skipped(layers, name)]
     if recipe is not None:
         _convert_low(model, half, recipe, backend, layers, histories, weights, observers, result)
     for name, module in model.named_modules() if half_backend is not None or fp32_wgrad else ():
@@ -77,6 +80,8 @@ def convert_layers(
                 continue
             _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
             result.half.append(item)
+    for head in heads:
+        give_logits(model.get_submodule(head))
     return result
 
 

@@ -36,7 +36,7 @@ def reasons_to_keep(
         ValueError: a pattern that matches no layer.
     """
     _check_patterns(layers, candidates)
-    heads = _heads(model, candidates)
+    heads = find_heads(model, candidates)
     ends = _ends(layers, model, linears)
     reasons = {}
     for name, module in candidates.items():
@@ -97,7 +97,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, p) or name.startswith(p + ".") for p in patterns)
 
 
-def _heads(model: nn.Module, candidates: dict[str, nn.Module]) -> set[str]:
+def find_heads(model: nn.Module, candidates: dict[str, nn.Module]) -> set[str]:
+    """The names of the candidates that compute the model's output: by their name, or as the model says."""
     outputs = set()
     embeddings = set()
     for module in model.modules():

@@ -25,4 +25,5 @@ sum_kernels = partial(_load, "nemo_lowprec.kernels.triton_sums")  # adds partial
 copy_kernels = partial(_load, "nemo_lowprec.kernels.triton_copy")  # copies masters into half weights
 rotary_kernels = partial(_load, "nemo_lowprec.kernels.triton_rotary")  # rotates queries and keys
 join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the gradients of q, k and v
+loss_kernels = partial(_load, "nemo_lowprec.kernels.triton_cross_entropy")  # cross entropy of half logits
 activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  # activations between FP8 layers

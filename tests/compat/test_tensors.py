@@ -25,6 +25,18 @@ def test_wrappers_have_no_storage_and_get_each_operator():
     assert Wrapper.seen == ["add.Tensor"]
 
 
+def test_subclasses_compute_as_plain_tensors_without_torch_function():
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with tensors.without_torch_function():
+                return func(*args, **(kwargs or {})), "seen"
+
+    loud = tensors.make_subclass(Loud, torch.ones(3))
+    out, seen = loud + 1
+    assert seen == "seen" and type(out) is torch.Tensor
+
+
 def test_subclasses_share_the_memory_of_their_tensor():
     class Marked(torch.Tensor):
         __torch_function__ = tensors.disabled_torch_function
