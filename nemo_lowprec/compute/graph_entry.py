@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.compiler import keep_address
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded
+from nemo_lowprec.tensors.gradient import computed_dtype
 
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _entries: WeakSet[Any] = WeakSet()
@@ -63,7 +64,7 @@ class GraphParameter:
         self.data = self.scale_inv = None
         if param is None:
             return
-        dtype = _gradient_dtype(param)
+        dtype = computed_dtype(param)
         self.trains, self.dtype = param.requires_grad, param.dtype
         if isinstance(param, QuantizedTensor):
             self.data, *scale = param.parts()
@@ -84,7 +85,7 @@ class GraphParameter:
         """Whether everything is as it was."""
         if param is not self.param or param is None:
             return False
-        dtype = _gradient_dtype(param)
+        dtype = computed_dtype(param)
         if self.data is None:
             return not isinstance(param, QuantizedTensor) and dtype == param.dtype
         here = stored_data(param).data_ptr() == self.data.data_ptr() and param.device == self.data.device
@@ -216,10 +217,6 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-def _gradient_dtype(param: Tensor) -> torch.dtype:
-    return (param.grad_dtype if param.is_leaf else None) or param.dtype
 
 
 def _new_tag(device: torch.device) -> Tensor:

@@ -17,7 +17,8 @@ from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
 from nemo_lowprec.compute.compiled import has_own_weight, read_storage, sink_of
 from nemo_lowprec.compute.double_backward import among_rows
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.linear_function import not_a_view, wgrad_dtype
+from nemo_lowprec.compute.linear_function import not_a_view
+from nemo_lowprec.tensors.gradient import gradient_dtype
 
 
 class HalfLinear(nn.Linear):
@@ -53,7 +54,7 @@ def half_linear(
         device, half = input.device.type, weight.dtype
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
-        if fits and wgrad_dtype(weight) == torch.float32 and not is_transformed():
+        if fits and gradient_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
                 out: Tensor = _HalfLinearFunction.apply(input.to(half), weight, bias, part, plan)
             return out

@@ -151,8 +151,8 @@ def compiled_linear(
     weight = getattr(layer, name) if own.data is None else sink_of(own)
     alone = x.is_leaf and x.requires_grad
     return _in_graph(
-        x, weight, own.data, own.scale_inv, bias, entry.tag, entry.model, entry.signature, layer.training, transposed,
-        part, alone,
+        x, weight, own.data, own.scale_inv, own.dtype, bias, entry.tag, entry.model, entry.signature, layer.training,
+        transposed, part, alone,
     )  # type: ignore[no-any-return]  # fmt: skip
 
 
@@ -162,6 +162,7 @@ def _in_graph(
     weight: Tensor | None,
     data: Tensor | None,
     scale_inv: Tensor | None,
+    dtype: torch.dtype,
     bias: Tensor | None,
     tag: Tensor,
     model: Tensor,
@@ -175,7 +176,7 @@ def _in_graph(
 
     Args:
         weight: the weight, or the sink of its gradient; None for no gradient.
-        data, scale_inv: the weight's storage where ``weight`` is not the weight.
+        data, scale_inv, dtype: the weight's storage, and what it reads as, where ``weight`` is not the weight.
         alone: whether the layer must not share its input, which may change without a trace.
     """
     if data is None:
@@ -183,7 +184,9 @@ def _in_graph(
         values, storage = weight, [weight]
     else:
         storage = [data] if scale_inv is None else [data, scale_inv]
-        values = read_storage(weight, data, scale_inv, torch.float32 if weight is None else weight.dtype)
+        # Where the gradient is FP32 the weight reads as FP32, so that the gradient is not rounded.
+        wide = torch.float32 if weight is None else torch.promote_types(dtype, weight.dtype)
+        values = read_storage(weight, data, scale_inv, wide)
     plan = traced_plan(tag, model, signature, storage, record, transposed, alone)
     return linear(x, values, bias, plan, record, transposed, part)
 

@@ -23,12 +23,7 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.producers import offered
 from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
-
-
-def wgrad_dtype(weight: Tensor) -> torch.dtype:
-    """Dtype in which autograd will store this weight's gradient (``grad_dtype`` where it was set)."""
-    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
-
+from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 _GRAD_BUFFER = "_lowprec_grad_buffer"  # on a weight: (memory for its gradient, number of layers that read the weight)
 
@@ -39,7 +34,7 @@ def give_grad_buffer(weight: Tensor) -> Tensor:
     A caller still compares addresses: only a layer that alone reads the weight writes there.
     """
     stored = stored_data(weight)
-    buffer = torch.empty_strided(stored.shape, stored.stride(), dtype=wgrad_dtype(weight), device=stored.device)
+    buffer = torch.empty_strided(stored.shape, stored.stride(), dtype=computed_dtype(weight), device=stored.device)
     weight.__dict__[_GRAD_BUFFER] = buffer, 0
     return buffer
 
@@ -175,7 +170,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.metas = x_meta, w_meta
         ctx.plan, ctx.record, ctx.transposed = plan, record, transposed
         ctx.shape, ctx.rows, ctx.pad = shape, rows, pad
-        ctx.x_dtype, ctx.grad_dtype = x.dtype, wgrad_dtype(ctx.weight)
+        ctx.x_dtype, ctx.grad_dtype = x.dtype, gradient_dtype(ctx.weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = gradient, gives_out
         _count_reader(ctx.weight)
@@ -257,10 +252,12 @@ def _backward(
             dx = dx[: ctx.rows]
     if need_wgrad:
         if wgrad8:
-            dw = backend.wgrad(dy8, _columnwise_input(ctx, saved[:x_end]), ctx.grad_dtype, _grad_buffer(ctx))
+            dw = backend.wgrad(
+                dy8, _columnwise_input(ctx, saved[:x_end]), computed_dtype(ctx.weight), _grad_buffer(ctx)
+            )
         else:
             x = saved[0].reshape(-1, ctx.shape[-1])
-            dw = backend.matmul(dy_half.t(), plan.in_half("input", x), ctx.grad_dtype)
+            dw = backend.matmul(dy_half.t(), plan.in_half("input", x), computed_dtype(ctx.weight))
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:
             dw = among_rows(dw, ctx.part, ctx.all_rows)

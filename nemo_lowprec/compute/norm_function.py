@@ -14,10 +14,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
-
-
-def _gradient_dtype(param: Tensor | None) -> torch.dtype | None:
-    return None if param is None else (param.grad_dtype if param.is_leaf else None) or param.dtype
+from nemo_lowprec.tensors.gradient import gradient_dtype
 
 
 class NormFunction(torch.autograd.Function):
@@ -30,7 +27,7 @@ class NormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, stats)
         ctx.kernels, ctx.kind, ctx.out = kernels, kind, out
-        ctx.dtypes = _gradient_dtype(weight), _gradient_dtype(bias)
+        ctx.dtypes = tuple(None if param is None else gradient_dtype(param) for param in (weight, bias))
         return y
 
     @staticmethod

@@ -209,13 +209,14 @@ def _weights(
 def _gradients(row: PrecisionLevel, weights: WeightStore, states: OptimizerStates, observers: Observers) -> Column:
     if row.weight_grad != "fp8":
         return Column()
+    half = DTYPES[row.autocast]
     if isinstance(weights, ShardedWeights):
-        gradients = Fp8Gradients(detached=True, observers=observers)
+        gradients = Fp8Gradients(detached=True, observers=observers, half=half)
         weights.when_gathered.append(lambda params: gradients.cover(p for p in params if weights.is_matrix(p)))
         return gradients
     if not isinstance(states, LowBitOptimizerStates) or not states.releases:
-        return Fp8Gradients(params=weakly(weights.matrices), observers=observers)
-    return Fp8Gradients(weakly(states.step_at_once), params=weakly(weights.params), observers=observers)
+        return Fp8Gradients(params=weakly(weights.matrices), observers=observers, half=half)
+    return Fp8Gradients(weakly(states.step_at_once), params=weakly(weights.params), observers=observers, half=half)
 
 
 def _wire(row: PrecisionLevel, weights: WeightStore, param: Tensor) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nemo_lowprec.column import Column
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
-from nemo_lowprec.tensors.gradient import DETACHED_GRADS
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as
 from nemo_lowprec.tensors.marks import Marks
 
 _RELEASED = "gradient_release"
@@ -36,6 +36,7 @@ class Fp8Gradients(Column):
         params: returns the parameters whose gradients are stored; called before each backward pass. The parameters'
             hooks hold a reference to ``params``.
         observers: are told of each stored gradient.
+        half: the level's half dtype. Backward computes the gradients in it where that is BF16.
     """
 
     def __init__(
@@ -44,8 +45,11 @@ class Fp8Gradients(Column):
         detached: bool = False,
         params: Callable[[], Iterable[Tensor] | None] = tuple,
         observers: Observers = NOBODY,
+        half: torch.dtype | None = None,
     ) -> None:
         self.release, self._detached, self._params, self._observers = release, detached, params, observers
+        # BF16 has five bits of mantissa more than E4M3 and the range of FP32, at half the bytes of FP32.
+        self._computed_as = half if half == torch.bfloat16 else None
         self._covered = Marks("fp8_gradient")  # asked for every parameter in every backward pass
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
@@ -61,6 +65,7 @@ class Fp8Gradients(Column):
             # A pickled parameter takes its mark along, and not its hook.
             if param.requires_grad and self._covered.get(param) != id(param):
                 self._covered.add(param, id(param))
+                compute_gradient_as(param, self._computed_as if param.dim() > 1 else None)
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
@@ -98,5 +103,6 @@ class Fp8Gradients(Column):
             handle.remove()
             self._covered.discard(param)
             DETACHED_GRADS.discard(param)
+            compute_gradient_as(param, None)
             param.__dict__.pop(_RELEASED, None)
         self._handles.clear()

@@ -29,6 +29,28 @@ from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 # the parameter's ``grad`` itself.
 DETACHED_GRADS = Marks("detached_grad")
 
+_COMPUTED_AS = Marks("gradient_computed_as")
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """Dtype of the gradient of ``param`` in autograd."""
+    return (param.grad_dtype if param.is_leaf else None) or param.dtype
+
+
+def computed_dtype(param: Tensor) -> torch.dtype:
+    """Dtype in which a layer's backward pass computes the gradient of ``param``, where no later one goes through it."""
+    own, dtype = _COMPUTED_AS.get(param) or (None, None)
+    return dtype if dtype is not None and own == id(param) else gradient_dtype(param)  # a copy has its original's mark
+
+
+def compute_gradient_as(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Let layers compute the gradient of ``param``, which any dtype fits, in ``dtype``; None for its own."""
+    if dtype is None:
+        _COMPUTED_AS.discard(param)
+    else:
+        _COMPUTED_AS.add(param, (id(param), dtype))
+
+
 _SCALED_BY = {
     **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), Tensor.mul_),
     **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), Tensor.div_),

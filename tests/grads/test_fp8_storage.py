@@ -1,14 +1,18 @@
 """Gradients stored in FP8 as soon as they are complete, micro-batch after micro-batch."""
 
+import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from low_bit import randn, rounded, rounded_sum
 from torch import Tensor, nn
 
+from nemo_lowprec import prepare
+from nemo_lowprec.chart import CHART
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.gradient import DETACHED_GRADS
@@ -40,6 +44,35 @@ def test_matrices_are_stored_and_vectors_stay(dtype):
             assert p.grad.stored_bytes() <= 1.1 * p.numel()
         else:
             assert type(p.grad) is Tensor and torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_layers_compute_in_bf16_what_is_stored_in_fp8(half):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    level = "msamp_o2" if half == torch.bfloat16 else replace(CHART["msamp_o2"], autocast="fp16")
+    prepare(model, torch.optim.AdamW(model.parameters()), level)
+    twin, seen = copy.deepcopy(model), []
+    for param in (*model.parameters(), *twin.parameters()):
+        param.register_hook(lambda grad: seen.append((grad.dim(), grad.dtype)))
+    for one in (model, twin):
+        with torch.autocast("cpu", half):
+            out = one(randn((16, 32), 0))
+        out.float().square().mean().backward()
+    matrices = [dtype for dim, dtype in seen if dim > 1]
+    assert matrices == [half if half == torch.bfloat16 else torch.float32] * 2 + [torch.float32] * 2
+    assert all(dtype == torch.float32 for dim, dtype in seen if dim == 1)
+    assert isinstance(model[0].weight.grad, GradientTensor) and model[0].weight.grad.dtype == torch.float32
+
+
+def test_a_gradient_with_a_graph_stays_fp32():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
+    prepare(model, torch.optim.AdamW(model.parameters()), "msamp_o2")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(randn((16, 32), 0))
+    grads = torch.autograd.grad(out.float().square().mean(), list(model.parameters()), create_graph=True)
+    assert all(grad.dtype == torch.float32 and grad.requires_grad for grad in grads)
 
 
 def test_a_pickled_parameter_is_covered_anew():

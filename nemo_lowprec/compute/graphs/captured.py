@@ -21,6 +21,7 @@ from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flat
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.linear_function import give_grad_buffer
 from nemo_lowprec.tensors import stored_data
+from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
 _SAVES_OTHERWISE = "it recomputes or offloads activations"
 
@@ -301,6 +302,8 @@ def _twin(param: nn.Parameter) -> nn.Parameter:
     twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
     if param.requires_grad and param.grad_dtype != twin.grad_dtype:
         twin.grad_dtype = param.grad_dtype
+    if param.requires_grad and computed_dtype(param) != computed_dtype(twin):
+        compute_gradient_as(twin, computed_dtype(param))
     return twin
 
 

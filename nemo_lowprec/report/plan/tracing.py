@@ -26,6 +26,7 @@ from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.plan.kept_weights import kept_operands, parts_of_operand, parts_of_tensor
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.tensors import QuantizedTensor, gradient
+from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
 # The most bytes alive at a time: in forward until the last block is done, from then until the loss, and in backward.
 Phases = tuple[int, int, int]
@@ -125,6 +126,8 @@ def _with_fake_tensors(model: nn.Module) -> list[Tensor]:
                 new = nn.Parameter(fake(param.detach()), requires_grad=param.requires_grad)
                 if param.requires_grad and param.is_leaf and param.grad_dtype != param.dtype:
                     new.grad_dtype = param.grad_dtype
+                if computed_dtype(param) != computed_dtype(new):
+                    compute_gradient_as(new, computed_dtype(param))
                 made[id(param)] = new
             module._parameters[name] = made[id(param)]
         for name, buffer in module._buffers.items():
