@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensorMode", "TorchDispatchMode", "backward_hooks", "base_of", "disabled_torch_function", "has_dispatch_mode",
+    "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "backward_hooks", "base_of",
+    "disabled_torch_function", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
     "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
     "without_dispatch_modes", "without_torch_function",
@@ -24,6 +25,24 @@ make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
+class PlainSubclass(Tensor):
+    """A tensor with a few methods of its own. Results of all operations are plain tensors.
+
+    A plain tensor gets such a class by ``__class__``. Code that ``torch.compile`` compiles runs on it as it is written:
+    compiled code would take it for a plain tensor in some of its checks only.
+    """
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Never called for a tensor that was plain. Dynamo looks whether there is one."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 def has_dispatch_mode() -> bool:
     """Whether a ``TorchDispatchMode`` sees the operations, as a counter of FLOPs does."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -31,7 +50,8 @@ def has_dispatch_mode() -> bool:
 
 def is_plain(tensor: Any) -> bool:
     """Whether ``tensor`` is of no subclass that may compute otherwise. A fake tensor stands for a plain one."""
-    return type(tensor) is Tensor or type(tensor) is FakeTensor
+    cls = type(tensor)
+    return cls is Tensor or cls is FakeTensor or issubclass(cls, PlainSubclass)
 
 
 def base_of(view: Tensor) -> Tensor | None:

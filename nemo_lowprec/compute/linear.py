@@ -22,6 +22,7 @@ from nemo_lowprec.compute.graph_entry import GraphParameter
 from nemo_lowprec.compute.half_linear import compiled_half_linear, half_linear
 from nemo_lowprec.compute.linear_function import LinearFunction, not_a_view
 from nemo_lowprec.compute.producers import GradReader
+from nemo_lowprec.compute.residual import as_branch
 from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.tensors import QuantizedTensor
 
@@ -43,7 +44,8 @@ class LowPrecisionLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return _compiled_layer(self, input, False)
-        return linear(input, self.weight, self.bias, self.gemm_plan, self.training, False, None)
+        plan = self.gemm_plan
+        return as_branch(linear(input, self.weight, self.bias, plan, self.training, False, None), plan.ends)
 
     def train(self, mode: bool = True) -> Self:
         if not mode and self.gemm_plan.weight is not None:
@@ -62,7 +64,8 @@ class LowPrecisionConv1D(LowPrecisionLinear):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         if torch.compiler.is_compiling():
             return _compiled_layer(self, x, True)
-        return linear(x, self.weight, self.bias, self.gemm_plan, self.training, True, None)
+        plan = self.gemm_plan
+        return as_branch(linear(x, self.weight, self.bias, plan, self.training, True, None), plan.ends)
 
 
 def linear(

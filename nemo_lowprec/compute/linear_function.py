@@ -8,7 +8,6 @@ backward  quantize the output gradient [M, N], ``backend.dgrad`` adds to the inp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.producers import offered
+from nemo_lowprec.compute.shared_input import no_values
 from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
@@ -54,11 +54,6 @@ def _grad_buffer(ctx: Any) -> Tensor | None:
 def not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
     """``out`` in ``shape``. FSDP2 hooks into the output of a block: of a view, an in-place operation loses the hook."""
     return torch.ops.aten._unsafe_view.default(out, shape)
-
-
-@lru_cache(maxsize=16)
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -158,9 +153,7 @@ class LinearFunction(torch.autograd.Function):
             w_tensors, w_meta = backend.save(w8 if keeper is None else backend.copy_operand(w8))
         elif need_dgrad:
             w_tensors = [weight]
-        handle = None
-        if gives_out:  # without an allocation, where one takes host time; a traced tensor has another class
-            handle = _nothing(x.device).detach() if x.is_cuda and type(x) is Tensor else x.new_empty(0)
+        handle = no_values(x) if gives_out else None
         if need_wgrad and gradient is not None:
             # The link: a second derivative reaches the input through it; it holds no values.
             ctx.save_for_backward(*x_tensors, *w_tensors, handle if gives_out else source)

@@ -28,6 +28,7 @@ tensor. This holds for a tensor with an offered operand, too.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -57,6 +58,17 @@ class InputGradient:
     def put(self, total: Tensor) -> None:
         """Leave the sum to the next layer."""
         self._sum, self._pass = total, current_backward()
+
+
+@lru_cache(maxsize=16)
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
+
+
+def no_values(source: Tensor) -> Tensor:
+    """An empty tensor on the device of ``source``, for a handle: no allocation, where one takes host time."""
+    # A traced tensor has another class.
+    return _nothing(source.device).detach() if source.is_cuda and type(source) is Tensor else source.new_empty(0)
 
 
 class _Latest:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched
-from nemo_lowprec.compat.tensors import base_of, disabled_torch_function
+from nemo_lowprec.compat.tensors import PlainSubclass, base_of, is_plain
 from nemo_lowprec.compute.backends.base import Backend, is_transformed, side_by_side
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader
@@ -31,7 +31,7 @@ class SplitLinear(LowPrecisionLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
-        if not torch.compiler.is_compiling() and type(out) is Tensor and out.requires_grad and not is_transformed():
+        if not torch.compiler.is_compiling() and is_plain(out) and out.requires_grad and not is_transformed():
             return as_layer_output(out, self.gemm_plan.backend)
         return out
 
@@ -43,13 +43,7 @@ def as_layer_output(out: Tensor, backend: Backend) -> LayerOutput:
     return out  # type: ignore[return-value]
 
 
-class _Plain(Tensor):
-    """A tensor whose operations return plain tensors."""
-
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
-
-
-class LayerOutput(_Plain):
+class LayerOutput(PlainSubclass):
     """[batch, tokens, features]: the output of a ``SplitLinear``. Attribute ``_backend``: the layer's."""
 
     _backend: Backend
@@ -69,7 +63,7 @@ def _in_parts(out: LayerOutput, shaped: Tensor) -> Tensor:
     return shaped
 
 
-class Parts(_Plain):
+class Parts(PlainSubclass):
     """A view of a ``LayerOutput``: [batch, tokens, parts, heads, dim], permuted.
 
     Attributes:

@@ -106,9 +106,10 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=["weight_ptr", "stats_ptr"])
 def _backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, stats_ptr, dx_ptr, sums_ptr, rows, cols,
+    grad_ptr, x_ptr, weight_ptr, stats_ptr, total_ptr, dx_ptr, half_ptr, sums_ptr, rows, cols,
     LAYER: tl.constexpr, WEIGHT: tl.constexpr, ZERO_CENTERED: tl.constexpr, DX: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr, MASK_M: tl.constexpr, MASK_N: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+    DBIAS: tl.constexpr, TOTAL: tl.constexpr, HALF: tl.constexpr, MASK_M: tl.constexpr, MASK_N: tl.constexpr,
+    R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """R rows at a time, and every ``programs``-th block of rows. ``sums``: FP32 [1 or 2, programs, cols]."""
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -140,7 +141,13 @@ def _backward_kernel(
             dx = grad - x * along[:, None]
             if LAYER:
                 dx -= (tl.sum(grad, axis=1) / cols)[:, None]
-            tl.store(dx_ptr + offset, (dx * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
+            dx = (dx * rstd).to(dx_ptr.dtype.element_ty)
+            if TOTAL:  # a half gradient is rounded before, as by torch's own operations
+                total = tl.load(total_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+                dx = (dx.to(tl.float32) + total).to(dx_ptr.dtype.element_ty)
+            tl.store(dx_ptr + offset, dx, mask=inside)
+            if HALF:
+                tl.store(half_ptr + offset, dx.to(half_ptr.dtype.element_ty), mask=inside)
     mine = sums_ptr + pid * cols + n
     if DWEIGHT:
         tl.store(mine, tl.sum(dweight, axis=0), mask=inside_n)
@@ -240,6 +247,8 @@ def backward(
     needs: tuple[bool, bool, bool],
     dtypes: tuple[torch.dtype | None, torch.dtype | None],
     blocks: Blocks | None = None,
+    total: Tensor | None = None,
+    half: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of (``x``, ``weight``, ``bias``); None for one that is not needed.
 
@@ -251,6 +260,8 @@ def backward(
         dtypes: of the gradients of weight and bias, which are rounded to the dtypes of ``x`` and of the parameter
             first, as by torch's own operations.
         blocks: None for ``backward_blocks``.
+        total: is added to the gradient of ``x``; of its shape and dtype, contiguous.
+        half: memory for the gradient of ``x``, with ``total``, in another dtype; contiguous.
     """
     cols = x.shape[-1]
     rows = x.numel() // cols
@@ -267,13 +278,15 @@ def backward(
     if rows > 1 and even and not grad.data_ptr() % 16:
         kind = weight is None or weight.dtype
         divisible = rows % 16 == 0, rows % blocks.rows == 0
-        key = cols, divisible, x.dtype, grad.dtype, kind, layer, zero_centered, needs, blocks
+        more = None if total is None else total.data_ptr() % 16 == 0, None if half is None else half.dtype
+        key = cols, divisible, x.dtype, grad.dtype, kind, layer, zero_centered, needs, blocks, more
     _launcher("_backward_kernel", blocks.warps)(
         device, key, programs,
-        (grad, x, _or(weight, x), stats, _or(dx, x), _or(sums, stats), rows, cols),
+        (grad, x, _or(weight, x), stats, _or(total, x), _or(dx, x), _or(half, x), _or(sums, stats), rows, cols),
         lambda: {
             "LAYER": layer, "WEIGHT": weight is not None, "ZERO_CENTERED": zero_centered, "DX": need_dx,
-            "DWEIGHT": need_dw, "DBIAS": need_db, **_cut(rows, cols, blocks),
+            "DWEIGHT": need_dw, "DBIAS": need_db, "TOTAL": total is not None, "HALF": half is not None,
+            **_cut(rows, cols, blocks),
         },
     )  # fmt: skip
     if sums is None:

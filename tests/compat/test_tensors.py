@@ -1,5 +1,8 @@
 """Subclasses of tensors, modes of the dispatcher, and trees of tensors."""
 
+import pickle
+
+import pytest
 import torch
 from torch import nn
 
@@ -45,6 +48,23 @@ def test_subclasses_share_the_memory_of_their_tensor():
     marked = tensors.make_subclass(Marked, plain)
     assert type(marked) is Marked and marked.data_ptr() == plain.data_ptr()
     assert type(marked + 1) is torch.Tensor  # without a torch function, results are plain
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_runs_on_a_plain_subclass_as_it_is_written(backend):
+    class Adding(tensors.PlainSubclass):
+        def __add__(self, other):
+            return "added"
+
+    torch._dynamo.reset()
+    leaf = torch.ones(2, 3, requires_grad=True)
+    adding = leaf * 2
+    adding.__class__ = Adding
+    assert type(adding.view(-1)) is torch.Tensor and tensors.is_plain(adding)
+    compiled = torch.compile(lambda x: (x.view(-1).float() * 3).sum() if x + 1 == "added" else None, backend=backend)
+    compiled(adding).backward()
+    assert torch.equal(leaf.grad, torch.full((2, 3), 6.0))
+    assert type(pickle.loads(pickle.dumps(adding.detach()))) is torch.Tensor
 
 
 def test_fake_tensors_have_sizes_and_storages_only():

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec import prepare
+from nemo_lowprec.compute import residual
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.kernels.loader import norm_kernels
@@ -193,6 +194,77 @@ def test_gradients(kernels, kind, dtypes, shape):
         # A sum over the rows in FP32 loses some bits of its largest terms.
         slack = 3e-6 * leaf.grad.abs().max() + (0 if name == "x" else 2e-7 * shape[0] ** 0.5)
         assert_rounded(got, leaf.grad, case.dtype, slack)
+
+
+@pytest.mark.parametrize("shape", [(12608, 1024), (130, 5120), (33, 1000)], ids=str)
+@pytest.mark.parametrize("branch", [None, BF16, FP16])
+@by_dtype
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_gradients_with_one_from_past_the_norm(kernels, kind, dtypes, branch, shape):
+    case = Case(kernels, kind, shape, dtypes)
+    stats = case.forward()[1]
+    total = torch.randn(shape, device="cuda").to(case.dtype)
+    half = torch.empty(shape, device="cuda", dtype=branch) if branch is not None else None
+    plain, got = case.backward(stats), case.backward(stats, total=total, half=half)
+    want = plain[0] + total
+    if case.dtype == FP32:  # the kernel may round once where torch rounds twice
+        torch.testing.assert_close(got[0], want, rtol=1e-6, atol=1e-6)
+    else:
+        assert_same_bits(got[0], want)
+    for g, w in zip(got[1:], plain[1:], strict=True):
+        assert g is w is None or torch.equal(g, w)
+    if half is not None:
+        assert_same_bits(half, got[0].to(branch))
+    odd = torch.empty(total.numel() + 1, device="cuda", dtype=case.dtype)[1:].view(shape).copy_(total)
+    assert_same_bits(case.backward(stats, total=odd)[0], got[0])
+
+
+class Residual(nn.Module):
+    """A residual block as models write it."""
+
+    def __init__(self, norm, width=256):
+        super().__init__()
+        self.norm, self.up, self.down = norm(width), nn.Linear(width, 512), nn.Linear(512, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Shift(nn.Module):
+    """Adds a vector, which MS-AMP's levels keep in FP32, as the stream is then."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x + self.vector
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_model_trains_as_with_torchs_sums(kernels, norm, level, monkeypatch):
+    found, calls = [], []
+    whole = residual._apply
+    monkeypatch.setattr(residual, "_apply", lambda *args: calls.append(1) or whole(*args))
+    for sums in (True, False):
+        if not sums:
+            monkeypatch.setattr(residual, "_handed_out", lambda source: None)
+        torch.manual_seed(0)
+        model = nn.Sequential(Shift(), *(Residual(norm) for _ in range(3)), norm(256)).cuda()
+        _, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, graphs=False)
+        x, losses = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(1)), []
+        for _ in range(6):
+            with torch.autocast("cuda", BF16):
+                loss = model(x).float().pow(2).mean()
+            loss.backward()
+            losses += [loss.detach(), model[1].norm.weight.grad.clone()]
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(losses)
+    assert len(calls) == 6 * 3
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2 * want.abs().max().item())
 
 
 @pytest.mark.parametrize("param_dtype", [BF16, FP32])
