@@ -11,7 +11,6 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import is_legacy_batched, is_tracing, outside_transforms
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.compute.residual import Ends
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.observers import NOBODY, Observers
@@ -41,7 +40,7 @@ class GemmPlan:
         by_torch: whether the GEMMs are those of an ``nn.Linear``: of a layer that ``convert="auto"`` has left.
         calls: notes the layer's calls while ``convert="auto"`` has not decided; None for nobody.
         entry: the layer's ``GraphEntry``; None where the layer breaks compiled graphs.
-        ends: whether the layer ends a branch of a residual block.
+        ends_branch: whether the layer ends a branch of a residual block (``residual.py``).
     """
 
     backend: Backend
@@ -59,7 +58,7 @@ class GemmPlan:
     by_torch: bool = False
     calls: Any = field(default=None, repr=False, compare=False)
     entry: Any = field(init=False, default=None, repr=False, compare=False)
-    ends: Any = field(init=False, default_factory=Ends, repr=False, compare=False)
+    ends_branch: bool = field(init=False, default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.fp8 = (False, False, False)

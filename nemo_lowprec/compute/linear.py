@@ -45,7 +45,8 @@ class LowPrecisionLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return _compiled_layer(self, input, False)
         plan = self.gemm_plan
-        return as_branch(linear(input, self.weight, self.bias, plan, self.training, False, None), plan.ends)
+        out = linear(input, self.weight, self.bias, plan, self.training, False, None)
+        return as_branch(out) if plan.ends_branch else out
 
     def train(self, mode: bool = True) -> Self:
         if not mode and self.gemm_plan.weight is not None:
@@ -65,7 +66,8 @@ class LowPrecisionConv1D(LowPrecisionLinear):
         if torch.compiler.is_compiling():
             return _compiled_layer(self, x, True)
         plan = self.gemm_plan
-        return as_branch(linear(x, self.weight, self.bias, plan, self.training, True, None), plan.ends)
+        out = linear(x, self.weight, self.bias, plan, self.training, True, None)
+        return as_branch(out) if plan.ends_branch else out
 
 
 def linear(

@@ -19,7 +19,7 @@ from nemo_lowprec.compute.again import Again, again_of
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.producers import offered
+from nemo_lowprec.compute.producers import computed, offered
 from nemo_lowprec.compute.shared_input import no_values
 from nemo_lowprec.compute.weight_state import WeightState
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
@@ -180,6 +180,8 @@ class LinearFunction(torch.autograd.Function):
             # No kernel quantizes a batch of gradients (``is_grads_batched``, ``vmap``).
             again = torch.is_grad_enabled() or is_batched(grad_output) or is_legacy_batched(grad_output)
             there = None if again or not ctx.plan.any_fp8 else offered(grad_output, ctx.plan.operands["grad_output"])
+            if there is None:
+                computed(grad_output)
             device = "cuda" if dy.is_cuda else dy.device.type
             # A loop may call backward() under autocast.
             with AutocastOff(device):

@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
-from nemo_lowprec.compute.residual import branch_dtype, hand_out, leave_half
+from nemo_lowprec.compute.residual import branch_dtype, hand_out, learn, leave_half
 from nemo_lowprec.compute.shared_input import InputGradient, no_values
 from nemo_lowprec.tensors.gradient import gradient_dtype
 
@@ -75,6 +75,7 @@ def fused_norm(
         call = kernels, kind, out, branch_dtype(x), gradient
         y, handle = _apply(*(t if t is None else unwrap_if_dead(t) for t in (x, weight, bias)), call)
         if gradient is not None:
+            learn(x)
             hand_out(x, gradient, handle)
         return y  # type: ignore[no-any-return]
     made: Tensor = kernels.forward(

@@ -8,15 +8,17 @@ layer whose output that input is. Who reads is not written in the model's code; 
 ``GradReader``  travels with a layer's output. A module that finds it on its input hands over the quantized gradient of
                 that input (``offer``); the layer's backward pass takes the gradient (``offered``).
 
-The half-precision tensor is there as well, for readers of any other kind. What was handed over is bound to the tensor
-object and its version: where the tensor was changed, added to or replaced, the layer quantizes the values itself.
+The half-precision tensor is there as well, for readers of any other kind, unless the producer knows that there are none
+(``absent``). What was handed over is bound to the tensor object and its version: where the tensor was changed, added to
+or replaced, the layer quantizes the values itself.
 
 Scales have to be known before the values: both work with delayed scaling alone, once a history has begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
 
 _READER, _GRAD_READER, _OFFERED = "_lowprec_reader", "_lowprec_grad_reader", "_lowprec_quantized"
+_ABSENT = "_lowprec_absent"
 
 
 class Reader:
@@ -128,6 +131,40 @@ class Reader:
             self.backend, result, data, self.operand, shape=(result.numel() // features, features), dtype=self.half,
             rowwise=True, columnwise=self.columnwise, record=self._record, reader=self,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _nan(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+def absent(like: Tensor, shape: Sequence[int], compute: Callable[[], Tensor] | None = None) -> Tensor:
+    """A tensor of NaN without memory, in the place of values that are handed over in FP8 alone.
+
+    Args:
+        like: has the dtype and the device.
+        compute: computes the values, for a layer that does not take what was handed over.
+    """
+    values = _nan(like.device, like.dtype).expand(shape)
+    values.__dict__[_ABSENT] = (compute,)
+    return values
+
+
+def computed(values: Tensor) -> Tensor:
+    """``values``; computed, where they are absent.
+
+    Raises:
+        RuntimeError: nothing can compute them.
+    """
+    found = values.__dict__.get(_ABSENT)
+    if found is None:
+        return values
+    if found[0] is None:
+        raise RuntimeError(
+            "The gradient of a layer inside of a gated MLP was handed over in FP8 alone, and something has changed it "
+            "on its way. Register the hook that does so before the forward pass, on the layer."
+        )
+    return found[0]()  # type: ignore[no-any-return]
 
 
 def name_reader(result: Tensor, reader: Reader) -> None:

@@ -5,8 +5,8 @@ Here the sum hands its gradient to the norm, whose backward kernel adds it. Wher
 kernel also writes the gradient in half precision, for the branch before.
 
 The model's code runs as it is. The last layer of a branch returns a ``BranchOutput``, a tensor like any other but for
-``+``. Which layers are the last ones is learned: in its first pass every converted layer returns a ``BranchOutput``,
-later those alone whose output was added to what a norm had read (``Ends``).
+``+``. Which layers are the last ones is learned: in the graph of a sum the norm behind it finds the layers that have
+made its terms.
 """
 
 from __future__ import annotations
@@ -25,27 +25,8 @@ from nemo_lowprec.compute.shared_input import InputGradient
 _BRANCH, _HALF = "_lowprec_branch", "_lowprec_half"
 
 
-class Ends:
-    """Whether a layer ends a branch."""
-
-    __slots__ = ("known", "seen")
-
-    def __init__(self) -> None:
-        self.known: bool | None = None
-        self.seen = False  # whether a pass has begun that will tell
-
-    def asks(self) -> bool:
-        """Whether the layer shall return a ``BranchOutput``."""
-        if self.known is None and self.seen:
-            self.known = False  # nothing has added the output of the pass before
-        self.seen = True
-        return self.known is not False
-
-
 class BranchOutput(PlainSubclass):
-    """The output of a layer. Attribute ``_ends``: the layer's."""
-
-    _ends: Ends
+    """The output of a layer that ends a branch."""
 
     def __add__(self, other: Any) -> Tensor:  # type: ignore[override]
         return _sum(self, other)
@@ -54,12 +35,22 @@ class BranchOutput(PlainSubclass):
         return _sum(self, other)
 
 
-def as_branch(out: Tensor, ends: Ends) -> Tensor:
-    """``out`` itself, in another class where its layer may end a branch."""
-    if type(out) is Tensor and out.requires_grad and torch.is_grad_enabled() and not is_transformed() and ends.asks():
+def as_branch(out: Tensor) -> Tensor:
+    """``out`` itself, in another class while autograd records."""
+    if type(out) is Tensor and out.requires_grad and torch.is_grad_enabled() and not is_transformed():
         out.__class__ = BranchOutput
-        out.__dict__["_ends"] = ends
     return out
+
+
+def learn(source: Tensor) -> None:
+    """Note of the layers whose output is a term of ``source``, which a norm reads, that they end a branch."""
+    terms = [source.grad_fn]
+    for _ in range(2):  # a sum may have three terms
+        sums = [node for node in terms if node is not None and node.name() == "AddBackward0"]
+        terms = [term for node in sums for term, _ in node.next_functions]
+        for plan in (getattr(term, "plan", None) for term in terms):
+            if plan is not None:
+                plan.ends_branch = True
 
 
 # (the tensor that a norm has read last, held weakly; its version; the gradient's sum; the handle) of the process. One
@@ -96,7 +87,6 @@ def _sum(branch: BranchOutput, other: Any) -> Tensor:
         residual, branch, found = branch, other, _handed_out(branch)
     if found is None:
         return Tensor.__add__(branch, residual)
-    branch._ends.known = True
     gradient, handle = found
     out: Tensor = _apply(handle, branch, (residual, gradient))
     if out.dtype != branch.dtype:
@@ -112,7 +102,7 @@ class _Sum(torch.autograd.Function):
         residual, ctx.gradient = call  # autograd must not see the residual
         ctx.set_materialize_grads(False)
         ctx.dtypes = residual.dtype, branch.dtype
-        return residual + branch.as_subclass(Tensor)
+        return torch.add(residual, branch)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:

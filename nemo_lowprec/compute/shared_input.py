@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.compute.producers import Reader, reader_of
+from nemo_lowprec.compute.producers import Reader, computed, reader_of
 from nemo_lowprec.formats import DelayedScaling
 
 
@@ -168,6 +168,8 @@ class SharedInput:
             return backend.copy_operand(there.data)
         if reader is not None and operand.slot is not None and rowwise:
             reader.learn(self, backend, operand, values.dtype, columnwise, record)
+        there_at_last = computed(source)
+        values = values if there_at_last is source else there_at_last.reshape(values.shape)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         self._keep(source, key, operand, data, rowwise, columnwise)
         return backend.copy_operand(data)

@@ -87,7 +87,7 @@ class Made(NamedTuple):
     None stands for what was not wanted.
     """
 
-    half: Tensor
+    half: Tensor | None
     row: Tensor | None = None
     col: Tensor | None = None
     scale_inv: Tensor | None = None
@@ -181,11 +181,12 @@ def _write(
     y, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row,
     first_col, rows_left, cols_left, rows, stride,
     FP8_MAX: tl.constexpr, QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    RECORD: tl.constexpr, SUMS: tl.constexpr, PACKED: tl.constexpr,
+    RECORD: tl.constexpr, SUMS: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write a half tile ``y``, and what was asked for of its quantized form."""
+    """Write a half tile ``y`` with HALF, and what was asked for of its quantized form."""
     inside = (m < rows_left)[:, None] & (n < cols_left)[None, :]
-    tl.store(_tile(out_ptr, first_row, first_col, m, n, stride), y, mask=inside)
+    if HALF:
+        tl.store(_tile(out_ptr, first_row, first_col, m, n, stride), y, mask=inside)
     if QUANTIZE:
         x = y.to(tl.float32)
         if RECORD:
@@ -212,7 +213,7 @@ def _write(
 def _forward_kernel(
     x_ptr, up_ptr, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, rows, cols, x_stride, up_stride,
     KIND: tl.constexpr, GATED: tl.constexpr, FP8_MAX: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    RECORD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    RECORD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(cols, BN)
     pid = tl.program_id(0).to(tl.int64)
@@ -231,7 +232,7 @@ def _forward_kernel(
         y = _round(y.to(tl.float32) * up, half, PACKED)
     _write(
         y, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, amax_ptr, m, n, pid, tile_row, first_row,
-        first_col, rows_left, cols_left, rows, cols, FP8_MAX, True, ROWWISE, COLUMNWISE, RECORD, False, PACKED,
+        first_col, rows_left, cols_left, rows, cols, FP8_MAX, True, ROWWISE, COLUMNWISE, RECORD, False, PACKED, HALF,
     )  # fmt: skip
 
 
@@ -251,7 +252,7 @@ def _backward_kernel(
     RECORD: tl.constexpr, SUMS: tl.constexpr,
     UP_FP8_MAX: tl.constexpr, UP_QUANTIZE: tl.constexpr, UP_ROWWISE: tl.constexpr, UP_COLUMNWISE: tl.constexpr,
     UP_RECORD: tl.constexpr, UP_SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TWICE: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(cols, BN)
     pid = tl.program_id(0).to(tl.int64)
@@ -271,7 +272,7 @@ def _backward_kernel(
         _write(
             dup, dup_ptr, up_row_ptr, up_col_ptr, up_scale_ptr, up_scale_inv_ptr, up_amax_ptr, up_sums_ptr, m, n, pid,
             tile_row, first_row, first_col, rows_left, cols_left, rows, out_stride, UP_FP8_MAX, UP_QUANTIZE, UP_ROWWISE,
-            UP_COLUMNWISE, UP_RECORD, UP_SUMS, PACKED,
+            UP_COLUMNWISE, UP_RECORD, UP_SUMS, PACKED, HALF,
         )  # fmt: skip
         if TWICE:
             x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
@@ -287,6 +288,7 @@ def _backward_kernel(
     _write(
         dx, dx_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row,
         first_col, rows_left, cols_left, rows, out_stride, FP8_MAX, QUANTIZE, ROWWISE, COLUMNWISE, RECORD, SUMS, PACKED,
+        HALF,
     )  # fmt: skip
 
 
@@ -306,7 +308,9 @@ def _programs(rows: int, cols: int, tile: Tile) -> int:
     return -(-rows // tile.rows) * -(-cols // tile.cols)
 
 
-def activate(kind: str, parts: tuple[Tensor, ...], target: Target, tile: Tile = FORWARD_TILE) -> Made:
+def activate(
+    kind: str, parts: tuple[Tensor, ...], target: Target, tile: Tile = FORWARD_TILE, half: bool = True
+) -> Made:
     """The activation of ``parts``, quantized.
 
     Args:
@@ -314,25 +318,27 @@ def activate(kind: str, parts: tuple[Tensor, ...], target: Target, tile: Tile = 
         parts: half [rows, features] on a GPU, contiguous within a row, at least one element; of a gated activation the
             gate and what its activation is multiplied with.
         target: has no sums.
+        half: whether the half values are wanted.
     """
     x, up = parts[0], parts[-1]
     rows, cols = x.shape
-    made = _allocate(x, rows, cols, target, tile)
+    made = _allocate(x, rows, cols, target, tile, half)
+    out = x if made.half is None else made.half
     row, col = _both(made)
     records, gated = target.record is not None, len(parts) == 2
     key = None
-    if _even(rows, cols, x, up, made.half):
-        key = "forward", kind, x.dtype, gated, target.fmt.dtype, target.rowwise, target.columnwise, records, tile
+    if _even(rows, cols, x, up, out):
+        key = "forward", kind, x.dtype, gated, target.fmt.dtype, target.rowwise, target.columnwise, records, tile, half
     _launcher(_forward_kernel, tile.warps)(
         x.get_device(), key, _programs(rows, cols, tile),
         (
-            x, up, made.half, row, col, target.scale, made.scale_inv, target.record if records else target.scale,
+            x, up, out, row, col, target.scale, made.scale_inv, target.record if records else target.scale,
             rows, cols, x.stride(0), up.stride(0),
         ),
         lambda: {
             "KIND": KINDS.index(kind), "GATED": gated, "FP8_MAX": target.fmt.max, "ROWWISE": target.rowwise,
             "COLUMNWISE": target.columnwise, "RECORD": records, "BM": tile.rows, "BN": tile.cols,
-            "PACKED": tile.packed,
+            "PACKED": tile.packed, "HALF": half,
         },
     )  # fmt: skip
     return made
@@ -340,7 +346,7 @@ def activate(kind: str, parts: tuple[Tensor, ...], target: Target, tile: Tile = 
 
 def activate_backward(
     kind: str, grad: Tensor, parts: tuple[Tensor, ...], targets: list[Target | None], joint: bool = False,
-    gate_first: bool = True, tile: Tile | None = None,
+    gate_first: bool = True, tile: Tile | None = None, half: bool = True,
 ) -> list[Made]:  # fmt: skip
     """The gradients of ``parts``, quantized.
 
@@ -352,6 +358,7 @@ def activate_backward(
             tensor. ``targets`` has one entry then, and so has the result.
         gate_first: whether the gate's gradient is the first half of a joint one.
         tile: None for what is right.
+        half: whether the half values are wanted of those that are quantized.
 
     Returns:
         One ``Made`` for each target.
@@ -363,7 +370,8 @@ def activate_backward(
         sums = any(target is not None and target.sums for target in targets)
         of_gated = GATED_BACKWARD_TILE_WITH_SUMS if sums else GATED_BACKWARD_TILE
         tile = of_gated if gated else BACKWARD_TILE
-    made = [_allocate(x, rows, stride, target, tile) for target in targets]
+    half = half or any(target is None for target in targets)
+    made = [_allocate(x, rows, stride, target, tile, half) for target in targets]
     if joint:
         first, second = _halves(made[0], cols)
         of_x, of_up = (first, second) if gate_first else (second, first)
@@ -376,19 +384,20 @@ def activate_backward(
     for prefix, result, wanted in (("", of_x, target), ("UP_", of_up, up_target)):
         row, col = _both(result)
         records, sums = wanted is not None and wanted.record is not None, wanted is not None and wanted.sums
-        scale = result.half if wanted is None else wanted.scale  # any tensor, where the kernel reads none
-        scale_inv = result.half if result.scale_inv is None else result.scale_inv
+        out = x if result.half is None else result.half
+        scale = out if wanted is None else wanted.scale  # any tensor, where the kernel reads none
+        scale_inv = out if result.scale_inv is None else result.scale_inv
         record = wanted.record if wanted is not None and records else scale
-        pointers += [result.half, row, col, scale, scale_inv, record, result.sums if sums else scale]
+        pointers += [out, row, col, scale, scale_inv, record, result.sums if sums else scale]
         constants |= {
             f"{prefix}FP8_MAX": 0.0 if wanted is None else wanted.fmt.max, f"{prefix}QUANTIZE": wanted is not None,
             f"{prefix}ROWWISE": wanted is not None and wanted.rowwise,
             f"{prefix}COLUMNWISE": wanted is not None and wanted.columnwise, f"{prefix}RECORD": records,
             f"{prefix}SUMS": sums,
         }  # fmt: skip
-    constants |= {"BM": tile.rows, "BN": tile.cols, "TWICE": tile.reads_twice, "PACKED": tile.packed}
+    constants |= {"BM": tile.rows, "BN": tile.cols, "TWICE": tile.reads_twice, "PACKED": tile.packed, "HALF": half}
     key = ("backward", x.dtype, *constants.values(), tile.warps)
-    even = _even(rows, cols, grad, x, up, of_x.half, of_up.half)
+    even = _even(rows, cols, grad, x, up, *(t for t in (of_x.half, of_up.half) if t is not None))
     _launcher(_backward_kernel, tile.warps)(
         x.get_device(), key if even else None, _programs(rows, cols, tile),
         (grad, x, up, *pointers, rows, cols, grad.stride(0), x.stride(0), up.stride(0), stride), lambda: constants,
@@ -396,13 +405,13 @@ def activate_backward(
     return [m if m.sums is None else m._replace(sums=m.sums.sum(0)) for m in made]
 
 
-def _allocate(like: Tensor, rows: int, cols: int, target: Target | None, tile: Tile) -> Made:
+def _allocate(like: Tensor, rows: int, cols: int, target: Target | None, tile: Tile, half: bool) -> Made:
     """Uninitialised results; ``sums`` has a row for each row of tiles."""
-    half = like.new_empty((rows, cols))
+    out = like.new_empty((rows, cols)) if half else None
     if target is None:
-        return Made(half)
+        return Made(out)
     return Made(
-        half,
+        out,
         like.new_empty((rows, cols), dtype=target.fmt.dtype) if target.rowwise else None,
         like.new_empty((cols, rows), dtype=target.fmt.dtype) if target.columnwise else None,
         _scalar(like.get_device()),
@@ -414,16 +423,13 @@ def _halves(made: Made, cols: int) -> tuple[Made, Made]:
     """The two halves of a joint result."""
 
     def half(part: slice) -> Made:
-        row, col, sums = made.row, made.col, made.sums
-        return Made(
-            made.half[:, part], None if row is None else row[:, part], None if col is None else col[part],
-            made.scale_inv, None if sums is None else sums[:, part],
-        )  # fmt: skip
+        half, row, sums = (None if t is None else t[:, part] for t in (made.half, made.row, made.sums))
+        return Made(half, row, None if made.col is None else made.col[part], made.scale_inv, sums)
 
     return half(slice(0, cols)), half(slice(cols, 2 * cols))
 
 
-def _both(made: Made) -> tuple[Tensor, Tensor]:
+def _both(made: Made) -> tuple[Any, Any]:
     """FP8 tensors for both orientations: one stands for the other where that is not wanted, ``half`` for none."""
     row = made.col if made.row is None else made.row
     col = made.row if made.col is None else made.col

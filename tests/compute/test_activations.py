@@ -2,6 +2,8 @@
 
 import copy
 import io
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,14 @@ from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, patterns, revert_layers
 from nemo_lowprec.compute.activations import KINDS, Activation
 from nemo_lowprec.compute.backends import fused_activations
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.keeping import find_gated, keep_less
 from nemo_lowprec.compute.kept import Keeps
+from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.patterns.activations import Activations, LowPrecisionActivation, recognise_activation
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs, LowPrecisionGatedMLP
@@ -31,11 +35,14 @@ HALF = torch.bfloat16
 
 
 class Counting(CountingInputs):
-    """Also counts the results and gradients that activations quantize themselves."""
+    """Also counts the results and gradients that activations quantize themselves.
+
+    As a GPU's kernels it leaves out what is not wanted in half precision, and counts that in ``absent``.
+    """
 
     def __init__(self):
         super().__init__()
-        self.forward = self.backward = self.grads = 0
+        self.forward = self.backward = self.grads = self.absent = 0
 
     def quantize(self, values, operand, **kwargs):
         self.grads += operand.kind == "grad_output"
@@ -43,11 +50,16 @@ class Counting(CountingInputs):
 
     def activate(self, *args, **kwargs):
         self.forward += 1
-        return super().activate(*args, **kwargs)
+        out, data = super().activate(*args, **kwargs)
+        self.absent += not kwargs["half"]
+        return out if kwargs["half"] else None, data
 
-    def activate_backward(self, activation, grad, tensors, readers):
+    def activate_backward(self, activation, grad, tensors, readers, half):
         self.backward += sum(reader is not None for reader in readers)
-        return super().activate_backward(activation, grad, tensors, readers)
+        made = super().activate_backward(activation, grad, tensors, readers, half)
+        half = half or None in readers
+        self.absent += 0 if half else len(readers)
+        return [(values if half else None, data, sums) for values, data, sums in made]
 
 
 class MLP(nn.Module):
@@ -186,6 +198,86 @@ def test_numbers_are_those_of_the_modules_one_by_one(name, half):
     gradients = handed * (2 if name.startswith(("gated", "llama", "gemma")) else 1)
     assert fused.backend.backward == gradients
     assert fused.backend.inputs == plain.backend.inputs and fused.backend.grads == plain.backend.grads
+
+
+@pytest.mark.parametrize("name", ["gated", "joint", "llama"])
+def test_between_the_layers_of_a_gated_mlp_nothing_is_written_in_half_precision(name):
+    fused, _ = assert_both_alike(name)
+    assert fused.backend.absent == fused.backend.forward + fused.backend.backward > 0
+    seen = []
+    fused.model[0].register_forward_hook(lambda *args: seen.append(args))  # of the MLP
+    before = fused.backend.absent
+    fused.step()
+    assert fused.backend.absent > before and seen
+
+
+@pytest.mark.parametrize("where", ["layer", "all modules", "anomaly", "observer"])
+def test_who_looks_between_the_layers_finds_the_values(where):
+    def look(run):
+        layers = [m for m in run.model.modules() if isinstance(m, LowPrecisionLinear)]
+        found = []
+
+        def see(module, args, out):
+            if module in layers:
+                found.extend(t.isfinite().all() for t in (*args, out))
+                out.register_hook(lambda grad: found.append(grad.isfinite().all()))
+
+        if where == "layer":
+            return found, [layer.register_forward_hook(see) for layer in layers]
+        if where == "all modules":
+            return found, [nn.modules.module.register_module_forward_hook(see)]
+        return found, []
+
+    runs = []
+    for looks in (True, False):
+        run = Run("llama", True)
+        for _ in range(2):
+            run.step()
+        before = run.backend.absent
+        found, handles = look(run) if looks else ([], [])
+        with ExitStack() as stack:
+            for handle in handles:
+                stack.callback(handle.remove)
+            if looks and where == "anomaly":
+                stack.enter_context(torch.autograd.set_detect_anomaly(True))
+            if looks and where == "observer":
+                plan = run.model[0].down_proj.gemm_plan
+                plan.observers = SimpleNamespace(
+                    quantized=[lambda _, kind, values, *__, found=found: found.append(values.isfinite().all())]
+                )
+                run.model[1].down_proj.gemm_plan.observers = plan.observers
+            run.step()
+        assert (run.backend.absent == before) is looks
+        assert all(found) and (found or not looks or where == "anomaly")
+        runs.append(run.seen + run.state())
+    assert_equal(*runs)
+
+
+def test_a_layer_that_does_not_take_the_product_gets_it_computed():
+    runs = []
+    for with_patterns in (True, False):
+        run = Run("llama", with_patterns)
+        for _ in range(2):
+            run.step()
+        run.model[0].down_proj.eval()  # its amaxes are recorded no more
+        run.step()
+        runs.append(run.seen)
+    assert_equal(*runs)
+
+
+def test_a_gradient_that_is_changed_between_the_layers_is_not_finite_or_an_error():
+    for change in (lambda grad: grad + 0, lambda grad: grad.__dict__.pop("_lowprec_quantized") and grad):
+        run = Run("llama", True)
+        run.step()
+        x, out = run.forward()
+        node = next(n for n in graph_of([out])[0] if "ActivationFunction" in n.name())
+        node.register_hook(lambda given, _, change=change: tuple(g if g is None else change(g) for g in given))
+        try:
+            out.float().sum().backward()
+        except RuntimeError as error:
+            assert "handed over in FP8 alone" in str(error)
+        else:
+            assert not x.grad.isfinite().any()
 
 
 def test_the_layer_behind_quantizes_nothing_and_the_layer_in_front_neither():

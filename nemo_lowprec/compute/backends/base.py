@@ -254,28 +254,31 @@ class Backend(ABC):
         return True
 
     def activate(
-        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
-    ) -> tuple[Tensor, Any]:
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool,
+        half: bool = True,
+    ) -> tuple[Tensor | None, Any]:  # fmt: skip
         """The result of ``activation`` in half [rows, features], and quantized for the layer that reads it.
 
         Args:
             tensors: half [rows, ...], not empty.
             operand: the reader's ``input``, whose history has begun.
             columnwise: whether the columnwise data are wanted, too.
+            half: whether the half values are wanted; if not, they may be None.
         """
         out = activation.forward(tensors)
         return out, self.quantize(out, operand, rowwise=True, columnwise=columnwise, record=record)
 
     def activate_backward(
-        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
-    ) -> list[tuple[Tensor, Any, Tensor | None]]:
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any], half: bool = True
+    ) -> list[tuple[Tensor | None, Any, Tensor | None]]:
         """The gradients of ``tensors``: in half, quantized, and the sums of their columns (FP32 [features]) or None.
 
         Args:
             grad: of the result, in half.
             readers: for each of ``tensors`` the ``GradReader`` that wants its gradient, or None.
+            half: whether the half values are wanted. If not, they may be None where every gradient has a reader.
         """
-        made: list[tuple[Tensor, Any, Tensor | None]] = []
+        made: list[tuple[Tensor | None, Any, Tensor | None]] = []
         for values, reader in zip(activation.backward(grad, tensors), readers, strict=True):
             data: tuple[Any, Tensor | None] = None, None
             if reader is not None:

@@ -35,17 +35,19 @@ def _target(kernels: Any, operand: Operand, rowwise: bool, columnwise: bool, rec
 
 
 def activate(
-    activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, columnwise: bool, record: bool
+    activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, columnwise: bool, record: bool, half: bool
 ) -> Any:
     """The kernel's ``Made`` for ``Backend.activate``; None where there is no kernel for ``tensors``."""
     kernels = _kernels(activation, tensors[0])
     if kernels is None:
         return None
     parts = tuple(map(_contiguous, activation.parts(tensors)))
-    return kernels.activate(activation.kind, parts, _target(kernels, operand, True, columnwise, record))
+    return kernels.activate(activation.kind, parts, _target(kernels, operand, True, columnwise, record), half=half)
 
 
-def activate_backward(activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]) -> Any:
+def activate_backward(
+    activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any], half: bool
+) -> Any:
     """The kernel's list of ``Made`` for ``Backend.activate_backward``; None where there is no kernel."""
     kernels = _kernels(activation, tensors[0])
     if kernels is None:
@@ -55,5 +57,5 @@ def activate_backward(activation: Activation, grad: Tensor, tensors: tuple[Tenso
         None if r is None else _target(kernels, r.operand, r.rowwise, r.columnwise, r.record, r.sums) for r in readers
     ]
     return kernels.activate_backward(
-        activation.kind, _contiguous(grad), parts, targets, activation.joint, activation.form != "up_gate"
+        activation.kind, _contiguous(grad), parts, targets, activation.joint, activation.form != "up_gate", half=half
     )

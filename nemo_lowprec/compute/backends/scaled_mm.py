@@ -104,19 +104,20 @@ class ScaledMMBackend(ReferenceBackend):
         return fused_activations.is_faster(activation)
 
     def activate(
-        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
-    ) -> tuple[Tensor, Any]:
-        made = fused_activations.activate(activation, tensors, operand, columnwise, record)
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool,
+        half: bool = True,
+    ) -> tuple[Tensor | None, Any]:  # fmt: skip
+        made = fused_activations.activate(activation, tensors, operand, columnwise, record, half)
         if made is None:
-            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record)
+            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record, half=half)
         return made.half, _operand(made)
 
     def activate_backward(
-        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
-    ) -> list[tuple[Tensor, Any, Tensor | None]]:
-        found = fused_activations.activate_backward(activation, grad, tensors, readers)
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any], half: bool = True
+    ) -> list[tuple[Tensor | None, Any, Tensor | None]]:
+        found = fused_activations.activate_backward(activation, grad, tensors, readers, half)
         if found is None:
-            return super().activate_backward(activation, grad, tensors, readers)
+            return super().activate_backward(activation, grad, tensors, readers, half)
         return [(made.half, None if made.scale_inv is None else _operand(made), made.sums) for made in found]
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

@@ -107,21 +107,22 @@ class TEBackend(Backend):
         return fused_activations.is_faster(activation)
 
     def activate(
-        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool
-    ) -> tuple[Tensor, Any]:
-        made = fused_activations.activate(activation, tensors, operand, columnwise, record)
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool,
+        half: bool = True,
+    ) -> tuple[Tensor | None, Any]:  # fmt: skip
+        made = fused_activations.activate(activation, tensors, operand, columnwise, record, half)
         if made is None:
-            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record)
-        return made.half, self._storage(made.row, made.col, made.scale_inv, operand.fmt, made.half.dtype)
+            return super().activate(activation, tensors, operand, columnwise=columnwise, record=record, half=half)
+        return made.half, self._storage(made.row, made.col, made.scale_inv, operand.fmt, tensors[0].dtype)
 
     def activate_backward(
-        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any]
-    ) -> list[tuple[Tensor, Any, Tensor | None]]:
-        found = fused_activations.activate_backward(activation, grad, tensors, readers)
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any], half: bool = True
+    ) -> list[tuple[Tensor | None, Any, Tensor | None]]:
+        found = fused_activations.activate_backward(activation, grad, tensors, readers, half)
         if found is None:
-            return super().activate_backward(activation, grad, tensors, readers)
+            return super().activate_backward(activation, grad, tensors, readers, half)
         data = [
-            None if r is None else self._storage(m.row, m.col, m.scale_inv, r.operand.fmt, m.half.dtype)
+            None if r is None else self._storage(m.row, m.col, m.scale_inv, r.operand.fmt, grad.dtype)
             for m, r in zip(found, readers, strict=True)
         ]
         return [(m.half, d, m.sums) for m, d in zip(found, data, strict=True)]

@@ -67,6 +67,13 @@ class GatedPlan:
                 return False
         return all(module.__dict__.get(name) == value for name, value in self.state.items())
 
+    def is_alone(self, module: nn.Module) -> bool:
+        """Whether nobody but the layers can read what goes between them."""
+        if any(global_hooks()) or torch.is_anomaly_enabled():
+            return False
+        layers: Any = [module._modules[name] for name in (*self.linears, self.down)]
+        return not any(any(all_hooks(layer)) or layer.gemm_plan.observers.quantized for layer in layers)
+
 
 class LowPrecisionGatedMLP(nn.Module):
     """A gated MLP over converted layers; conversion derives its class from the module's own.
@@ -95,7 +102,8 @@ class LowPrecisionGatedMLP(nn.Module):
         tensors = tensors if plan.gate_first else tensors[::-1]
         if takes(*tensors, keeps=keeps):
             backend, reader = self.activation_backend, self.reader
-            product = between_layers(plan.activation, tensors, backend, reader, self.training, keeps)
+            alone = keeps is None and plan.is_alone(self)
+            product = between_layers(plan.activation, tensors, backend, reader, self.training, keeps, alone)
         else:
             product = plan.activation.forward(tensors)
         return children[plan.down](product)
