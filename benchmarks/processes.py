@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 
-__all__ = ["FORKING", "environment"]
+__all__ = ["FORKING", "IMPORTED", "environment"]
 
 # Processes without a GPU are forked from one that has imported what takes seconds to import, and done nothing else.
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(
-    ["lightning.pytorch", "torch.distributed.fsdp", "torch.testing", "nemo_lowprec.strategies"]
-)
+IMPORTED = ["lightning.pytorch", "torch.distributed.fsdp", "torch.testing", "nemo_lowprec.strategies"]
+FORKING.set_forkserver_preload(IMPORTED)
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +21,13 @@ from nemo_lowprec.compute import ReferenceBackend, te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
-from nemo_lowprec.plugins import LEVELS
+from nemo_lowprec.plugins import LEVELS, processes
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights import master_of
+
+# Every Trainer, and every fit of several processes, reads what is installed: here a process does so once.
+registry.entry_points = functools.cache(registry.entry_points)
+processes.version = functools.cache(processes.version)
 
 FP16_LEVELS = [name for name in LEVELS if CHART[name].has_loss_scale]
 HALF_LEVELS = [name for name in LEVELS if CHART[name].has_half_weights]

@@ -18,7 +18,7 @@ from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from tests.checkpoint.damage import Trap, flip, flip_in_tensor, member_at, sprung
 from tests.models.test_megatron_saved import saved as of_megatron  # noqa: F401
 from tests.processes import on_processes
-from tests.strategies.test_sharded import whole
+from tests.strategies.test_sharded import wholes
 from tests.support import MSAMP_LEVELS, Net, kept, loader, plugin, save_at, trainer
 
 LEVEL = "msamp_o2"
@@ -147,7 +147,7 @@ def job(rank, place):
             want = {name: kept(case, name, p.detach().clone()).float() for name, p in model.named_parameters()}
             with pytest.raises(RuntimeError, match=r"mid\.weight has values beyond 65504, the largest of FP16"):
                 sharded(case, max_steps=2).fit(model, loader(), ckpt_path=place / form / "step=1.ckpt")
-            now = {name: whole(p) for name, p in model.named_parameters()}
+            now = wholes(dict(model.named_parameters()))
             found[f"{case} {form}"] = all(torch.equal(now[name], want[name]) for name in want) and not model.losses
     return found
 

@@ -19,6 +19,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
 
+from tests.commands import answer
 from tests.documents import ROOT, Block, block, blocks, inline_commands
 from tests.processes import of_a_shell
 
@@ -40,6 +41,8 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for mor
 ELSEWHERE = {
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . &&"): ".ci/run",
     ("README.rst", "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e '.[test]'"): ".ci/run",
+    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"): "tests/cli/test_plan.py",
+    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=bf16_mixed"): "tests/cli/test_plan.py",
     ("launching.rst", "torchrun --nnodes"): "tests/packaging/test_launching.py",
     ("launching.rst", "#!/bin/bash\n#SBATCH"): "tests/packaging/test_launching.py",
     ("launching.rst", "import nemo_run as run"): "tests/packaging/test_launching.py",
@@ -58,8 +61,6 @@ HERE = {
     ("README.rst", "nemo-lowprec pretrain --config-dir"),
     ("README.rst", "nemo-lowprec export"),
     ("README.rst", "model = transformers."),
-    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=msamp_o3"),
-    ("README.rst", "nemo-lowprec plan model=llama3_70b precision=bf16_mixed"),
     ("README.rst", "Trainer(plugins=msamp_o2(), strategy="),
     ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
     ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
@@ -89,6 +90,20 @@ def run(line: str, folder: Path, more: list[str] | None = None, timeout: int = 3
     )  # fmt: skip
     assert done.returncode == 0, (line, done.stdout, done.stderr)
     return done.stdout
+
+
+def run_at_once(line: str, folder: Path, more: list[str]) -> str:
+    """The same without a shell, in a process that need not import torch first."""
+    program, *words = shlex.split(line)
+    done = answer(folder, [*words, *more])
+    assert (program, done.status) == ("nemo-lowprec", 0), (line, done.printed)
+    return done.printed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the first run leaves the data that it prepares."""
+    return tmp_path_factory.mktemp("place")
 
 
 def python(b: Block, **names: Any) -> dict[str, Any]:
@@ -160,11 +175,11 @@ def test_a_loop_of_one_s_own(call: str, level: str) -> None:
         assert not torch.equal(p.detach().float(), old)
 
 
-def test_the_first_commands(tmp_path: Path) -> None:
+def test_the_first_commands(place: Path) -> None:
     levels, pretrain, recipe = block("README.rst", "nemo-lowprec levels").lines
-    assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, tmp_path)
-    assert "Pretraining" in run(pretrain, tmp_path, SHORT)
-    assert "Pretraining" in run(recipe, tmp_path, SHORT)
+    assert "bf16_with_fp8_subchannel_scaling_mixed" in run(levels, place)
+    assert "Pretraining" in run(pretrain, place, SHORT)
+    assert "Pretraining" in run_at_once(recipe, place, SHORT)
 
 
 def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
@@ -175,15 +190,15 @@ def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
     for i in range(400):
         (texts / f"{i}.txt").write_text(f"Text number {i}: {' '.join(map(str, range(i, i + 300)))}\n")
     prepare, pretrain = block("README.rst", "nemo-lowprec prepare-data").lines
-    run(prepare, tmp_path)
-    assert "Pretraining" in run(pretrain, tmp_path, [*SHORT, *SMALL, "hydra.run.dir=run"])
+    run_at_once(prepare, tmp_path, [])
+    assert "Pretraining" in run_at_once(pretrain, tmp_path, [*SHORT, *SMALL, "hydra.run.dir=run"])
     (sweep,) = block("README.rst", "nemo-lowprec pretrain -m").lines
-    table = run(sweep, tmp_path, [*SHORT, *SMALL]).rpartition("Runs of this sweep")[2]
+    table = run_at_once(sweep, tmp_path, [*SHORT, *SMALL]).rpartition("Runs of this sweep")[2]
     assert "0_bf16_mixed" in table and "1_msamp_o2" in table and "failed" not in table
 
     shutil.copy(tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path)
     (export,) = block("README.rst", "nemo-lowprec export").lines
-    run(export, tmp_path)
+    run_at_once(export, tmp_path, [])
     import transformers
 
     monkeypatch.chdir(tmp_path)
@@ -191,26 +206,20 @@ def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
     assert model.dtype == torch.bfloat16
 
 
-def test_yaml_of_one_s_own(tmp_path: Path) -> None:
-    mine = tmp_path / "my_conf" / "precision" / "mine.yaml"
+def test_yaml_of_one_s_own(place: Path) -> None:
+    mine = place / "my_conf" / "precision" / "mine.yaml"
     mine.parent.mkdir(parents=True)
     mine.write_text(block("README.rst", "defaults:").code + "\n")
     (line,) = block("README.rst", "nemo-lowprec pretrain --config-dir").lines
     short = [word for word in SHORT if "limit_val_batches" not in word]
-    printed = run(line, tmp_path, [*short, *SMALL, "precision.backend=reference"])
+    printed = run_at_once(line, place, [*short, *SMALL, "precision.backend=reference"])
     assert "msamp_o2(" in printed and "stochastic_rounding=True" in printed
 
 
-def test_plans(tmp_path: Path) -> None:
-    for level in ("msamp_o3", "bf16_mixed"):
-        for line in block("README.rst", f"nemo-lowprec plan model=llama3_70b precision={level}").lines:
-            assert "Plan of" in run(line, tmp_path)
-
-
-def test_several_processes_of_one_machine(tmp_path: Path) -> None:
+def test_several_processes_of_one_machine(place: Path) -> None:
     (line,) = block("launching.rst", "nemo-lowprec pretrain model=llama3_8b").lines
     line = line.replace("model=llama3_8b", "model=llama_tiny").replace("gpus=8", "gpus=2")
-    assert "Pretraining" in run(line, tmp_path, [*SHORT, *SMALL])
+    assert "Pretraining" in run(line, place, [*SHORT, *SMALL])
 
 
 @pytest.mark.parametrize("command", inline_commands())

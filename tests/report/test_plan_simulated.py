@@ -23,6 +23,7 @@ from nemo_lowprec.strategies.shard import shard_model, sharding_over
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 from nemo_lowprec.weights import ShardedWeights
+from tests.processes import FORKING
 from tests.report.holdings import Flat, Most, fsdp_params, is_bookkeeping, is_master, size
 from tests.support import plugin
 
@@ -151,7 +152,7 @@ def simulate(part, folder):
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("simulated")
-    mp.spawn(simulate, (folder,), nprocs=2)
+    mp.start_processes(simulate, (folder,), nprocs=2, start_method=FORKING.get_start_method())
     return {k: v for part in range(2) for k, v in torch.load(folder / f"{part}.pt", weights_only=True).items()}
 
 

@@ -12,7 +12,7 @@ from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy, shard
 from tests.processes import on_processes
-from tests.strategies.test_sharded import Blocks, run, whole
+from tests.strategies.test_sharded import Blocks, run, weights_of, wholes
 from tests.support import Samples, assert_same, plugin, trainer
 
 CASES = ["te_fp8", "msamp_o2", "msamp_o3", "bf16_mixed", "bf16_with_fp8_mixed+fp8_params"]
@@ -107,7 +107,7 @@ def start(net, rank):
     model, found = net(), {}
 
     def note():
-        found.update({n: whole(getattr(p, "master_weight", p)) for n, p in model.named_parameters()})
+        found.update(weights_of(model))
         assert model.tied.weight is model.odd.weight
 
     model.on_train_start = note
@@ -175,7 +175,7 @@ def language_model(rank, world):
     losses = []
     model.on_train_batch_end = lambda outputs, *_: losses.append(float(outputs["loss"].detach()))
     one.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
-    return {"meta": seen, "losses": losses, "weights": {n: whole(p) for n, p in model.named_parameters()}}
+    return {"meta": seen, "losses": losses, "weights": wholes(dict(model.named_parameters()))}
 
 
 @pytest.fixture(scope="module")

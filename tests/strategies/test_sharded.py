@@ -1,5 +1,7 @@
 """Every level sharded over two processes with FSDP2, against one process."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,14 +60,29 @@ class Blocks(Net):
 
 def whole(tensor):
     """All rows of a sharded tensor, as plain FP32 values."""
-    local = local_shard(tensor)
-    values = (local.dequantize() if isinstance(local, QuantizedTensor) else local.detach()).float().cpu().clone()
-    if local is tensor:
-        return values
-    group = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
-    parts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, values, group)
-    return torch.cat(parts)
+    return wholes({"it": tensor})["it"]
+
+
+def wholes(tensors):
+    """The same of many by name, which processes send each other in one message."""
+    local = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    values = {
+        name: (t.dequantize() if isinstance(t, QuantizedTensor) else t.detach()).float().cpu().clone()
+        for name, t in local.items()
+    }
+    sharded = [name for name, t in local.items() if t is not tensors[name]]
+    groups = {mesh.get_group(mesh.ndim - 1) for mesh in (tensors[name].device_mesh for name in sharded)}
+    for group in groups:  # one model has one
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, [values[name] for name in sharded], group)
+        values |= {name: torch.cat(rows) for name, *rows in zip(sharded, *parts, strict=True)}
+    assert len(groups) <= 1
+    return values
+
+
+def weights_of(module):
+    """Those that count: masters where there are some."""
+    return wholes({n: getattr(p, "master_weight", p) for n, p in module.named_parameters()})
 
 
 class Watch(Callback):
@@ -73,10 +90,10 @@ class Watch(Callback):
         self.grads, self.weights, self.kinds = [], {}, {}
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.grads.append({n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None})
+        self.grads.append(wholes({n: p.grad for n, p in module.named_parameters() if p.grad is not None}))
 
     def on_train_end(self, trainer, module):
-        self.weights = {n: whole(getattr(p, "master_weight", p)) for n, p in module.named_parameters()}
+        self.weights = weights_of(module)
         self.kinds = {n: type(local_shard(p)).__name__ for n, p in module.named_parameters()}
         self.units = [n for n, m in module.named_modules() if isinstance(m, FSDPModule)]
 
@@ -137,9 +154,15 @@ def ranks(tmp_path_factory):
     return on_processes(2, tmp_path_factory.mktemp("ranks"), every_case)
 
 
-def alone(case, name):
-    options = {k: v for k, v in OPTIONS.get(name, {"net": Blocks}).items() if k != "strategy"}
+@functools.cache
+def of_one_process(case, **options):
     return run(case, **options)
+
+
+def alone(case, name):
+    """One process has no strategy: it runs once for all of them."""
+    options = {k: v for k, v in OPTIONS.get(name, {"net": Blocks}).items() if k != "strategy"}
+    return of_one_process(case, **options)
 
 
 @AT_CASES

@@ -8,18 +8,24 @@ from nemo_lowprec.checkpoint.sharded_folder import is_folder
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from tests.processes import on_processes
-from tests.strategies.test_sharded import ALL, Blocks, Watch, whole
+from tests.strategies.test_sharded import ALL, Blocks, weights_of, wholes
 from tests.support import Samples, assert_same, linear_optimizer, plugin_on, save_at, trainer
 
 SOME = ["te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"]
 FORMS = {"folder": {}, "file": {"save_distributed_checkpoint": False}, "async": {"async_checkpoints": True}}
 
 
-class End(Watch):
-    state = None
+class End(Callback):
+    """What there is at the end, and the weights at the step whose checkpoint is gone on from."""
+
+    state, weights, held = None, {}, {}
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if trainer.global_step == 2:
+            self.held = weights_of(module)
 
     def on_train_end(self, trainer, module):
-        super().on_train_end(trainer, module)
+        self.weights = weights_of(module)
         self.state = trainer.precision_plugin.engine.state_dict()
 
 
@@ -33,8 +39,8 @@ def run(case, rank=None, world=2, *callbacks, ckpt=None, form="folder", adam=Fal
     data = ResumableLoader(Samples(32), 8 // world, 3, rank or 0, world, global_batch_size=8)
     trainer(plugin_on(backend, case), end, *callbacks, **options).fit(model, data, ckpt_path=ckpt)
     # A run that has nothing left to do ends before it trains; its model is given back in FP32.
-    weights = end.weights or {n: whole(p) for n, p in model.named_parameters()}
-    return {"weights": weights, "losses": model.losses, "state": end.state}
+    weights = end.weights or wholes(dict(model.named_parameters()))
+    return {"weights": weights, "held": end.held, "losses": model.losses, "state": end.state}
 
 
 def saved(place, case, form):
@@ -49,12 +55,20 @@ def resumed(case, rank, place, forms, **options):
         path = saved(place, case, form)
         held = run(case, rank, 2, save_at(path.parent, 2), form=form, max_steps=2, **options)
         found[form] = run(case, rank, ckpt=path, form=form, **options)
-        found["held"] = held["weights"]
+        found["held"] = held["held"]
     return found
 
 
+def resumed_halfway(case, rank, place):
+    """The same of a run that goes on by itself, too, after it was saved."""
+    path = saved(place, case, "folder")
+    whole = run(case, rank, 2, save_at(path.parent, 2), adam=True)
+    return {"whole": whole, "held": whole["held"], "folder": run(case, rank, ckpt=path, adam=True)}
+
+
 def every_case(rank, place):
-    found = {case: resumed(case, rank, place, FORMS if case in SOME else ["folder"]) for case in ALL}
+    found = {case: resumed(case, rank, place, FORMS) for case in SOME}
+    found |= {case: resumed_halfway(case, rank, place) for case in ALL if case not in SOME}
     found["other"] = {
         f"{a} to {b}": run(b, rank, ckpt=saved(place, a, "folder"), adam=True, max_steps=2)["weights"]
         for a, b in (("msamp_o3", "bf16_mixed"), ("bf16_mixed", "msamp_o2"), ("msamp_o2", "te_fp8"))
@@ -80,10 +94,12 @@ class Everything(Callback):
 
     def now(self, trainer, module):
         names = {id(p): n for n, p in module.named_parameters()}
-        found = {n: whole(getattr(p, "master_weight", p)) for n, p in module.named_parameters()}
-        for param, state in trainer.optimizers[0].state.items():
-            found |= {f"{names[id(param)]} {key}": whole(state[key]) for key in ("exp_avg", "exp_avg_sq")}
-        return found
+        states = {
+            f"{names[id(param)]} {key}": state[key]
+            for param, state in trainer.optimizers[0].state.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        return weights_of(module) | wholes(states)
 
 
 def path_of(place, case, world):

@@ -32,6 +32,7 @@ from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.patterns.activations import Activations
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
+from nemo_lowprec.compute.patterns.mlp import MLPs
 from nemo_lowprec.compute.patterns.norms import Norms
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, run_with
 from nemo_lowprec.compute.patterns.rotary import Rotary
@@ -41,7 +42,7 @@ __all__ = ["PATTERNS", "Match", "Pattern", "apply_patterns", "candidates", "reco
 
 _ALONE = "its linear layers are in half precision"
 
-PATTERNS: list[Pattern] = [GatedMLPs(), Rotary(), Split(), Norms(), Activations()]
+PATTERNS: list[Pattern] = [GatedMLPs(), MLPs(), Rotary(), Split(), Norms(), Activations()]
 
 
 def candidates(model: nn.Module, histories: bool) -> dict[str, tuple[nn.Module, list[Pattern]]]:

@@ -6,7 +6,7 @@ product and their backward. Gate and up may be one linear layer with both output
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +29,21 @@ from nemo_lowprec.compute.producers import Reader
 _PLAIN = (bool, int, float, str, type(None))
 _ALL = (True, True, True)  # GEMMs in FP8
 _SIZES = 6, 8, 5  # of the probe's input, product and output
+
+
+def are_low(layers: Iterable[Any]) -> bool:
+    """Whether these children are converted layers whose GEMMs all run in FP8."""
+    return all(
+        type(layer) is LowPrecisionLinear and layer.gemm_plan.fp8 == _ALL and "forward" not in layer.__dict__
+        for layer in layers
+    )
+
+
+def are_alone(layers: Iterable[Any]) -> bool:
+    """Whether no hook and no observer can read what goes between these converted layers."""
+    if any(global_hooks()) or torch.is_anomaly_enabled():
+        return False
+    return not any(any(all_hooks(layer)) or layer.gemm_plan.observers.quantized for layer in layers)
 
 
 @dataclass
@@ -54,12 +69,11 @@ class GatedPlan:
     def holds(self, module: nn.Module, only_fp8: bool) -> bool:
         """Whether ``module`` still computes so; with ``only_fp8`` by GEMMs in FP8."""
         children = module._modules
-        for name in (*self.linears, self.down):
-            child = children.get(name)
-            if not isinstance(child, nn.Linear) or "forward" in child.__dict__:
-                return False
-            if only_fp8 and (type(child) is not LowPrecisionLinear or child.gemm_plan.fp8 != _ALL):
-                return False
+        layers = [children.get(name) for name in (*self.linears, self.down)]
+        if not all(isinstance(layer, nn.Linear) and "forward" not in layer.__dict__ for layer in layers):
+            return False
+        if only_fp8 and not are_low(layers):
+            return False
         if self.act is not None:
             name, act = self.act
             hooked = any(all_hooks(act)) or any(global_hooks())
@@ -69,10 +83,7 @@ class GatedPlan:
 
     def is_alone(self, module: nn.Module) -> bool:
         """Whether nobody but the layers can read what goes between them."""
-        if any(global_hooks()) or torch.is_anomaly_enabled():
-            return False
-        layers: Any = [module._modules[name] for name in (*self.linears, self.down)]
-        return not any(any(all_hooks(layer)) or layer.gemm_plan.observers.quantized for layer in layers)
+        return are_alone([module._modules[name] for name in (*self.linears, self.down)])
 
 
 class LowPrecisionGatedMLP(nn.Module):
@@ -133,14 +144,15 @@ class GatedMLPs(Pattern):
         swap(module, cls, reader=Reader(), activation_backend=backend, **match.settings)
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+def linear_children(module: nn.Module) -> dict[str, nn.Linear]:
+    """The children that are plain linear layers, by name."""
     children = module._modules.items()
     return {name: child for name, child in children if type(child) is nn.Linear and "forward" not in child.__dict__}
 
 
 def _roles(module: nn.Module) -> list[str]:
     """The names of children that may be the layer behind the product, by all children's kinds and shapes."""
-    linears = _linears(module)
+    linears = linear_children(module)
     others = [child for name, child in module._modules.items() if name not in linears and child is not None]
     if len(linears) not in (2, 3) or len(others) > 1 or module._parameters or module._buffers:
         return []
@@ -159,17 +171,9 @@ def _roles(module: nn.Module) -> list[str]:
 @probing()
 def _recognise(module: nn.Module, down: str) -> GatedPlan | None:
     """Compare a run of ``module`` with all gated MLPs whose layer behind the product is ``down``."""
-    linears = _linears(module)
+    linears = linear_children(module)
     front = [name for name in linears if name != down]
-    size, width, out_size = _SIZES
-    generator, parameters = torch.Generator().manual_seed(0), dict[str, Tensor]()
-    for name, layer in linears.items():
-        shape = (out_size, width) if name == down else (width * (3 - len(front)), size)
-        parameters[f"{name}.weight"] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-        if layer.bias is not None:
-            bias = torch.randn(shape[0], generator=generator, dtype=torch.float64, device="cpu")
-            parameters[f"{name}.bias"] = bias
-    x = torch.randn(32, size, generator=generator, dtype=torch.float64, device="cpu")
+    parameters, x = _random(linears, down, _SIZES[1] * (3 - len(front)))
     try:
         runs = [_run(module, parameters, x, training) for training in (False, True)]
         calls = runs[0][2]
@@ -184,16 +188,49 @@ def _recognise(module: nn.Module, down: str) -> GatedPlan | None:
     return None
 
 
+def _random(linears: dict[str, nn.Linear], down: str, inner: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Small random parameters of the layers, of which those but ``down`` have ``inner`` outputs, and an input."""
+    size, width, out_size = _SIZES
+    generator, parameters = torch.Generator().manual_seed(0), dict[str, Tensor]()
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    for name, layer in linears.items():
+        shape = (out_size, width) if name == down else (inner, size)
+        parameters[f"{name}.weight"] = random(*shape)
+        if layer.bias is not None:
+            parameters[f"{name}.bias"] = random(shape[0])
+    return parameters, random(32, size)
+
+
+@probing()
+def computes(module: nn.Module, layers: tuple[str, str], activation: Activation) -> bool:
+    """Whether ``module`` computes down(``activation``(up(x))) by its ``layers``, but for dropout."""
+    parameters, x = _random(linear_children(module), layers[1], _SIZES[1])
+    try:
+        runs = [_run(module, parameters, x, training, dropout_off=True) for training in (False, True)]
+        want = _formula(activation, list(layers), parameters, x)
+    except Exception:  # any failure means: another function
+        return False
+    same = all(_close(got, wanted) for run in runs for got, wanted in zip(run[:2], want, strict=True))
+    return same and all(run[2] == list(layers) for run in runs)
+
+
 def _plan(
     module: nn.Module, activation: Activation, linears: tuple[str, ...], gate_first: bool, down: str
 ) -> GatedPlan:
     act = next(((n, m) for n, m in module._modules.items() if n not in (*linears, down) and m is not None), None)
-    state = {
+    return GatedPlan(activation, linears, gate_first, down, act, plain_state(module))
+
+
+def plain_state(module: nn.Module) -> dict[str, Any]:
+    """The plain attributes and functions of ``module``, with which a probe has seen it."""
+    return {
         name: value
         for name, value in module.__dict__.items()
         if not name.startswith("_") and name != "training" and (type(value) in _PLAIN or callable(value))
     }
-    return GatedPlan(activation, linears, gate_first, down, act, state)
 
 
 def _formulas(front: int) -> Iterator[tuple[Activation, bool]]:
@@ -212,21 +249,23 @@ def _close(got: Tensor, want: Tensor) -> bool:
 
 
 def _run(
-    module: nn.Module, parameters: dict[str, Tensor], x: Tensor, training: bool
+    module: nn.Module, parameters: dict[str, Tensor], x: Tensor, training: bool, dropout_off: bool = False
 ) -> tuple[Tensor, Tensor, list[str]]:
     """The output, the gradient of the input, and the names of the linear layers as they were called."""
     twin, calls = twin_of(module, parameters), list[str]()
     leaf = x.clone().requires_grad_()
 
     def call(name: str, child: nn.Linear, inner: Tensor) -> Tensor:
-        if (inner is leaf) == (len(calls) == len(_linears(module)) - 1):
+        if (inner is leaf) == (len(calls) == len(linear_children(module)) - 1):
             raise ValueError("a layer reads another tensor")
         calls.append(name)
         return F.linear(inner, child.weight, child.bias)
 
     for child in twin.modules():
         child.training = training
-    for name, layer in _linears(twin).items():
+        if dropout_off and type(child) is nn.Dropout:
+            child.p = 0.0
+    for name, layer in linear_children(twin).items():
         layer.__dict__["forward"] = partial(call, name, layer)
     out = type(module).forward(twin, leaf)
     return out.detach(), torch.autograd.grad(out.square().sum(), leaf)[0], calls
