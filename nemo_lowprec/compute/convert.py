@@ -81,7 +81,7 @@ def convert_layers(
             _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
             result.half.append(item)
     for head in heads:
-        give_logits(model.get_submodule(head))
+        give_logits(model.get_submodule(head), backend)
     return result
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched
 from nemo_lowprec.compute.autocast import AutocastOff
-from nemo_lowprec.kernels.loader import loss_kernels
+from nemo_lowprec.compute.backends.base import Backend
 
 
-def half_cross_entropy(logits: Tensor, targets: Tensor, ignore: int, reduction: str) -> Tensor:
+def half_cross_entropy(backend: Backend, logits: Tensor, targets: Tensor, ignore: int, reduction: str) -> Tensor:
     """``F.cross_entropy(logits.float(), targets, ignore_index=ignore, reduction=reduction)`` of half logits.
 
     Args:
+        backend: computes.
         logits: [rows, classes].
         targets: int64 [rows].
         reduction: ``mean``, ``sum`` or ``none``.
@@ -28,67 +29,34 @@ def half_cross_entropy(logits: Tensor, targets: Tensor, ignore: int, reduction: 
     Returns:
         FP32, a scalar or [rows]. On a GPU a target that is neither a class nor ``ignore`` gives NaN.
     """
-    return _CrossEntropy.apply(logits, targets, ignore, reduction)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(logits, targets, ignore, reduction, backend)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(logits, targets, ignore, reduction) to the loss."""
+    """(logits, targets, ignore, reduction, backend) to the loss."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int, reduction: str) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore: int, reduction: str, backend: Backend) -> Tensor:
         with AutocastOff("cuda" if logits.is_cuda else logits.device.type):
-            kernels = _kernels(logits, targets)
-            if kernels is None:
-                losses, lse = _forward(logits, targets, ignore)
-            else:
-                losses, lse = kernels.forward(logits, targets, ignore)
+            losses, lse = backend.cross_entropy(logits, targets, ignore)
             count = (targets != ignore).sum().float() if reduction == "mean" else None
         ctx.save_for_backward(logits, targets, lse, count)
-        ctx.ignore, ctx.reduction = ignore, reduction
+        ctx.ignore, ctx.reduction, ctx.backend = ignore, reduction, backend
         if reduction == "none":
             return losses
         total = losses.sum()
         return total if count is None else total / count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, lse, count = ctx.saved_tensors
         with AutocastOff("cuda" if logits.is_cuda else logits.device.type):  # a loop may call backward() under autocast
             # No kernel computes what is differentiated again, or a batch of gradients.
             if torch.is_grad_enabled() or is_batched(grad) or is_legacy_batched(grad):
-                return _again(grad, logits, targets, ctx.ignore, ctx.reduction), None, None, None
+                return _again(grad, logits, targets, ctx.ignore, ctx.reduction), None, None, None, None
             scale = (grad if count is None else grad / count).reshape(-1).contiguous()
-            kernels = _kernels(logits, targets)
-            how = _backward if kernels is None else kernels.backward
-            return how(logits, targets, lse, scale, ctx.ignore), None, None, None
-
-
-def _kernels(logits: Tensor, targets: Tensor) -> Any:
-    kernels = loss_kernels() if logits.is_cuda else None
-    return kernels if kernels is not None and kernels.fits(logits, targets) else None
-
-
-def _own(values: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """Each row's target, 0 where there is none, and whether there is one; [rows, 1]."""
-    there = (targets != ignore).unsqueeze(1)
-    return torch.where(there, targets.unsqueeze(1), 0), there
-
-
-def _forward(logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """``triton_cross_entropy.forward`` by torch's operations."""
-    values = logits.float()
-    lse = values.logsumexp(1)
-    place, there = _own(values, targets, ignore)
-    losses = lse - values.gather(1, place).squeeze(1)
-    return torch.where(there.squeeze(1), losses, 0.0), lse
-
-
-def _backward(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore: int) -> Tensor:
-    """``triton_cross_entropy.backward`` by torch's operations."""
-    place, there = _own(logits, targets, ignore)
-    scale = torch.where(there, scale.unsqueeze(1), 0.0)
-    grad = (logits.float() - lse.unsqueeze(1)).exp_().mul_(scale)
-    return grad.scatter_add_(1, place, -scale).to(logits.dtype)
+            dx = ctx.backend.cross_entropy_backward(logits, targets, lse, scale, ctx.ignore)
+            return dx, None, None, None, None
 
 
 def _again(grad: Tensor, logits: Tensor, targets: Tensor, ignore: int, reduction: str) -> Tensor:

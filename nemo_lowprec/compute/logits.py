@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.tensors import make_wrapper, tree_map, without_torch_function
-from nemo_lowprec.compute.backends.base import is_transformed
+from nemo_lowprec.compat.tensors import is_plain, make_wrapper, tree_map, without_torch_function
+from nemo_lowprec.compute.backends.base import Backend, is_transformed
 from nemo_lowprec.compute.class_swap import derive, own_forward, swap
 from nemo_lowprec.compute.cross_entropy import half_cross_entropy
 
@@ -43,42 +43,52 @@ _ABOUT = frozenset(
 
 
 class LogitsHead(nn.Module):
-    """A head that returns ``Logits``; conversion derives its class from the module's own."""
+    """A head that returns ``Logits``; conversion derives its class from the module's own.
+
+    Attributes:
+        loss_backend: computes losses.
+    """
+
+    loss_backend: Backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
-        if torch.compiler.is_compiling() or type(out) is not Tensor or out.dtype not in _HALF or is_transformed():
+        if torch.compiler.is_compiling() or not is_plain(out) or out.dtype not in _HALF or is_transformed():
             return out
-        return Logits.of(out, out.dtype) if out.requires_grad and torch.is_grad_enabled() else out
+        if not out.requires_grad or not torch.is_grad_enabled():
+            return out
+        return Logits.of(out, out.dtype, self.loss_backend)
 
 
-def give_logits(head: nn.Module) -> None:
+def give_logits(head: nn.Module, backend: Backend) -> None:
     """Let a linear layer with many outputs return ``Logits``."""
     features = getattr(head, "out_features", 0)
     if features >= MIN_CLASSES and not own_forward(head):
-        swap(head, derive(LogitsHead, type(head)))
+        swap(head, derive(LogitsHead, type(head)), loss_backend=backend)
 
 
 class Logits(Tensor):
     """Half logits [..., classes] in the graph of a head, or their FP32 form.
 
     Attributes:
+        _backend: computes losses.
         _half: the half logits, a plain tensor.
         _noted: the version of ``_half`` of which this is the FP32 form.
         _origin: of the FP32 form of a view, the ``Logits`` viewed, and (func, args, kwargs) of the call.
         _read: the values, a plain tensor; None for an FP32 form that nothing has read.
     """
 
+    _backend: Backend
     _half: Tensor
     _noted: int
     _origin: tuple[Logits, Any] | None
     _read: Tensor | None
 
     @staticmethod
-    def of(half: Tensor, dtype: torch.dtype, origin: tuple[Logits, Any] | None = None) -> Logits:
+    def of(half: Tensor, dtype: torch.dtype, backend: Backend, origin: tuple[Logits, Any] | None = None) -> Logits:
         """What stands for ``half`` in ``dtype``."""
         made: Logits = _Stand.apply(half, dtype)
-        made.__dict__.update(_half=half, _noted=half._version, _origin=origin)
+        made.__dict__.update(_backend=backend, _half=half, _noted=half._version, _origin=origin)
         made.__dict__["_read"] = half if dtype == half.dtype else None
         return made
 
@@ -113,9 +123,9 @@ class Logits(Tensor):
         """The result of a function that need not read the values; None for any other function."""
         half, is_half = self._half, self._read is self._half
         if func is F.cross_entropy:
-            return _loss(half, args, kwargs) if not is_half or _autocasts(half) else None
+            return _loss(self._backend, half, args, kwargs) if not is_half or _autocasts(half) else None
         if _makes_float(func, args, kwargs):
-            return Logits.of(half, torch.float32) if is_half else self
+            return Logits.of(half, torch.float32, self._backend) if is_half else self
         if func not in _SHAPES:
             return None
         try:
@@ -125,8 +135,8 @@ class Logits(Tensor):
         if not view.dim() or view.shape[-1] != half.shape[-1]:
             return view if is_half else None
         if is_half:
-            return Logits.of(view, half.dtype)
-        return Logits.of(view, torch.float32, (self, (func, args, kwargs)))
+            return Logits.of(view, half.dtype, self._backend)
+        return Logits.of(view, torch.float32, self._backend, (self, (func, args, kwargs)))
 
     def _compute(self) -> Tensor:
         if self._read is None:
@@ -174,7 +184,7 @@ class _Stand(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _loss(half: Tensor, args: Any, kwargs: Any) -> Tensor | None:
+def _loss(backend: Backend, half: Tensor, args: Any, kwargs: Any) -> Tensor | None:
     """``F.cross_entropy(half, *args, **kwargs)`` in FP32; None for a call that torch has to compute."""
     call = _bound(*args, **kwargs)
     targets, ignore, reduction = call if call is not None else (None, 0, "")
@@ -182,7 +192,7 @@ def _loss(half: Tensor, args: Any, kwargs: Any) -> Tensor | None:
         return None
     if half.dim() != 2 or targets.shape != half.shape[:1] or not half.numel():
         return None
-    return half_cross_entropy(half, targets, ignore, reduction)
+    return half_cross_entropy(backend, half, targets, ignore, reduction)
 
 
 def _autocasts(half: Tensor) -> bool:

@@ -145,7 +145,9 @@ def absent(like: Tensor, shape: Sequence[int], compute: Callable[[], Tensor] | N
         like: has the dtype and the device.
         compute: computes the values, for a layer that does not take what was handed over.
     """
-    values = _nan(like.device, like.dtype).expand(shape)
+    # A traced tensor has another class, and is kept nowhere.
+    nan = _nan(like.device, like.dtype) if type(like) is Tensor else like.new_full((), float("nan"))
+    values = nan.expand(shape)
     values.__dict__[_ABSENT] = (compute,)
     return values
 

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from nemo_lowprec.compat.autograd import is_tracing, is_transforming
 from nemo_lowprec.compute.activations import Activation
+from nemo_lowprec.compute.backends.losses import gradient_of, losses_of
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
 from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
-from nemo_lowprec.kernels.loader import block_kernels, join_kernels
+from nemo_lowprec.kernels.loader import block_kernels, join_kernels, loss_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -146,6 +147,11 @@ class Packing(ABC):
         """The tensors of the columnwise orientation alone."""
 
 
+def _loss_kernels(logits: Tensor, targets: Tensor) -> Any:
+    kernels = loss_kernels() if logits.is_cuda else None
+    return kernels if kernels is not None and kernels.fits(logits, targets) else None
+
+
 class Backend(ABC):
     """Kernels behind converted layers. Stateless: scales and histories belong to the operands.
 
@@ -248,6 +254,25 @@ class Backend(ABC):
             largest = torch.finfo(dtype).max
             return dequantize_rows(rows, exponents).clamp_(-largest, largest).to(dtype).view(data.shape)
         return kernels.dequantize(rows, exponents, dtype).view(data.shape)  # type: ignore[no-any-return]
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+        """The losses of rows of logits, and the logs of the sums of exponentials: FP32 [rows] each.
+
+        Args:
+            logits: half [rows, classes], not empty.
+            targets: int64 [rows].
+            ignore: a target without a loss.
+        """
+        kernels = _loss_kernels(logits, targets)
+        return losses_of(logits, targets, ignore) if kernels is None else kernels.forward(logits, targets, ignore)
+
+    def cross_entropy_backward(
+        self, logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore: int
+    ) -> Tensor:
+        """The gradient of the logits in their dtype, times ``scale``, FP32 [rows], or [1] for all rows."""
+        kernels = _loss_kernels(logits, targets)
+        how = gradient_of if kernels is None else kernels.backward
+        return how(logits, targets, lse, scale, ignore)  # type: ignore[no-any-return]
 
     def fuses(self, activation: Activation) -> bool:
         """Whether ``activate`` and ``activate_backward`` take less time than torch and ``quantize``, one by one."""

@@ -72,6 +72,37 @@ class PlannedBackend(ReferenceBackend):
     def matmul(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
+    def activate(
+        self, activation: Activation, tensors: tuple[Tensor, ...], operand: Operand, *, columnwise: bool, record: bool,
+        half: bool = True,
+    ) -> tuple[Tensor | None, Any]:  # fmt: skip
+        rows, features = tensors[0].shape
+        shape = rows, features // (2 if activation.joint else 1)
+        shaped = tensors[0].new_empty(()).expand(shape)
+        data = self.quantize(shaped, operand, rowwise=True, columnwise=columnwise, record=record)
+        return tensors[0].new_empty(shape) if half else None, data
+
+    def activate_backward(
+        self, activation: Activation, grad: Tensor, tensors: tuple[Tensor, ...], readers: list[Any], half: bool = True
+    ) -> list[tuple[Tensor | None, Any, Tensor | None]]:
+        half, made = half or None in readers, list[Any]()
+        for t, reader in zip(tensors, readers, strict=True):
+            data = sums = None
+            if reader is not None:
+                how = {"rowwise": reader.rowwise, "columnwise": reader.columnwise, "record": reader.record}
+                data = self.quantize(t, reader.operand, **how)
+                sums = t.new_empty(t.shape[1], dtype=torch.float32) if reader.sums else None
+            made.append((torch.empty_like(t) if half else None, data, sums))
+        return made
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
+        return tuple(logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+
+    def cross_entropy_backward(
+        self, logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore: int
+    ) -> Tensor:
+        return torch.empty_like(logits)
+
     def compress(self, values: Tensor) -> list[Tensor]:
         features = values.shape[-1]
         blocks = values.numel() // features, -(-features // 128)
