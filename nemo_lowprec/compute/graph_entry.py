@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.compiler import keep_address
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded
-from nemo_lowprec.tensors.gradient import computed_dtype
+from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 _plans: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _entries: WeakSet[Any] = WeakSet()
@@ -46,6 +46,7 @@ class GraphParameter:
         dtype: that the parameter reads as.
         sink: a tensor without memory that hands its gradient on to the parameter, by autograd.
         trains: whether the parameter has a gradient.
+        sums_in_fp32: whether the parameter's gradient in autograd is FP32.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ class GraphParameter:
         self.scale_inv: Tensor | None = None
         self.sink: Tensor | None = None
         self.dtype = torch.float32
-        self.trains = False
+        self.trains = self.sums_in_fp32 = False
 
     def follow(self, param: Tensor | None) -> None:
         """Read ``param`` from now on."""
@@ -66,6 +67,7 @@ class GraphParameter:
             return
         dtype = computed_dtype(param)
         self.trains, self.dtype = param.requires_grad, param.dtype
+        self.sums_in_fp32 = gradient_dtype(param) == torch.float32
         if isinstance(param, QuantizedTensor):
             self.data, *scale = param.parts()
             self.scale_inv = scale[0] if scale else None

@@ -18,7 +18,7 @@ from nemo_lowprec.compute.compiled import has_own_weight, read_storage, sink_of
 from nemo_lowprec.compute.double_backward import among_rows
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.linear_function import not_a_view
-from nemo_lowprec.tensors.gradient import gradient_dtype
+from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 
 class HalfLinear(nn.Linear):
@@ -56,7 +56,9 @@ def half_linear(
         fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
         if fits and gradient_dtype(weight) == torch.float32 and not is_transformed():
             with AutocastOff(device):
-                out: Tensor = _HalfLinearFunction.apply(input.to(half), weight, bias, part, plan)
+                out: Tensor = _HalfLinearFunction.apply(
+                    input.to(half), weight, bias, (part, plan, computed_dtype(weight))
+                )
             return out
     return F.linear(input, weight if part is None else weight[slice(*part)], bias)
 
@@ -90,24 +92,24 @@ def compiled_half_linear(
         weight = getattr(layer, name)
         return F.linear(input, weight if part is None else weight[slice(*part)], bias)
     return _in_graph(  # type: ignore[no-any-return]
-        input, sink_of(own), own.data, own.scale_inv, own.dtype, bias, bias_sink, part
+        input, sink_of(own), own.data, own.scale_inv, own.dtype, own.sums_in_fp32, bias, bias_sink, part
     )
 
 
 @torch.compiler.allow_in_graph
 def _in_graph(
     input: Tensor, sink: Tensor | None, data: Tensor, scale_inv: Tensor | None, half: torch.dtype,
-    bias: Tensor | None, bias_sink: Tensor | None, part: tuple[int, int] | None,
+    sums_in_fp32: bool, bias: Tensor | None, bias_sink: Tensor | None, part: tuple[int, int] | None,
 ) -> Tensor:  # fmt: skip
     """``half_linear`` of a weight that reads as ``half`` while the compiler records what it does."""
     device = input.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     fits = dtype == half and half != torch.float32 and (bias is None or bias.dtype == half)
-    if sink is not None and fits and sink.dtype == torch.float32:
+    if sink is not None and fits and sums_in_fp32:
         weight = read_storage(None, data, scale_inv, half)
         taker = bias if bias_sink is None else bias_sink
         with AutocastOff(device):
-            out: Tensor = _SinkingHalfLinear.apply(input.to(half), sink, taker, part, None, weight, bias)
+            out: Tensor = _SinkingHalfLinear.apply(input.to(half), sink, taker, (part, None, sink.dtype), weight, bias)
         return out
     weight = read_storage(sink, data, scale_inv, half)
     if bias is not None and bias_sink is not None:
@@ -116,12 +118,14 @@ def _in_graph(
 
 
 class _HalfLinearFunction(torch.autograd.Function):
-    """(input [..., in_features], weight, bias or None), all half, to the output [..., out_features]."""
+    """(input [..., in_features], weight, bias or None, call), all half, to the output [..., out_features].
+
+    ``call``: the rows of the weight or None, the plan or None, and the dtype in which the weight's gradient is computed.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, part: tuple[int, int] | None, plan: GemmPlan | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Any) -> Tensor:
+        part, plan, ctx.grad_dtype = call
         ctx.part, ctx.plan = part, plan
         ctx.save_for_backward(x, weight)
         shape, x = x.shape, x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -144,13 +148,13 @@ class _HalfLinearFunction(torch.autograd.Function):
             dx = grad_output @ (weight if ctx.part is None else weight[slice(*ctx.part)]) if need_x else None
             dw = db = None
             if need_weight:
-                dw = half_matmul(grad_output.t(), x, torch.float32)
+                dw = half_matmul(grad_output.t(), x, ctx.grad_dtype)
                 dw = dw if ctx.part is None else among_rows(dw, ctx.part, weight.shape[0])
             if need_bias:
                 db = grad_output.sum(0, dtype=torch.float32)
         if dx is not None and len(shape) != 2:
             dx = dx.view(shape)
-        return dx, dw, db, None, None
+        return dx, dw, db, None
 
 
 class _SinkingHalfLinear(_HalfLinearFunction):
@@ -158,9 +162,9 @@ class _SinkingHalfLinear(_HalfLinearFunction):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, sink: Tensor, taker: Any, part: Any, plan: Any, weight: Tensor, bias: Tensor | None
+        ctx: Any, x: Tensor, sink: Tensor, taker: Any, call: Any, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return _HalfLinearFunction.forward(ctx, x, weight, bias, part, plan)
+        return _HalfLinearFunction.forward(ctx, x, weight, bias, call)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

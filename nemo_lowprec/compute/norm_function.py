@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
-from nemo_lowprec.compute.residual import branch_dtype, hand_out, learn, leave_half
+from nemo_lowprec.compute.residual import branch_dtype, forget, hand_out, learn, leave_half
 from nemo_lowprec.compute.shared_input import InputGradient, no_values
 from nemo_lowprec.tensors.gradient import gradient_dtype
 
@@ -40,7 +40,10 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output, _):
-        total = None if ctx.gradient is None else ctx.gradient.take()
+        total = None
+        if ctx.gradient is not None:
+            total = ctx.gradient.take()
+            forget(ctx.gradient)
         if grad_output is None:
             return total, None, None, None
         x, weight, bias, stats = ctx.saved_tensors

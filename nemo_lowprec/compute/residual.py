@@ -79,11 +79,18 @@ def _handed_out(source: Tensor) -> tuple[InputGradient, Tensor] | None:
     return there[2], there[3]
 
 
+def forget(gradient: InputGradient) -> None:
+    """The norm's backward pass has run: what it has handed out would keep its input alive."""
+    global _latest
+    if _latest is not None and _latest[2] is gradient:
+        _latest = None
+
+
 def _sum(branch: BranchOutput, other: Any) -> Tensor:
     alike = type(other) in (Tensor, BranchOutput) and other.shape == branch.shape and other.device == branch.device
     records = torch.is_grad_enabled() and not is_transformed()
     residual, found = other, _handed_out(other) if alike and records else None
-    if found is None and alike and records and type(other) is BranchOutput:
+    if found is None and alike and records:
         residual, branch, found = branch, other, _handed_out(branch)
     if found is None:
         return Tensor.__add__(branch, residual)

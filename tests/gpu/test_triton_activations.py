@@ -291,7 +291,7 @@ def test_a_model_trains_as_on_the_reference(kernels, backend, name, monkeypatch)
         seen = []
         with monkeypatch.context() as patch:
             forward = kernels.activate
-            patch.setattr(kernels, "activate", lambda *a, f=forward, o=own: launches.append(o) or f(*a))
+            patch.setattr(kernels, "activate", lambda *a, f=forward, o=own, **k: launches.append(o) or f(*a, **k))
             for step in range(4):
                 x = torch.randn(128, 64, generator=torch.Generator().manual_seed(step)).cuda().requires_grad_()
                 with torch.autocast("cuda", torch.bfloat16):

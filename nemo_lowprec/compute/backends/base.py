@@ -93,7 +93,7 @@ def plain_norm(
     if kind.layer:
         y = F.layer_norm(x, kind.shape, weight, None if bias is None else bias.to(dtype), kind.eps)
     elif len(kind.shape) == 1:
-        y = (rms_norm or _rms_norm)(x, weight, kind.eps, kind.zero_centered)
+        y = (_rms_norm if rms_norm is None else rms_norm)(x, weight, kind.eps, kind.zero_centered)
     else:
         y = F.rms_norm(x, kind.shape, weight, kind.eps)
     return y.to(out)

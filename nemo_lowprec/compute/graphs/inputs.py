@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compat.tensors import tree_flatten
+from nemo_lowprec.compat.tensors import is_plain, tree_flatten
 
 CONSTANTS = bool | int | float | str | None | torch.dtype | torch.device
 
@@ -33,7 +33,7 @@ def key_of(leaves: list[Any], structure: Any) -> Hashable:
 
 def _key_of(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
-        if type(leaf) not in (Tensor, torch.nn.Parameter) or not leaf.is_cuda:
+        if not (is_plain(leaf) or type(leaf) is torch.nn.Parameter) or not leaf.is_cuda:
             raise Unfit(f"an argument is a {type(leaf).__name__} on {leaf.device.type}")
         return leaf.shape, leaf.dtype, leaf.requires_grad, leaf.stride(), leaf.device
     if isinstance(leaf, CONSTANTS):
