@@ -120,7 +120,7 @@ def _in_graph(
 class _HalfLinearFunction(torch.autograd.Function):
     """(input [..., in_features], weight, bias or None, call), all half, to the output [..., out_features].
 
-    ``call``: the rows of the weight or None, the plan or None, and the dtype in which the weight's gradient is computed.
+    ``call``: the rows of the weight or None, the plan or None, and the dtype of the weight's gradient.
     """
 
     @staticmethod
