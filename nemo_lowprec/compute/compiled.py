@@ -169,9 +169,20 @@ class TracedBackend(Backend):
         return None
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
-        how = operand.kind, rowwise, columnwise, record, self._training
+        return self._quantize(values, operand, rowwise, columnwise, record, False)[0]
+
+    def quantize_grad(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        return self._quantize(values, operand, rowwise, columnwise, record, sums)
+
+    def _quantize(
+        self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Traced, Tensor | None]:
+        how = operand.kind, rowwise, columnwise, record, self._training, sums
         tensors = torch.ops.nemo_lowprec.quantize(values, *self._of, *how)
-        return Traced(tuple(values.shape), tensors, rowwise, columnwise, tag=self._tag, values=values)
+        packed, added = (tensors[:-1], tensors[-1]) if sums else (tensors, None)
+        return Traced(tuple(values.shape), packed, rowwise, columnwise, tag=self._tag, values=values), added
 
     def quantize_weight(self, data: Tensor, rowwise: bool, columnwise: bool) -> Traced:
         """The quantized weight [out_features, in_features]."""

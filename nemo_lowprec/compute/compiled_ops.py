@@ -43,7 +43,8 @@ _PLAN = "Tensor tag, str signature"
 _RESULT = "SymInt[] shape, ScalarType dtype) -> Tensor"
 torch.library.define(
     "nemo_lowprec::quantize",
-    f"(Tensor values, {_PLAN}, str kind, bool rowwise, bool columnwise, bool record, bool training) -> Tensor[]",
+    f"(Tensor values, {_PLAN}, str kind, bool rowwise, bool columnwise, bool record, bool training, bool sums)"
+    " -> Tensor[]",
 )
 torch.library.define(
     "nemo_lowprec::fprop",
@@ -60,19 +61,25 @@ torch.library.define("nemo_lowprec::wgrad", f"(Tensor[] dy, bool dy_rowwise, Ten
 @torch.library.impl("nemo_lowprec::quantize", "default")
 def _quantize(
     values: Tensor, tag: Tensor, signature: str, kind: str, rowwise: bool, columnwise: bool, record: bool,
-    training: bool,
+    training: bool, sums: bool,
 ) -> list[Tensor]:  # fmt: skip
+    """The packed operand; behind it, where ``sums`` says so, the sums of the columns of ``values``."""
     plan = plan_of(tag)
     operand = plan.operands[kind]
+    how = {"rowwise": rowwise, "columnwise": columnwise, "record": record}
     with AutocastOff(values.device.type):
         if kind != "grad_output":
             _follow(plan, training, values if kind == "weight" else None)
         if operand.slot is not None and kind != "weight" and _captures(values):
             operand.slot.captured = plan.entry.renew
-        quantized = plan.backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
+        if kind == "grad_output":
+            quantized, added = plan.backend.quantize_grad(values, operand, **how, sums=sums)
+        else:
+            quantized, added = plan.backend.quantize(values, operand, **how), None
         if plan.observers.quantized:
             plan.announce(kind, values, quantized)
-        return plan.backend.packing(operand).pack(quantized)  # type: ignore[no-any-return]
+        packed: list[Tensor] = plan.backend.packing(operand).pack(quantized)
+        return packed if added is None else [*packed, added]
 
 
 @torch.library.impl("nemo_lowprec::fprop", "default")
@@ -210,10 +217,12 @@ def _captures(tensor: Tensor) -> bool:
 
 
 @torch.library.register_fake("nemo_lowprec::quantize")
-def _(values: Tensor, tag: Tensor, signature: str, kind: str, rowwise: bool, columnwise: bool, *_: bool) -> Any:
+def _(values: Tensor, tag: Tensor, signature: str, kind: str, rowwise: bool, columnwise: bool, *how: bool) -> Any:
     plan = kind_of(signature)[0]
     operand = plan.operands[kind]
-    return plan.backend.packing(operand).like(values, operand, rowwise, columnwise)
+    packed = plan.backend.packing(operand).like(values, operand, rowwise, columnwise)
+    *_, sums = how
+    return [*packed, values.new_empty(values.shape[1:], dtype=torch.float32)] if sums else packed
 
 
 def _uninitialised(operand: list[Tensor], *how: Any) -> Tensor:

@@ -31,7 +31,8 @@ class RotaryForm(NamedTuple):
             and i + rotary dim / 2; "pairs": 2 * i and 2 * i + 1; "first", of factors: i for both.
         rounds: whether products are rounded to half before they are added, where cos and sin are half.
         rounds_grad: whether those of the backward pass are.
-        keeps_dtype: whether the result of half input with FP32 cos and sin is half; else it is FP32.
+        keeps_dtype: whether the result of half input with FP32 cos and sin is half; else it is FP32. Under autocast it
+            is half in any case: attention would round it.
         partial: whether elements beyond the rotary dim are passed through; else there must be none.
     """
 
@@ -125,8 +126,9 @@ _apply = apply_function(_Rotary)
 
 
 def _forward(form: RotaryForm, axis: int, cos: Tensor, sin: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    half = tensors[0].dtype
-    dtype = half if form.keeps_dtype else cos.dtype
+    half, device = tensors[0].dtype, tensors[0].device.type
+    rounded = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == half
+    dtype = half if form.keeps_dtype or rounded else cos.dtype
     rounds = form.rounds and cos.dtype == half
     return _rotated(tensors, axis, cos, sin, form.layouts, rounds, False, dtype)
 

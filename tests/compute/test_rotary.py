@@ -130,6 +130,22 @@ def test_results_and_gradients_are_the_functions_and_lie_as_the_projections_do(n
             assert rows.is_contiguous() and rows.flatten(2)._base is not None
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_under_autocast_results_are_rounded_as_attention_would_round_them(name, half):
+    function = FUNCTIONS[name]
+    fused = FusedRotary(refuse, form_of(function))
+    tensors, cos, sin = inputs(1 if name != "vision" else 2, half=half, factors=torch.float32)
+    with torch.autocast("cpu", half):
+        got, want = fused(*tensors, cos, sin), [t.to(half) for t in function(*tensors, cos, sin)]
+    assert_same(got, want)
+    dy = [torch.randn_like(w) for w in want]
+    assert_same(torch.autograd.grad(got, tensors, dy), torch.autograd.grad(want, tensors, dy))
+    with torch.autocast("cpu", torch.float16 if half == torch.bfloat16 else torch.bfloat16):
+        other = fused(*tensors, cos, sin)
+    assert [t.dtype for t in other] == [t.dtype for t in function(*tensors, cos, sin)]
+
+
 def test_tensors_without_a_batch():
     function = modeling_qwen2_vl.apply_rotary_pos_emb_vision
     tensors, cos, sin = inputs(2)
