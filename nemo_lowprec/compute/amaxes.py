@@ -23,6 +23,7 @@ class AmaxState:
         histories: ``DelayedScaling``, the amax histories of inputs and output gradients; None without delayed scaling.
         weights: which weights were written, and the quantized weights; with delayed scaling ``WeightScales``.
         choice: what ``convert="auto"`` has decided; None before it has.
+        groups: the names of layers that compute as one (``group.py``).
         reduce_amax: the argument of ``share``.
     """
 
@@ -31,6 +32,7 @@ class AmaxState:
     def __init__(self) -> None:
         self.weights = WeightStates()
         self.choice: Choice | None = None
+        self.groups: list[tuple[str, ...]] = []
         self.reduce_amax: Callable[[Tensor], None] | None = None
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:

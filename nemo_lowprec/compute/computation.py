@@ -27,6 +27,7 @@ from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
+from nemo_lowprec.compute.group import LayerGroups
 from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
@@ -40,6 +41,7 @@ from nemo_lowprec.options import Options
 
 log = logging.getLogger("nemo_lowprec")
 
+_GROUPS = "groups"  # in checkpoints
 _KEPT_WEIGHTS = 2**31  # with weight_cache="auto", elements up to which quantized weights are kept: 4 GiB on a GPU
 
 
@@ -88,6 +90,7 @@ class Computation(Column):
         self._hooks = ExitStack()
         self._graphs: BlockGraphs | None = None
         self._filter: SpeedFilter | None = None
+        self._joined: LayerGroups | None = None
         self._settled = self._waits = False
         self.when_decided: Callable[[], None] | None = None
 
@@ -220,6 +223,8 @@ class Computation(Column):
             self.conversion.left = {} if choice is None else choice.among(self.conversion.low)
             self._filter.leave(self.conversion.left)
             self._filter.watch(self.is_undecided)
+        if self._joined is not None:
+            self._joined.part()
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
         again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
@@ -227,7 +232,16 @@ class Computation(Column):
             for plan in gemm_plans(module).values():
                 plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
+        self._join()
         self._capture_blocks()
+
+    def _join(self) -> None:
+        """Let layers compute as one that are known to, and learn of others."""
+        if self._joined is not None:
+            self._joined.part()
+        modules = self._model.modules() if self._model is not None else ()
+        plans = {plan.name: plan for module in modules for plan in gemm_plans(module).values() if plan.recipe}
+        self._joined = LayerGroups(plans, self.own_amaxes.histories, self.own_amaxes.groups)
 
     def _capture_blocks(self) -> None:
         """Let the model's blocks run as CUDA graphs, once they have run a few times."""
@@ -321,6 +335,8 @@ class Computation(Column):
     def state_dict(self) -> dict[str, Any]:
         state = {name: value for amaxes in self.amaxes for name, value in amaxes.state_dict().items()}
         choice = self.own_amaxes.choice
+        if self.own_amaxes.groups:
+            state[_GROUPS] = [list(names) for names in self.own_amaxes.groups]
         return state if choice is None else {**state, CHOICE: choice.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -330,11 +346,16 @@ class Computation(Column):
             choice = Choice(**state[CHOICE])
             if choice != self.own_amaxes.choice:
                 self._take(choice)
+        self.own_amaxes.groups[:] = [tuple(names) for names in state.get(_GROUPS, [])]
+        if self._settled:
+            self._join()
 
     def remove(self) -> None:
         if self._graphs is not None:
             self._graphs.remove()
-        self._graphs = self._filter = self.when_decided = None
+        if self._joined is not None:
+            self._joined.part()
+        self._graphs = self._filter = self._joined = self.when_decided = None
         self._settled = False
         self._hooks.close()
         if self._model is not None:

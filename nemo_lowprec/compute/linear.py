@@ -45,6 +45,8 @@ class LowPrecisionLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return _compiled_layer(self, input, False)
         plan = self.gemm_plan
+        if plan.group is not None and (of_group := plan.group.output(plan, input)) is not None:
+            return of_group  # type: ignore[no-any-return]
         out = linear(input, self.weight, self.bias, plan, self.training, False, None)
         return as_branch(out) if plan.ends_branch else out
 
@@ -110,6 +112,7 @@ def linear(
     grad = torch.is_grad_enabled()  # ctx.needs_input_grad does not know of no_grad
     if grad and plan.recipe is not None and x.requires_grad:
         gradient, handle = plan.inputs.gradient(x)
+        gradient.readers.append(plan)
         gives_out = handle is None
         source = x if handle is None else handle
     # x travels in a tuple: where the source is a handle, autograd must not see x.

@@ -26,6 +26,7 @@ from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, stored_data
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 _GRAD_BUFFER = "_lowprec_grad_buffer"  # on a weight: (memory for its gradient, number of layers that read the weight)
+_JOINT_BUFFER = "_lowprec_joint_buffer"  # on the first of the weights of a ``LayerGroup``: their memory as one
 
 
 def give_grad_buffer(weight: Tensor) -> Tensor:
@@ -39,7 +40,20 @@ def give_grad_buffer(weight: Tensor) -> Tensor:
     return buffer
 
 
-def _count_reader(weight: Tensor) -> None:
+def give_grad_buffers(weights: Sequence[Tensor]) -> list[Tensor]:
+    """``give_grad_buffer`` for weights [out_features, in_features] of one dtype, below each other in one memory."""
+    ins, dtype = stored_data(weights[0]).shape[1], computed_dtype(weights[0])
+    heights = [len(weight) for weight in weights]
+    joint = torch.empty(sum(heights), ins, dtype=dtype, device=weights[0].device)
+    buffers = list(joint.split(heights))
+    for weight, buffer in zip(weights, buffers, strict=True):
+        weight.__dict__[_GRAD_BUFFER] = buffer, 0
+    weights[0].__dict__[_JOINT_BUFFER] = joint
+    return buffers
+
+
+def read_grad_buffer(weight: Tensor) -> None:
+    """Note that a layer reads ``weight``, and will write its gradient."""
     if _GRAD_BUFFER in weight.__dict__:
         buffer, readers = weight.__dict__[_GRAD_BUFFER]
         weight.__dict__[_GRAD_BUFFER] = buffer, readers + 1
@@ -49,6 +63,13 @@ def _grad_buffer(ctx: Any) -> Tensor | None:
     """Where backward shall write the weight's gradient; None for new memory."""
     buffer, readers = ctx.weight.__dict__.get(_GRAD_BUFFER, (None, 0))
     return buffer if readers == 1 and ctx.part is None and not ctx.transposed else None
+
+
+def grad_buffers_of(weights: Sequence[Tensor]) -> Tensor | None:
+    """Where backward shall write the gradients of ``weights``, as one; None for new memory."""
+    joint: Tensor | None = weights[0].__dict__.get(_JOINT_BUFFER)
+    alone = all(weight.__dict__.get(_GRAD_BUFFER, (None, 0))[1] == 1 for weight in weights)
+    return joint if joint is not None and alone and len(joint) == sum(map(len, weights)) else None
 
 
 def not_a_view(out: Tensor, shape: Sequence[int]) -> Tensor:
@@ -166,7 +187,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.x_dtype, ctx.grad_dtype = x.dtype, gradient_dtype(ctx.weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.gradient, ctx.gives_out = gradient, gives_out
-        _count_reader(ctx.weight)
+        read_grad_buffer(ctx.weight)
         ctx.part, ctx.all_rows = part, all_rows
         return out, handle
 
@@ -245,6 +266,8 @@ def _backward(
             dx = None
         elif ctx.pad:
             dx = dx[: ctx.rows]
+        if ctx.gives_out and len(ctx.gradient.readers) > 1:
+            plan.inputs.see(ctx.gradient.readers)
     if need_wgrad:
         if wgrad8:
             dw = backend.wgrad(

@@ -43,9 +43,14 @@ from nemo_lowprec.formats import DelayedScaling
 
 
 class InputGradient:
-    """The gradient of a tensor that several layers read: [rows, features], as far as it has been added up."""
+    """The gradient of a tensor that several layers read: [rows, features], as far as it has been added up.
+
+    Attributes:
+        readers: the ``GemmPlan``s of the layers, in the order of their calls.
+    """
 
     def __init__(self) -> None:
+        self.readers: list[Any] = []
         self._sum: Tensor | None = None
         self._pass = -1
 
@@ -125,10 +130,12 @@ class SharedInput:
     Attributes:
         tag: what the layers have in common in compiled graphs (see ``graph_entry``).
         again: whether backward quantizes the output of attention again.
+        see: is called in backward with the plans of layers that have read one tensor one after another.
     """
 
     tag: Tensor | None = None
     again: bool = False
+    see: Any = staticmethod(lambda plans: None)
 
     def __init__(self, histories: DelayedScaling | None = None) -> None:
         self.histories = histories

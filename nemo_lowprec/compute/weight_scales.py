@@ -31,9 +31,11 @@ class WeightScale(WeightState):
         margin: the scale is divided by 2**margin.
         scale: shape [1], FP32, view into the table.
         amax: shape [1], FP32, view into the table: the weight's amax when it was measured.
+        beside: the scales of weights that lie in one operand with this one, itself included; all are equal, of the
+            largest of their amaxes. Empty for a weight by itself.
     """
 
-    __slots__ = ("amax", "fmt", "margin", "scale")
+    __slots__ = ("amax", "beside", "fmt", "margin", "scale")
 
     cold = False
 
@@ -42,6 +44,7 @@ class WeightScale(WeightState):
     ) -> None:  # fmt: skip
         super().__init__(layer, name, histories, table)
         self.fmt, self.margin = table.fmt, table.margin
+        self.beside: tuple[WeightScale, ...] = ()
         self.scale: Tensor
         self.amax: Tensor
 
@@ -55,10 +58,16 @@ class WeightScale(WeightState):
     @torch.no_grad()
     def _measure(self, weight: Tensor, state: tuple[int, ...]) -> None:
         super()._measure(weight, state)
-        if not isinstance(weight, Fp8Weight):
-            amax = compute_amax(stored_data(weight)).reshape(1)
-            self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
-            self.amax.copy_(amax)
+        if isinstance(weight, Fp8Weight):
+            return
+        others = [(one, one.weight) for one in self.beside if one is not self]
+        weights = [weight, *(other for _, other in others if other is not None)]
+        amax = torch.stack([compute_amax(stored_data(one)) for one in weights]).amax().reshape(1)
+        for one in self.beside or (self,):
+            one.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
+            one.amax.copy_(amax)
+        for one, _ in others:
+            one._rescaled()
 
 
 class WeightScales(WeightStates):
@@ -76,6 +85,7 @@ class WeightScales(WeightStates):
     def __init__(self, fmt: FloatFormat, margin: int) -> None:
         super().__init__()
         self.fmt, self.margin = fmt, margin
+        self._largest: Tensor | None = None  # by weight: the first of those that have one scale
         self.reduce_amax: Callable[[Tensor], None] | None = None
         self._gathered_as: torch.dtype | None = None
         self._allocate(torch.device("cpu"))
@@ -90,10 +100,36 @@ class WeightScales(WeightStates):
         super().settle(device, gathered_as)
 
     def _allocate(self, device: torch.device) -> None:
-        n = len(self.states)
+        n, self._largest = len(self.states), None
         self.scale, self.amax = torch.ones(n, device=device), torch.zeros(n, device=device)
         for i, one in enumerate(self.states.values()):
             one.scale, one.amax = self.scale[i : i + 1], self.amax[i : i + 1]
+
+    def join(self, states: Sequence[WeightScale]) -> None:
+        """Give these weights one scale from now on."""
+        for one in states:
+            one.beside = tuple(states)
+        self._largest = None
+        first, weight = states[0], states[0].weight
+        if weight is not None and first._measured is not None:
+            first.measure(weight, True)
+
+    def part(self, states: Sequence[WeightScale]) -> None:
+        """Give each of these weights a scale of its own again, when its layer runs next."""
+        for one in states:
+            one.beside = ()
+            one.forget()
+        self._largest = None
+
+    def _of_joined(self, amax: Tensor) -> Tensor:
+        """``amax``, of weights with one scale the largest one."""
+        if not any(one.beside for one in self.states.values()):
+            return amax
+        if self._largest is None:
+            at = {id(one): i for i, one in enumerate(self.states.values())}
+            first = [at.get(id(one.beside[0]), i) if one.beside else i for i, one in enumerate(self.states.values())]
+            self._largest = torch.tensor(first, device=amax.device)
+        return torch.zeros_like(amax).scatter_reduce_(0, self._largest, amax, "amax")[self._largest]
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -127,6 +163,7 @@ class WeightScales(WeightStates):
             self.reduce_amax(amax)
         if self._gathered_as is not None:
             amax = amax.to(self._gathered_as).float()
+        amax = self._of_joined(amax)
         self.amax.copy_(amax)
         self.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
 

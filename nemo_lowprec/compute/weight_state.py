@@ -110,6 +110,11 @@ class WeightState:
         self._measured = None
         self._measure(weight, (training,) if self.gathered else (training, *_state_of(weight)))
 
+    def _rescaled(self) -> None:
+        """The weight's scale has changed, not the weight: what is kept is made anew."""
+        if self._measured is not None:
+            self._measured = tuple(list(self._measured))  # a new object
+
     def note(self, weight: Tensor) -> None:
         """Note that the present values of ``weight`` were measured."""
         # A new object, also where the state is the same: ``.data`` may have been written.
@@ -324,7 +329,7 @@ def _has_own_memory(operand: Any) -> bool:
     """Whether each orientation is a tensor by itself. The reference backend's columnwise data are a view."""
     if not isinstance(operand, QuantizedOperand):
         return False
-    return all(part is None or part.data.is_contiguous() for part in (operand.rowwise, operand.columnwise))
+    return all(part is None or part.data.stride(-1) == 1 for part in (operand.rowwise, operand.columnwise))
 
 
 def _kernel_takes(weight: Tensor) -> bool:

@@ -16,7 +16,7 @@ Intended differences from Transformer Engine's recipe:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Literal
 
@@ -136,6 +136,20 @@ class DelayedScaling:
             self._shared[id(follower)] = (follower, leader)
             self._shared_index = None
         follower.recorded = True
+
+    @torch.no_grad()
+    def join(self, leader: AmaxSlot, others: Sequence[AmaxSlot]) -> None:
+        """``leader`` records the amaxes of the operands of ``others``, too, from now on, and has their histories."""
+        position = {id(slot): i for i, slot in enumerate(self.slots.values())}
+        first, every = position[id(leader)], [position[id(slot)] for slot in (leader, *others)]
+        self.history[:, first] = self.history[:, every].amax(1)
+        self.amax[first] = self.amax[every].amax()
+        self.scale[first] = self.scale[every].amin()
+        if any(slot.cold for slot in others) and not leader.cold:
+            leader.cold = True
+            leader.release()
+        for slot in others:
+            self.share(slot, leader)
 
     def _fold_shared(self) -> None:
         if not self._shared:

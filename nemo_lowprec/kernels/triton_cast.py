@@ -76,6 +76,8 @@ def _cast_kernel(
     cols,
     stride_m,
     stride_n,
+    row_stride,
+    col_stride,
     margin_factor,
     FP8_MAX: tl.constexpr,
     FROM_AMAX: tl.constexpr,
@@ -110,9 +112,10 @@ def _cast_kernel(
 
     q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
     if ROWWISE:
-        tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
+        tl.store(row_ptr + m[:, None] * row_stride + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
+        flipped = (n < cols)[:, None] & (m < rows)[None, :]
+        tl.store(col_ptr + n[:, None] * col_stride + m[None, :], tl.trans(q), mask=flipped)
 
 
 _amax = Launcher(_amax_kernel, num_warps=_WARPS)
@@ -160,6 +163,8 @@ def quantize(
     margin: int | None = None,
     out: Tensor | None = None,
     sums: Tensor | None = None,
+    flipped_out: Tensor | None = None,
+    scale_inv: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """Quantize in one pass over the tensor.
 
@@ -169,37 +174,42 @@ def quantize(
         fmt: format of the result.
         rowwise, columnwise: orientations that are wanted.
         record: FP32 [1], raised to the tensor's amax where the amax is larger.
-        out: contiguous [rows, cols], filled with the rowwise result.
+        out: [rows, cols], contiguous within a row, filled with the rowwise result.
         sums: of ``new_sums``, filled with the sums of the columns of half ``values``, for each row of tiles.
+        flipped_out: [cols, rows], contiguous within a row, filled with the columnwise result.
+        scale_inv: FP32 [1], filled with 1 / scale.
 
     Returns:
-        [rows, cols], its transpose [cols, rows] (both contiguous; None where not wanted) and 1 / scale, FP32 [1].
+        [rows, cols], its transpose [cols, rows] (None where not wanted) and 1 / scale, FP32 [1].
     """
     rows, cols = values.shape
     if columnwise and values.dtype == torch.float32:
         # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
-        row, _, scale_inv = quantize(values, scale, fmt, True, False, record, margin, out)
+        row, _, inverse = quantize(values, scale, fmt, True, False, record, margin, out, scale_inv=scale_inv)
         assert row is not None
-        return row if rowwise else None, row.t().contiguous(), scale_inv
-    row = out
+        col = row.t().contiguous() if flipped_out is None else flipped_out.copy_(row.t())
+        return row if rowwise else None, col, inverse
+    row, col = out, flipped_out
     if rowwise and row is None:
         row = values.new_empty((rows, cols), dtype=fmt.dtype)
-    col = values.new_empty((cols, rows), dtype=fmt.dtype) if columnwise else None
+    if columnwise and col is None:
+        col = values.new_empty((cols, rows), dtype=fmt.dtype)
     if not values.numel():
         if sums is not None:
             sums.zero_()
-        return row, col, torch.ones(1, device=values.device)
+        return row, col, torch.ones(1, device=values.device) if scale_inv is None else scale_inv.fill_(1.0)
     device = values.get_device()
-    scale_inv = _scalar(device)
+    scale_inv = _scalar(device) if scale_inv is None else scale_inv
     records, from_amax, adds = record is not None, margin is not None, sums is not None
     key = None
-    if out is None and _is_even(values):
+    if _is_even(values) and _are_even(out, flipped_out):
         key = values.dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
     _cast(
         device, key, _programs(values),
         (
             values, scale, scale_inv, col if row is None else row, row if col is None else col,
-            record if records else scale, sums if adds else scale, rows, cols, *values.stride(), 2.0 ** -(margin or 0),
+            record if records else scale, sums if adds else scale, rows, cols, *values.stride(),
+            cols if row is None else row.stride(0), rows if col is None else col.stride(0), 2.0 ** -(margin or 0),
         ),
         lambda: {
             "FP8_MAX": fmt.max, "FROM_AMAX": from_amax, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
@@ -232,6 +242,11 @@ def _is_even(values: Tensor) -> bool:
     """Whether Triton compiles the kernels for ``values`` as for all such tensors of the same dtype."""
     rows, cols = values.shape
     return not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
+
+
+def _are_even(*results: Tensor | None) -> bool:
+    """The same for the memory of results."""
+    return not any(t is not None and (t.data_ptr() % 16 or t.stride(0) % 16) for t in results)
 
 
 def _programs(values: Tensor) -> int:

@@ -29,18 +29,18 @@ def _weights_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, SCALED: tl.constexpr, ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of one weight. ``grid``: int32 [tensors, 3], first tile, rows, columns."""
+    """Quantize a tile of one weight. ``grid``: int32 [tensors, 4], first tile, rows, columns, stride of ``col``."""
     pid = tl.program_id(0)
     tensor = tl.load(tensor_of_ptr + pid)
-    grid = grid_ptr + tensor * 3
-    tile, rows, cols = pid - tl.load(grid), tl.load(grid + 1), tl.load(grid + 2)
+    grid = grid_ptr + tensor * 4
+    tile, rows, cols, col_stride = pid - tl.load(grid), tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
     row_of_addresses = address_ptr + tensor * 5
     source = tl.load(row_of_addresses).to(tl.pointer_type(SOURCE))
     row = tl.load(row_of_addresses + 3).to(tl.pointer_type(tl.float8e4nv))
     col = tl.load(row_of_addresses + 4).to(tl.pointer_type(tl.float8e4nv))
     if ALIGNED:
         source, row, col = tl.multiple_of(source, 16), tl.multiple_of(row, 16), tl.multiple_of(col, 16)
-        rows, cols = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16)
+        rows, cols, col_stride = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16), tl.multiple_of(col_stride, 16)
     tiles_n = tl.cdiv(cols, BN)
     m = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
     n = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
@@ -57,7 +57,8 @@ def _weights_kernel(
     if ROWWISE:
         tl.store(row + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        tl.store(col + n[:, None] * rows + m[None, :], tl.trans(q), mask=(n < cols)[:, None] & (m < rows)[None, :])
+        flipped = (n < cols)[:, None] & (m < rows)[None, :]
+        tl.store(col + n[:, None] * col_stride + m[None, :], tl.trans(q), mask=flipped)
 
 
 class _Tables:
@@ -72,8 +73,8 @@ class _Tables:
             return
         self._made_for = None  # until all tables are there: an allocation may fail
         grid, counts, first = [], [], 0
-        for rows, cols in shapes:
-            grid.append((first, rows, cols))
+        for rows, cols, stride in shapes:
+            grid.append((first, rows, cols, stride))
             counts.append(-(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS))
             first += counts[-1]
         self.tiles = first
@@ -97,8 +98,8 @@ class WeightCast:
         Args:
             jobs: (weight, scale, scale_inv, row, col) of each. The weight is contiguous, [rows, cols], on a GPU, FP32,
                 half or E4M3, and not empty. ``scale`` is FP32 [1]; None for a weight in E4M3, which is transposed only.
-                The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols] and ``col`` E4M3 [cols, rows],
-                both contiguous; None for an orientation that is not wanted.
+                The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols], contiguous, and ``col`` E4M3
+                [cols, rows], contiguous within a row; None for an orientation that is not wanted.
         """
         kinds: dict[Any, list[Job]] = defaultdict(list)
         for job in jobs:
@@ -116,7 +117,8 @@ class WeightCast:
     def _launch(self, kind: tuple[torch.device, torch.dtype, bool, bool], jobs: list[Job]) -> None:
         device, dtype, rowwise, columnwise = kind
         tables = self._tables[kind]
-        tables.fit([tuple(job[0].shape) for job in jobs], device)
+        strides = [job[0].shape[0] if job[4] is None else job[4].stride(0) for job in jobs]
+        tables.fit([(*job[0].shape, stride) for job, stride in zip(jobs, strides, strict=True)], device)
         # In the place of what is absent stands the weight's address, which is not read.
         addresses = tables.pointers.get([[job[0] if t is None else t for t in job] for job in jobs], device)
         with torch.cuda.device(device):

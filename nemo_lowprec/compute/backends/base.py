@@ -159,11 +159,13 @@ class Backend(ABC):
         name: as in ``backend=``.
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
         ignores_autocast: whether the FP8 GEMMs give the same results under autocast.
+        joins: whether operands of several layers can be one operand: ``quantize_parts``, ``quantize_weights``.
     """
 
     name: str
     row_multiple: int = 1
     ignores_autocast: bool = False
+    joins: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # a backend holds nothing of a model, and modules of TE cannot be copied
@@ -196,6 +198,19 @@ class Backend(ABC):
             joined.view(-1, joined.shape[-1]), operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
         )
         return joined, data, added
+
+    def quantize_parts(
+        self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        """``quantize_grad`` of matrices [rows, features] that lie side by side."""
+        values = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)
+        return self.quantize_grad(
+            values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
+        )  # fmt: skip
+
+    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, columnwise: bool) -> Any:
+        """Weights [out_features, in_features], below each other, quantized with one scale, rowwise and as asked for."""
+        return self.quantize(torch.cat(tuple(weights)), operand, rowwise=True, columnwise=columnwise, record=False)
 
     @abstractmethod
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:

@@ -31,6 +31,7 @@ class ReferenceBackend(Backend):
     """Quantizes with ``formats`` to ``QuantizedOperand``, multiplies in FP32."""
 
     name = "reference"
+    joins = True
     row_multiple = 16  # so that the Hadamard blocks of NVFP4's wgrad are whole; zero rows change nothing
 
     @classmethod

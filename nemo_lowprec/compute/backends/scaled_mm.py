@@ -76,11 +76,41 @@ class ScaledMMBackend(ReferenceBackend):
         joined, row, col, scale_inv, added = kernels.join_quantized(
             parts, slot.scale, operand.fmt, rowwise, columnwise, slot.amax if record else None, sums
         )
-        data = QuantizedOperand(
-            None if row is None else Orientation(row, scale_inv, None),
-            None if col is None else Orientation(col, scale_inv, None),
-        )
-        return joined, data, added
+        return joined, _oriented(row, col, scale_inv), added
+
+    def quantize_parts(
+        self, parts: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        kernels, adding, slot = fused_kernels(), sum_kernels(), operand.slot
+        how = {"rowwise": rowwise, "columnwise": columnwise, "record": record, "sums": sums}
+        direct = len(parts) > 1 and parts[0].is_cuda and parts[0].dtype != torch.float32
+        if not direct or kernels is None or adding is None or slot is None or slot.cold:
+            return super().quantize_parts(parts, operand, **how)
+        rows, widths = len(parts[0]), [part.shape[1] for part in parts]
+        row, col, scale_inv = _new_operand(parts[0], rows, sum(widths), operand, rowwise, columnwise)
+        partial = [kernels.new_sums(part) if sums else None for part in parts]
+        for part, into, flipped, own in zip(
+            parts, _split(row, widths, 1), _split(col, widths, 0), partial, strict=True
+        ):
+            kernels.quantize(
+                part, slot.scale, operand.fmt, rowwise, columnwise, slot.amax if record else None, out=into, sums=own,
+                flipped_out=flipped, scale_inv=scale_inv,
+            )  # fmt: skip
+        added = adding.add_up(torch.cat(partial, 2))[0] if sums else None  # type: ignore[arg-type]
+        return _oriented(row, col, scale_inv), added
+
+    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, columnwise: bool) -> Any:
+        kernels = fused_kernels() if weights[0].is_cuda else None
+        if kernels is None or operand.slot is None:
+            return super().quantize_weights(weights, operand, columnwise=columnwise)
+        heights, ins = [len(weight) for weight in weights], weights[0].shape[1]
+        row, col, scale_inv = _new_operand(weights[0], sum(heights), ins, operand, True, columnwise)
+        for weight, into, flipped in zip(weights, _split(row, heights, 0), _split(col, heights, 1), strict=True):
+            kernels.quantize(
+                weight, operand.slot.scale, operand.fmt, True, columnwise, out=into, flipped_out=flipped,
+                scale_inv=scale_inv,
+            )  # fmt: skip
+        return _oriented(row, col, scale_inv)
 
     def _quantize(
         self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool, record: bool, sums: Tensor | None
@@ -95,10 +125,7 @@ class ScaledMMBackend(ReferenceBackend):
             scale = operand.scale(kernels.amax(values), record) if slot.cold else slot.scale
             recorded = slot.amax if record and not slot.cold else None
             row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, recorded, sums=sums)
-        return QuantizedOperand(
-            None if row is None else Orientation(row, scale_inv, None),
-            None if col is None else Orientation(col, scale_inv, None),
-        )
+        return _oriented(row, col, scale_inv)
 
     def fuses(self, activation: Activation) -> bool:
         return fused_activations.is_faster(activation)
@@ -151,11 +178,30 @@ class ScaledMMBackend(ReferenceBackend):
 
 def _operand(made: Any) -> QuantizedOperand:
     """What a kernel has quantized with a scale per tensor."""
-    row, col = made.row, made.col
+    return _oriented(made.row, made.col, made.scale_inv)
+
+
+def _oriented(row: Tensor | None, col: Tensor | None, scale_inv: Tensor) -> QuantizedOperand:
     return QuantizedOperand(
-        None if row is None else Orientation(row, made.scale_inv, None),
-        None if col is None else Orientation(col, made.scale_inv, None),
+        None if row is None else Orientation(row, scale_inv, None),
+        None if col is None else Orientation(col, scale_inv, None),
     )
+
+
+def _new_operand(
+    like: Tensor, rows: int, cols: int, operand: Operand, rowwise: bool, columnwise: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Uninitialised rowwise data [rows, cols], columnwise data [cols, rows] and 1 / scale."""
+    dtype = operand.fmt.dtype
+    return (
+        like.new_empty((rows, cols), dtype=dtype) if rowwise else None,
+        like.new_empty((cols, rows), dtype=dtype) if columnwise else None,
+        like.new_empty(1, dtype=torch.float32),
+    )
+
+
+def _split(data: Tensor | None, sizes: list[int], dim: int) -> Sequence[Tensor | None]:
+    return [None] * len(sizes) if data is None else data.split(sizes, dim)
 
 
 def _gemm(

@@ -18,8 +18,9 @@ from nemo_lowprec.compat.capture import hidden_capture
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
+from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.pool import GraphPool
-from nemo_lowprec.compute.linear_function import give_grad_buffer
+from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
 from nemo_lowprec.tensors import stored_data
 from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
@@ -33,7 +34,7 @@ class CapturedPass:
         run: the block's own forward.
         leaves, structure: the arguments of the call, from ``inputs.flatten``; tensors are copied, not held.
         block: the module.
-        reads: lists what else the graphs read: it must be the same objects whenever they run.
+        layers: of the block. What they read must be the same objects whenever the graphs run.
         pool: of the model.
 
     Raises:
@@ -51,7 +52,7 @@ class CapturedPass:
         leaves: list[Any],
         structure: Any,
         block: nn.Module,
-        reads: Callable[[], list[Any]],
+        layers: Layers,
         pool: GraphPool,
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
@@ -66,12 +67,12 @@ class CapturedPass:
         # In memory of their own: they live from backward to the optimizer's step, while other graphs run.
         twins = [_twin(param) for param in self._all_params]
         own = [twin for twin in twins if twin.requires_grad]
-        self._grads: list[Tensor | None] = [give_grad_buffer(twin) for twin in own]
+        self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
         with self._capturing(), _with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
-        self._reads, self._pointers = reads(), self._addresses()
+        self._reads, self._pointers = layers.reads(), self._addresses()
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -205,9 +206,10 @@ class CapturedPass:
     def _held_gradients(self) -> list[Tensor | None]:
         """Copies of those gradients of an earlier pass, in the memory that backward writes, that somebody holds."""
         copies: list[Tensor | None] = []
-        for param, buffer, alone in zip(self.params, self._grads, self._alone, strict=True):
+        for param, buffer in zip(self.params, self._grads, strict=True):
             if buffer is not None and type(param.grad) is Tensor and param.grad.data_ptr() == buffer.data_ptr():
                 param.grad = param.grad.clone()  # of an earlier micro-batch, to which autograd adds
+        for buffer, alone in zip(self._grads, self._alone, strict=True):
             held = buffer is not None and storage_use_count(buffer) > alone
             copies.append(buffer.clone() if buffer is not None and held else None)
         return copies
@@ -305,6 +307,19 @@ def _twin(param: nn.Parameter) -> nn.Parameter:
     if param.requires_grad and computed_dtype(param) != computed_dtype(twin):
         compute_gradient_as(twin, computed_dtype(param))
     return twin
+
+
+def _grad_buffers(
+    own: list[nn.Parameter], params: list[nn.Parameter], beside: list[list[nn.Parameter]]
+) -> list[Tensor | None]:
+    """Memory for the gradients of ``own``, the twins of ``params``; in one piece for those that lie ``beside``."""
+    twin_of = {id(param): twin for param, twin in zip(params, own, strict=True)}
+    found: dict[int, Tensor] = {}
+    for weights in beside:
+        twins = [twin_of[id(weight)] for weight in weights if id(weight) in twin_of]
+        if len(twins) == len(weights) and len({computed_dtype(twin) for twin in twins}) == 1:
+            found |= {id(twin): grad for twin, grad in zip(twins, give_grad_buffers(twins), strict=True)}
+    return [found[id(twin)] if id(twin) in found else give_grad_buffer(twin) for twin in own]
 
 
 def _static(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Layers:
     """
 
     def __init__(self, plans: list[GemmPlan], readers: list[Reader]) -> None:
-        self._readers = readers
+        self._readers, self._plans = readers, plans
         self._weights = [plan.weight for plan in plans if plan.weight is not None]
         slots = [operand.slot for plan in plans for operand in plan.operands.values()]
         self._slots = [slot for slot in slots if slot is not None]
@@ -39,6 +39,11 @@ class Layers:
     def reads(self) -> list[Any]:
         """Objects whose memory the layers read and write beside their arguments and their weights."""
         return [slot.scale for slot in self._slots] + [state.in_place for state in self._weights]
+
+    def beside(self) -> list[list[Any]]:
+        """The weights whose gradients lie in one memory: those of each group (``compute/group.py``)."""
+        groups = {id(plan.group): plan.group for plan in self._plans if plan.group is not None}
+        return [[plan.weight.weight for plan in group.plans] for group in groups.values()]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ product and their backward. Gate and up may be one linear layer with both output
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,18 @@ class GatedPlan:
                 return False
         return all(module.__dict__.get(name) == value for name, value in self.state.items())
 
+    @property
+    def joint_activation(self) -> Activation:
+        """``activation`` of one tensor that holds the outputs of two layers, in the order of their calls."""
+        return replace(self.activation, form="gate_up" if self.gate_first else "up_gate")
+
+    def joint_output(self, module: nn.Module, x: Tensor) -> Tensor | None:
+        """The outputs of two layers side by side; None where the layers do not compute as one."""
+        children: Any = module._modules
+        plans = [children[name].gemm_plan for name in self.linears]
+        group = plans[0].group
+        return None if group is None else group.joint_output(plans, x)  # type: ignore[no-any-return]
+
     def is_alone(self, module: nn.Module) -> bool:
         """Whether nobody but the layers can read what goes between them."""
         return are_alone([module._modules[name] for name in (*self.linears, self.down)])
@@ -109,14 +121,18 @@ class LowPrecisionGatedMLP(nn.Module):
         if not is_plain(x) or not x.numel() or is_transformed() or not plan.holds(self, keeps is None):
             return own(x)
         children: Any = self._modules
-        tensors = tuple(children[name](x) for name in plan.linears)
-        tensors = tensors if plan.gate_first else tensors[::-1]
+        alone = keeps is None and plan.is_alone(self)
+        joint = plan.joint_output(self, x) if alone else None
+        if joint is None:
+            activation, tensors = plan.activation, tuple(children[name](x) for name in plan.linears)
+            tensors = tensors if plan.gate_first else tensors[::-1]
+        else:
+            activation, tensors = plan.joint_activation, (joint,)
         if takes(*tensors, keeps=keeps):
             backend, reader = self.activation_backend, self.reader
-            alone = keeps is None and plan.is_alone(self)
-            product = between_layers(plan.activation, tensors, backend, reader, self.training, keeps, alone)
+            product = between_layers(activation, tensors, backend, reader, self.training, keeps, alone)
         else:
-            product = plan.activation.forward(tensors)
+            product = activation.forward(tensors)
         return children[plan.down](product)
 
 

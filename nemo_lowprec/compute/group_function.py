@@ -1,0 +1,203 @@
+"""The passes of layers that read one tensor, as one GEMM each: q, k and v of a block, its gate and up projections.
+
+forward   quantize the input [M, K] (``SharedInput``), the weights below each other [N, K], ``backend.fprop``
+backward  quantize the output gradients side by side [M, N], ``backend.dgrad``, ``backend.wgrad``
+
+The output is one tensor, or a tensor for each layer: columns of one memory. The parameters' gradients are rows of one
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
+from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.compute.double_backward import _hand_on, _saved_input
+from nemo_lowprec.compute.linear_function import grad_buffers_of, not_a_view, read_grad_buffer
+from nemo_lowprec.compute.producers import computed, offered
+from nemo_lowprec.compute.shared_input import no_values
+from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
+
+
+class GroupFunction(torch.autograd.Function):
+    """(the input or its handle, weights, biases, call) to (the handle or None, outputs).
+
+    ``call``, a tuple of what is no part of the graph:
+        group: the ``LayerGroup``.
+        x: the input [..., in_features].
+        gradient, gives_out, out_dtype, record: as ``LinearFunction`` has them.
+        joint: whether the result is one tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        *params, call = arguments
+        group, x, gradient, gives_out, out_dtype, record, joint = call
+        count, plan = len(group.plans), group.plans[0]
+        weights, biases, backend = params[:count], params[count:], plan.backend
+        ctx.versions = [weight._version for weight in weights]  # type: ignore[union-attr]
+        needs = ctx.needs_input_grad
+        need_dgrad, need_wgrad = needs[0], any(needs[1 : 1 + count])
+        group.follow(weights, record)  # before the input is quantized, whose history may end here
+        shape = x.shape
+        values = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        x8 = plan.inputs.quantize(
+            backend, x, values if values.dtype == plan.half else values.to(plan.half), plan.operands["input"],
+            rowwise=True, columnwise=need_wgrad, record=record,
+        )  # fmt: skip
+        group.share_input(x, record)
+        w8 = group.weight_operand(weights, need_dgrad)
+        bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
+        out = backend.fprop(x8, w8, bias, out_dtype)
+
+        x_tensors, x_meta = [source if gradient is None else values.detach()], None
+        if need_wgrad:
+            x_tensors, x_meta = backend.save(x8)
+        w_tensors, w_meta = backend.save(backend.copy_operand(w8)) if need_dgrad else ([], None)
+        handle = no_values(x) if gives_out else None
+        # The link: a second derivative reaches the input through it; it holds no values.
+        link = [] if gradient is None else [handle if gives_out else source]
+        ctx.save_for_backward(*x_tensors, *w_tensors, *link)
+        ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
+        ctx.metas = x_meta, w_meta
+        ctx.group, ctx.plan, ctx.record, ctx.joint = group, plan, record, joint
+        ctx.weights, ctx.weight = weights, weights[0]
+        ctx.shape, ctx.rows, ctx.pad, ctx.x_dtype = shape, len(values), 0, x.dtype
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        ctx.gradient, ctx.gives_out = gradient, gives_out
+        for weight in weights:
+            read_grad_buffer(weight)  # type: ignore[arg-type]
+        if joint:
+            return handle, not_a_view(out, [*shape[:-1], out.shape[1]])
+        return handle, *_columns(out, shape, group.widths)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        count = len(ctx.weights)
+        dx, dws, dbs = None, [None] * count, [None] * count
+        if all(grad is None for grad in grads):  # no output is a part of the loss; other readers of the input may be
+            total = ctx.gradient.take() if ctx.gives_out else None
+            dx = None if total is None else total[: ctx.rows]
+        else:
+            again = torch.is_grad_enabled() or any(
+                grad is not None and (is_batched(grad) or is_legacy_batched(grad)) for grad in grads
+            )
+            there = None
+            if ctx.joint and not again:
+                there = offered(grads[0], ctx.plan.operands["grad_output"])  # type: ignore[arg-type]
+            if ctx.joint and there is None:
+                computed(grads[0])  # type: ignore[arg-type]
+            # A loop may call backward() under autocast.
+            with AutocastOff(ctx.weight.device.type):
+                parts = _parts(ctx, grads)
+                dx, dws, dbs = _differentiable_backward(ctx, parts) if again else _backward(ctx, parts, there)
+        if dx is not None and len(ctx.shape) != 2:
+            dx = dx.reshape(ctx.shape)
+        return dx, *dws, *dbs, None
+
+
+apply_group = apply_function(GroupFunction)
+
+
+def _columns(out: Tensor, shape: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
+    """The columns of ``out`` [rows, all features], [..., features] each: no views, which could not be written to."""
+    found, first, strides = [], 0, [out.stride(0)]
+    for size in reversed(shape[1:-1]):
+        strides.insert(0, strides[0] * size)
+    for width in widths:
+        into = out.new_empty(0)
+        found.append(into.set_(out.untyped_storage(), first, [*shape[:-1], width], [*strides, 1]))
+        first += width
+    return found
+
+
+def _parts(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """The output gradients [rows, features], one for each output; zeros for an output that is no part of the loss."""
+    widths = [sum(ctx.group.widths)] if ctx.joint else ctx.group.widths
+    return [
+        torch.zeros(ctx.rows, width, dtype=ctx.plan.half, device=ctx.weight.device) if grad is None
+        else grad if grad.dim() == 2 else grad.reshape(-1, width)
+        for grad, width in zip(grads, widths, strict=True)
+    ]  # fmt: skip
+
+
+def _backward(
+    ctx: Any, parts: list[Tensor], there: tuple[Any, Tensor | None] | None
+) -> tuple[Tensor | None, list[Any], list[Any]]:
+    """The gradients of the input [rows, in_features], of the weights and of the biases.
+
+    Args:
+        there: the gradient of a joint output as its maker has quantized it, and the sums of its columns.
+    """
+    plan, backend, count = ctx.plan, ctx.plan.backend, len(ctx.weights)
+    needs = ctx.needs_input_grad
+    need_dgrad, need_weights, need_biases = needs[0], needs[1 : 1 + count], needs[1 + count : -1]
+    need_sums = ctx.bias_dtypes[0] is not None and any(need_biases)
+    saved, (x_end, w_end) = ctx.saved_tensors, ctx.splits
+    if there is None:
+        halves = [part if part.dtype == plan.half else part.to(plan.half) for part in parts]
+        dy8, sums = backend.quantize_parts(
+            halves, plan.operands["grad_output"], rowwise=need_dgrad, columnwise=any(need_weights), record=ctx.record,
+            sums=need_sums,
+        )  # fmt: skip
+    else:
+        dy8, sums = there
+    dx = None
+    dws: list[Any] = [None] * count
+    dbs: list[Any] = [None] * count
+    if need_dgrad:
+        total = None if ctx.gradient is None else ctx.gradient.take()
+        dx = backend.dgrad(dy8, backend.restore(saved[x_end:w_end], ctx.metas[1]), ctx.x_dtype, total)
+        if ctx.gradient is not None and not ctx.gives_out:
+            ctx.gradient.put(dx)
+            dx = None
+    if any(need_weights):
+        dtypes = [computed_dtype(weight) for weight in ctx.weights]
+        alike = len(set(dtypes)) == 1
+        dw = backend.wgrad(
+            dy8, backend.restore(saved[:x_end], ctx.metas[0]), dtypes[0] if alike else torch.float32,
+            grad_buffers_of(ctx.weights) if alike else None,
+        )  # fmt: skip
+        rows = dw.split(ctx.group.widths)
+        dws = [own.to(dtype) if need else None for own, dtype, need in zip(rows, dtypes, need_weights, strict=True)]
+    if need_sums:
+        if sums is None:
+            sums = torch.cat([part.sum(0, dtype=torch.float32) for part in parts])
+        of_each = zip(sums.split(ctx.group.widths), ctx.bias_dtypes, need_biases, strict=True)
+        dbs = [own.to(dtype) if need else None for own, dtype, need in of_each]
+    return dx, dws, dbs
+
+
+def _differentiable_backward(ctx: Any, parts: list[Tensor]) -> tuple[Tensor | None, list[Any], list[Any]]:
+    """``_backward`` by operations of torch in half precision, as ``differentiable_backward``."""
+    plan, backend, count = ctx.plan, ctx.plan.backend, len(ctx.weights)
+    needs = ctx.needs_input_grad
+    parts = list(parts[0].split(ctx.group.widths, 1)) if ctx.joint else parts
+    halves = [plan.in_half("grad_output", part) for part in parts]
+    dx = None
+    if needs[0]:
+        if ctx.versions != [weight._version for weight in ctx.weights]:
+            raise RuntimeError("A layer's weight was changed in place before a second derivative of its output.")
+        pairs = zip(halves, ctx.weights, strict=True)
+        each = [backend.matmul(half, plan.in_half("weight", weight), ctx.x_dtype) for half, weight in pairs]
+        total = None if ctx.gradient is None else ctx.gradient.take()
+        dx = sum(each[1:], each[0])
+        dx = dx if total is None else dx + total[: ctx.rows]
+        if ctx.gradient is not None and not ctx.gives_out:
+            _hand_on(ctx, ctx.gradient, dx)
+            dx = None
+    wanted = [needs[1 + i] and is_wanted(ctx, 1 + i) for i in range(count)]
+    values = plan.in_half("input", _saved_input(ctx)) if any(wanted) else None
+    dws = [
+        backend.matmul(half.t(), values, gradient_dtype(weight)) if want and values is not None else None
+        for half, weight, want in zip(halves, ctx.weights, wanted, strict=True)
+    ]
+    of_biases = zip(parts, ctx.bias_dtypes, needs[1 + count : -1], strict=True)
+    dbs = [part.sum(0, dtype=torch.float32).to(dtype) if need and dtype else None for part, dtype, need in of_biases]
+    return dx, dws, dbs
