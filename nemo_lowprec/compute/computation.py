@@ -182,7 +182,10 @@ class Computation(Column):
         times, recipe = self._times(), self.options.recipe
         assert times is not None and recipe is not None and self._model is not None
         names = self.conversion.low
-        cost = costs(self._filter.calls, names, times, recipe, STORED[self._stored()], self._filter.offered())
+        stored = self._stored()
+        joins = self.backend is not None and self.backend.joins and recipe.scaling == "delayed"
+        joins = joins and stored != "fp8" and self._gathered_as is None
+        cost = costs(self._filter.calls, names, times, recipe, STORED[stored], self._filter.offered(), joins)
         if self.own_amaxes.reduce_amax is not None:
             cost = cost.to(self.device)
             self.own_amaxes.reduce_amax(cost)

@@ -11,7 +11,7 @@ compiles, evaluation, and levels without delayed scaling or with FP8 weights com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -23,7 +23,7 @@ from nemo_lowprec.compat.tensors import is_plain
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import QuantizedOperand, is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.group_function import apply_group
+from nemo_lowprec.compute.group_function import Columns, apply_group
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader, reader_of
 from nemo_lowprec.compute.shared_input import _Latest, _may_change_unseen
@@ -41,14 +41,17 @@ class LayerGroup:
     Args:
         plans: of the layers, in the order of their calls.
         histories: of the layers' inputs and output gradients.
+        given_up: is called with the group when its layers were called otherwise, and compute by themselves again.
 
     Attributes:
         plans: as above.
         widths: out_features of each.
     """
 
-    def __init__(self, plans: Sequence[GemmPlan], histories: DelayedScaling) -> None:
-        self.plans, self._histories = tuple(plans), histories
+    def __init__(
+        self, plans: Sequence[GemmPlan], histories: DelayedScaling, given_up: Callable[[LayerGroup], None]
+    ) -> None:
+        self.plans, self._histories, self._given_up = tuple(plans), histories, given_up
         self._states: list[WeightScale] = [plan.weight for plan in plans]  # type: ignore[misc]
         self.widths = [layer.out_features for layer in _layers(plans) or ()]
         self._own = [plan.operands["grad_output"].slot for plan in plans]
@@ -63,7 +66,7 @@ class LayerGroup:
             plan.group = self
         self._made = _Latest()
         self._left = 0  # outputs that no layer has handed out
-        self._missed = 0
+        self._judges, self._missed = True, 0
         self._kept: tuple[Any, list[Any]] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -94,13 +97,16 @@ class LayerGroup:
             return out
         if not self._fits(x):
             return None
-        self._missed = self._missed + 1 if self._left else 0
+        self._missed = self._missed + 1 if self._left and self._judges else 0
         if self._missed >= _MISSES:
             self.part()
+            self._given_up(self)
             return None
         first, *others = self._compute(x, False)
-        # Recomputation inside of backward may stop before all are called.
-        self._left = 0 if saves_through_hooks() else len(others)
+        for out in (first, *others):
+            out.__class__ = Columns
+        self._left = len(others)
+        self._judges = not saves_through_hooks()  # recomputation inside of backward may stop before all are called
         self._made.set(x, {id(plan): out for plan, out in zip(self.plans[1:], others, strict=True)})
         return first
 
@@ -234,7 +240,7 @@ class LayerGroups:
         for own in names:
             found = [plans[name] for name in own if name in plans]
             if len(found) == len(own) and self._can(found):
-                self._groups.append(LayerGroup(found, histories))  # type: ignore[arg-type]
+                self._add(found)
         me = ref(self)
         for inputs in {id(plan.inputs): plan.inputs for plan in plans.values()}.values():
             inputs.see = lambda readers, me=me: (groups := me()) and groups.see(readers)
@@ -248,9 +254,24 @@ class LayerGroups:
             if first.calls is None:
                 self._refused.add(first.name)
             return
-        with torch.no_grad():
-            self._groups.append(LayerGroup(plans, self._histories))  # type: ignore[arg-type]
+        self._add(plans)
         self.names.append(self._groups[-1].names)
+
+    def _add(self, plans: Sequence[GemmPlan]) -> None:
+        assert self._histories is not None
+        me = ref(self)
+
+        def given_up(group: LayerGroup) -> None:
+            if (groups := me()) is not None:
+                groups._drop(group)
+
+        with torch.no_grad():
+            self._groups.append(LayerGroup(plans, self._histories, given_up))
+
+    def _drop(self, group: LayerGroup) -> None:
+        self._groups.remove(group)
+        self.names.remove(group.names)
+        self._refused.add(group.names[0])
 
     def part(self) -> None:
         """Let all layers compute by themselves; what was learned stays known."""

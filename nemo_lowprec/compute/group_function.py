@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
+from nemo_lowprec.compat.tensors import PlainSubclass
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import _hand_on, _saved_input
 from nemo_lowprec.compute.linear_function import grad_buffers_of, not_a_view, read_grad_buffer
@@ -97,12 +98,25 @@ class GroupFunction(torch.autograd.Function):
             with AutocastOff(ctx.weight.device.type):
                 parts = _parts(ctx, grads)
                 dx, dws, dbs = _differentiable_backward(ctx, parts) if again else _backward(ctx, parts, there)
+            used = [True] * count if ctx.joint else [grad is not None for grad in grads]
+            dws = [own if use else None for own, use in zip(dws, used, strict=True)]
+            dbs = [own if use else None for own, use in zip(dbs, used, strict=True)]
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.reshape(ctx.shape)
         return dx, *dws, *dbs, None
 
 
 apply_group = apply_function(GroupFunction)
+
+
+class Columns(PlainSubclass):
+    """The output of one layer of a group, whose rows are not next to each other in memory."""
+
+    def view(self, *shape: Any) -> Tensor:  # type: ignore[override]
+        try:
+            return Tensor.view(self, *shape)
+        except RuntimeError:  # a layer's own output has a view of any shape
+            return Tensor.contiguous(self).view(*shape)
 
 
 def _columns(out: Tensor, shape: Sequence[int], widths: Sequence[int]) -> list[Tensor]:

@@ -17,7 +17,7 @@ Several processes that average gradients compare the longest time of each layer 
 waits, and so choose alike.
 
 Layers that read one tensor, such as query, key and value, share the time to quantize the tensor: it is charged to those
-that gain by the rest, in proportion to their gains.
+that gain by the rest, in proportion to their gains. Layers that may compute as one (``group.py``) are looked at as one.
 """
 
 from __future__ import annotations
@@ -84,19 +84,27 @@ class Calls:
         self._open, self._tensor, self._offered = [], lambda: None, False
 
 
+def _are_one(group: tuple[Call, ...]) -> bool:
+    """Whether the layers of ``group`` can compute as one."""
+    alike = {(call.rows, call.ins, call.dgrad, call.wgrad) for call in group}
+    return len(group) > 1 and len(alike) == 1 and len({call.name for call in group}) == len(group)
+
+
 # Of each layer, over its calls of a step: µs in FP8 and in half precision, FLOP, rows, the sizes of its weight, and
 # calls that the host launches one by one.
 _LOW, _HALF, _FLOP, _ROWS, _INS, _OUTS, _LAUNCHED = range(7)
 
 
 def costs(
-    calls: Calls, names: list[str], times: GemmTimes, recipe: Recipe, stored: Stored, offered: Container[str] = ()
-) -> Tensor:
+    calls: Calls, names: list[str], times: GemmTimes, recipe: Recipe, stored: Stored, offered: Container[str] = (),
+    joins: bool = False,
+) -> Tensor:  # fmt: skip
     """What the layers cost, FP32 [len(names), 7]; zeros for a layer that was not called.
 
     Args:
         stored: how the weights are stored.
         offered: the layers whose output gradient is quantized by the module that computes it.
+        joins: whether layers that read one tensor compute as one.
     """
     calls.close()
     at = {name: index for index, name in enumerate(names)}
@@ -106,6 +114,12 @@ def costs(
         each = [(call, times.in_fp8(call, recipe, call.name in offered), times.in_half(call)) for call in group]
         gained = [max(half - low, 0.0) for _, low, half in each]
         shared = max(times.of_input(call, recipe, is_offered) for call in group)
+        if joins and _are_one(group):
+            one = group[0]._replace(outs=sum(call.outs for call in group))
+            together = shared + times.in_fp8(one, recipe, all(call.name in offered for call in group))
+            alone = sum(half for *_, half in each)
+            if together < alone:  # each at the same share of its half time, so that all are converted or none
+                each, gained, shared = [(c, h * together / alone, h) for c, _, h in each], [0.0] * len(each), 0.0
         for (call, low, half), gain in zip(each, gained, strict=True):
             row = found[at[call.name]]
             row[_LOW] += count * (low + (shared * gain / sum(gained) if gain else 0.0))

@@ -187,8 +187,8 @@ def quantize(
         # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
         row, _, inverse = quantize(values, scale, fmt, True, False, record, margin, out, scale_inv=scale_inv)
         assert row is not None
-        col = row.t().contiguous() if flipped_out is None else flipped_out.copy_(row.t())
-        return row if rowwise else None, col, inverse
+        turned = row.t().contiguous() if flipped_out is None else flipped_out.copy_(row.t())
+        return row if rowwise else None, turned, inverse
     row, col = out, flipped_out
     if rowwise and row is None:
         row = values.new_empty((rows, cols), dtype=fmt.dtype)
