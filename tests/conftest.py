@@ -40,3 +40,11 @@ def logging_as_it_was() -> Iterator[None]:
     yield
     for logger, (level, logger.propagate, logger.handlers[:]) in zip(loggers, before, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture
+def single_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that read one tensor compute by themselves, as in compiled code."""
+    from nemo_lowprec.compute.group import LayerGroups
+
+    monkeypatch.setattr(LayerGroups, "_can", lambda *_: False)

@@ -9,7 +9,7 @@ from torch import nn
 
 from nemo_lowprec.options import LayerFilter
 
-HEAD = "the head (name it in convert to convert it)"
+HEAD = "the head (head='fp8' converts it)"
 
 # Last part of the names under which libraries keep their output projection.
 _HEAD_NAMES = frozenset(
@@ -33,10 +33,15 @@ def reasons_to_keep(
         linears: names of the candidates that are linear layers, in the model's order.
 
     Raises:
-        ValueError: a pattern that matches no layer.
+        ValueError: a pattern that matches no layer; ``head="fp8"`` for a model without a head.
     """
     _check_patterns(layers, candidates)
     heads = find_heads(model, candidates)
+    if layers.head == "fp8" and not heads:
+        raise ValueError(
+            f"head='fp8': no layer of {type(model).__name__} is known as the head, by its name or by "
+            "get_output_embeddings(). Leave it out, or name the layer in convert."
+        )
     ends = _ends(layers, model, linears)
     reasons = {}
     for name, module in candidates.items():
@@ -44,6 +49,8 @@ def reasons_to_keep(
             reasons[name] = "in skip"
         elif name in ends:
             reasons[name] = f"in the {ends[name]} layers kept in half precision"
+        elif name in heads and layers.head == "fp8":
+            continue
         elif callable(layers.chosen):
             if not layers.chosen(name, module):
                 reasons[name] = "not chosen by convert"

@@ -29,7 +29,8 @@ from nemo_lowprec.compute.producers import GradReader, reader_of
 from nemo_lowprec.compute.shared_input import _Latest, _may_change_unseen
 from nemo_lowprec.compute.weight_scales import WeightScale, WeightScales
 from nemo_lowprec.formats import DelayedScaling
-from nemo_lowprec.tensors import Fp8Weight, stored_data
+from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
+from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 _ALL = (True, True, True)  # GEMMs in FP8
 _MISSES = 2  # passes in which a layer of a group was not called behind the first, after which the group is given up
@@ -130,6 +131,8 @@ class LayerGroup:
             return False
         device = "cuda" if x.is_cuda else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if any(is_sharded(layer.weight) for layer in layers):  # not gathered yet: it is a unit of FSDP2 by itself
+            return False
         return dtype == plan.half and all(layer.training == layers[0].training for layer in layers)
 
     def _compute(self, x: Tensor, joint: bool) -> list[Tensor]:
@@ -174,27 +177,38 @@ class LayerGroup:
             if reader is not None:
                 reader.follow(operand)
 
-    def weight_operand(self, weights: Sequence[Tensor], columnwise: bool) -> QuantizedOperand:
-        """The quantized weights, below each other; kept until a weight is written where the layers keep them."""
+    @property
+    def saves_weights(self) -> bool:
+        """Whether forward saves the columnwise operand of the weights for backward."""
+        return all(plan.keeps_weight for plan in self.plans)
+
+    def weight_operand(
+        self, weights: Sequence[Tensor], rowwise: bool, columnwise: bool, is_later: bool = False
+    ) -> QuantizedOperand:
+        """The quantized weights, below each other; kept until a weight is written where the layers keep them.
+
+        Args:
+            is_later: whether a backward pass asks, for which nothing was saved.
+        """
         plan, states = self.plans[0], self._states
         data = [stored_data(weight) for weight in weights]
-        if not all(state.keeps for state in states):
-            return self._quantized(data, columnwise)
+        if is_later or not all(state.keeps for state in states):
+            return self._quantized(data, rowwise, columnwise)
         if self._kept is not None:
             operand, parts = self._kept
             if all([state.kept(True, columnwise) is part for state, part in zip(states, parts, strict=True)]):
                 return plan.backend.copy_operand(operand)  # type: ignore[no-any-return]
         with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
-            operand = self._quantized(data, columnwise)
+            operand = self._quantized(data, True, columnwise)
             parts = _split(operand, self.widths)
         for state, part in zip(states, parts, strict=True):
             state.keep(part, True, columnwise, False)
         self._kept = operand, parts
         return plan.backend.copy_operand(operand)  # type: ignore[no-any-return]
 
-    def _quantized(self, data: list[Tensor], columnwise: bool) -> QuantizedOperand:
-        plan = self.plans[0]
-        made: QuantizedOperand = plan.backend.quantize_weights(data, plan.operands["weight"], columnwise=columnwise)
+    def _quantized(self, data: list[Tensor], rowwise: bool, columnwise: bool) -> QuantizedOperand:
+        plan, how = self.plans[0], {"rowwise": rowwise, "columnwise": columnwise}
+        made: QuantizedOperand = plan.backend.quantize_weights(data, plan.operands["weight"], **how)
         return made
 
 
@@ -282,24 +296,27 @@ class LayerGroups:
 
     def _can(self, plans: Sequence[GemmPlan]) -> bool:
         """Whether the layers of ``plans`` may compute as one."""
-        first, layers = plans[0], _layers(plans)
+        first, scaled = plans[0], all(isinstance(plan.weight, WeightScale) for plan in plans)
+        layers = _layers(plans) if scaled else None
         if self._histories is None or layers is None or len({id(plan) for plan in plans}) != len(plans):
             return False
         if not first.backend.joins or first.calls is not None or not _is_eager(layers):
             return False
         for plan in plans:
             same = type(plan.backend) is type(first.backend) and plan.half == first.half
-            if not same or plan.recipe != first.recipe or plan.fp8 != _ALL or not plan.keeps_weight or plan.ends_branch:
+            if not same or plan.recipe != first.recipe or plan.fp8 != _ALL or plan.ends_branch:
                 return False
-            state = plan.weight
-            if not isinstance(state, WeightScale) or state.gathered or not isinstance(state.table, WeightScales):
+            if not isinstance(plan.weight.table, WeightScales):  # type: ignore[union-attr]
                 return False
             if plan.operands["input"].slot is None or plan.operands["grad_output"].slot is None:
                 return False
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if any(isinstance(weight, Fp8Weight) or weight.dtype != weights[0].dtype for weight in weights):
+        if any(
+            isinstance(local_shard(weight), Fp8Weight | Fp8Gathered) or weight.dtype != weights[0].dtype
+            for weight in weights
+        ):
             return False
-        if any(stored_data(weight).dtype != stored_data(weights[0]).dtype for weight in weights):
+        if len({stored_data(local_shard(weight)).dtype for weight in weights}) > 1:
             return False
         kinds = {None if bias is None else bias.dtype for bias in biases}
         return len(kinds) == 1 and len({weight.shape[1] for weight in weights}) == 1

@@ -53,14 +53,17 @@ class GroupFunction(torch.autograd.Function):
             rowwise=True, columnwise=need_wgrad, record=record,
         )  # fmt: skip
         group.share_input(x, record)
-        w8 = group.weight_operand(weights, need_dgrad)
+        saves = need_dgrad and group.saves_weights
+        w8 = group.weight_operand(weights, True, saves)
         bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
         out = backend.fprop(x8, w8, bias, out_dtype)
 
         x_tensors, x_meta = [source if gradient is None else values.detach()], None
         if need_wgrad:
             x_tensors, x_meta = backend.save(x8)
-        w_tensors, w_meta = backend.save(backend.copy_operand(w8)) if need_dgrad else ([], None)
+        w_tensors, w_meta = list(weights) if need_dgrad else [], None
+        if saves:
+            w_tensors, w_meta = backend.save(w8)
         handle = no_values(x) if gives_out else None
         # The link: a second derivative reaches the input through it; it holds no values.
         link = [] if gradient is None else [handle if gives_out else source]
@@ -167,7 +170,11 @@ def _backward(
     dbs: list[Any] = [None] * count
     if need_dgrad:
         total = None if ctx.gradient is None else ctx.gradient.take()
-        dx = backend.dgrad(dy8, backend.restore(saved[x_end:w_end], ctx.metas[1]), ctx.x_dtype, total)
+        if ctx.metas[1] is not None:
+            w8 = backend.restore(saved[x_end:w_end], ctx.metas[1])
+        else:
+            w8 = ctx.group.weight_operand(saved[x_end:w_end], False, True, is_later=True)
+        dx = backend.dgrad(dy8, w8, ctx.x_dtype, total)
         if ctx.gradient is not None and not ctx.gives_out:
             ctx.gradient.put(dx)
             dx = None

@@ -18,7 +18,7 @@ from nemo_lowprec.compute.weight_state import WeightState, WeightStates, take_am
 from nemo_lowprec.formats import AmaxSlot, compute_amax, compute_scale
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
-from nemo_lowprec.tensors.dtensor import local_shard
+from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 
 class WeightScale(WeightState):
@@ -60,13 +60,17 @@ class WeightScale(WeightState):
         super()._measure(weight, state)
         if isinstance(weight, Fp8Weight):
             return
-        others = [(one, one.weight) for one in self.beside if one is not self]
-        weights = [weight, *(other for _, other in others if other is not None)]
-        amax = torch.stack([compute_amax(stored_data(one)) for one in weights]).amax().reshape(1)
+        others = [one for one in self.beside if one is not self]
+        found = [compute_amax(stored_data(weight)).reshape(1)]
+        for one in others:
+            other = one.weight
+            there = other is not None and not is_sharded(other)
+            found.append(compute_amax(stored_data(other)).reshape(1) if there else one.amax)  # type: ignore[arg-type]
+        amax = torch.cat(found).amax().reshape(1) if others else found[0]
         for one in self.beside or (self,):
             one.scale.copy_(compute_scale(amax, self.fmt.max, self.margin))
             one.amax.copy_(amax)
-        for one, _ in others:
+        for one in others:
             one._rescaled()
 
 
@@ -107,12 +111,14 @@ class WeightScales(WeightStates):
 
     def join(self, states: Sequence[WeightScale]) -> None:
         """Give these weights one scale from now on."""
+        scale = torch.cat([one.scale for one in states]).amin()
+        amax = torch.cat([one.amax for one in states]).amax()
         for one in states:
             one.beside = tuple(states)
+            one.scale.copy_(scale)
+            one.amax.copy_(amax)
+            one._rescaled()
         self._largest = None
-        first, weight = states[0], states[0].weight
-        if weight is not None and first._measured is not None:
-            first.measure(weight, True)
 
     def part(self, states: Sequence[WeightScale]) -> None:
         """Give each of these weights a scale of its own again, when its layer runs next."""

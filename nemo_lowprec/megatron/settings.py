@@ -196,6 +196,8 @@ def _check_layers(options: Options) -> None:
             "out, and set recompute_granularity='selective' in the model's config, with recompute_modules=['layernorm',"
             "'mlp'] or the like."
         )
+    if layers.head != "half":
+        raise ValueError("head='fp8': Megatron-core computes its output layer in half precision. Leave it out.")
     if layers.chosen is not None or layers.skip:
         raise ValueError(
             "convert and skip choose layers by name, and Megatron-core builds all of a GPTModel's alike. Leave them "

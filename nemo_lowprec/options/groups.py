@@ -49,9 +49,10 @@ class LayerFilter(Arguments):
 
     Args:
         convert: names or globs of the layers to convert (as in ``named_modules()``), or a callable
-            ``(name, module) -> bool``; None for all layers but the head. A head is converted only where ``convert``
-            names the head. ``"auto"``: all layers but the head and, after the first step, but those that are too small
-            to gain on this GPU; ``["auto"]`` is a name.
+            ``(name, module) -> bool``; None for all layers but the head. ``"auto"``: all layers but the head and, after
+            the first step, but those that are too small to gain on this GPU; ``["auto"]`` is a name.
+        head: ``"fp8"`` converts the head, too: the layer that computes the model's output. ``"half"``: a head is
+            converted only where ``convert`` names the head.
         skip: names or globs of layers to leave in half precision, whatever ``convert`` says.
         num_layers_at_start_in_half: blocks at the start of the stack that stay in half precision. The stack is the
             ``ModuleList`` with the most linear layers; in a model without a ``ModuleList`` single layers count.
@@ -59,6 +60,7 @@ class LayerFilter(Arguments):
     """
 
     convert: Literal["auto"] | Sequence[str] | Callable[..., bool] | None = "auto"
+    head: Literal["half", "fp8"] = "half"
     skip: Sequence[str] = ()
     num_layers_at_start_in_half: int = 0
     num_layers_at_end_in_half: int = 0
@@ -78,6 +80,7 @@ class LayerFilter(Arguments):
                 object.__setattr__(self, name, tuple(value))  # Hydra and YAML have lists
         for name in ("num_layers_at_start_in_half", "num_layers_at_end_in_half"):
             check_value(name, getattr(self, name), AtLeast0)
+        check_value("head", self.head, Literal["half", "fp8"])
 
     @property
     def is_auto(self) -> bool:

@@ -1,7 +1,8 @@
 """Converted layers inside of ``torch.compile``: one graph, and bit for bit the numbers without it.
 
 ``aot_eager`` runs the operators that the compiler has recorded as they are, so that results are equal. ``inductor``
-fuses what is around them, and rounds less often.
+fuses what is around them, and rounds less often. In compiled code each layer computes by itself, which rounds otherwise
+than layers that compute as one (``test_group.py``); so here they do nowhere.
 """
 
 import copy
@@ -25,6 +26,8 @@ from nemo_lowprec.formats import E4M3, DelayedScaling
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 from tests.support import CASES, Counting, Net, level_of, train
+
+pytestmark = pytest.mark.usefixtures("single_layers")
 
 TOKENS = torch.randint(128, (2, 24), generator=torch.Generator().manual_seed(5))
 SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]

@@ -10,6 +10,8 @@ from nemo_lowprec.engine import Engine
 from tests.auto import MADE_UP, made_up_times
 from tests.compute.test_compiled import Run, llama, vit
 
+pytestmark = pytest.mark.usefixtures("single_layers")
+
 MODELS = {"llama": llama, "vit": vit}
 
 

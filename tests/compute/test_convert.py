@@ -119,7 +119,7 @@ def test_a_head_that_is_tied_to_the_embedding_stays_tied_and_unconverted():
     model.out, model.head = model.head, nn.Identity()  # a name that says nothing
     model.out.weight = model.embed.weight
     result = convert(model)
-    assert result.kept == {"out": "the head (name it in convert to convert it)"}
+    assert result.kept == {"out": "the head (head='fp8' converts it)"}
     assert model.out.weight is model.embed.weight
     revert_layers(model)
     assert convert(model, convert=["out"]).low == ["out"] and model.out.weight is model.embed.weight

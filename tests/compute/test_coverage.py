@@ -131,7 +131,7 @@ def test_experts_of_transformers_are_named_with_their_share():
         ("low", "", *(f"{layers}.self_attn.{part}" for part in attend)): attention,
         ("half", "a parameter of MixtralExperts", f"{layers}.mlp.experts.gate_up_proj"): experts * 2 // 3,
         ("half", "a parameter of MixtralExperts", f"{layers}.mlp.experts.down_proj"): experts // 3,
-        ("half", "the head (name it in convert to convert it)", "lm_head"): head,
+        ("half", "the head (head='fp8' converts it)", "lm_head"): head,
         ("half", "a parameter of MixtralTopKRouter", f"{layers}.mlp.gate.weight"): 4 * 64 * 2,
         ("embedding", "an embedding", "model.embed_tokens.weight"): head,
     }
@@ -140,7 +140,7 @@ def test_experts_of_transformers_are_named_with_their_share():
         f"only {attention / total:.0%} of the elements of the matrices that this model multiplies with are in a "
         f"converted layer. Others are: {experts * 2 / 3 / total:.0%} {layers}.mlp.experts.gate_up_proj, a parameter "
         f"of MixtralExperts; {experts / 3 / total:.0%} {layers}.mlp.experts.down_proj, a parameter of MixtralExperts; "
-        f"{head / total:.0%} lm_head, the head (name it in convert to convert it); and 1 more groups."
+        f"{head / total:.0%} lm_head, the head (head='fp8' converts it); and 1 more groups."
     )
 
 
@@ -260,7 +260,7 @@ def test_a_glob_of_the_table_is_what_convert_and_skip_take():
 def test_an_embedding_that_is_the_head_is_the_head():
     model = gpt2()
     found = sizes(groups(model))
-    assert found["half", "the head (name it in convert to convert it)", "lm_head"] == 96 * 32
+    assert found["half", "the head (head='fp8' converts it)", "lm_head"] == 96 * 32
     assert found["embedding", "an embedding", "transformer.wpe.weight"] == 8 * 32
     assert sum(found.values()) == elements_of(model)
 

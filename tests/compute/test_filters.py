@@ -137,7 +137,7 @@ def test_a_head_is_known_by_its_name_and_converted_by_naming_it(name):
         return nn.ModuleDict({"body": nn.Linear(32, 32), "outer": nn.ModuleDict({name: nn.Linear(32, 64)})})
 
     result = convert(model())
-    assert result.low == ["body"] and result.kept == {f"outer.{name}": "the head (name it in convert to convert it)"}
+    assert result.low == ["body"] and result.kept == {f"outer.{name}": "the head (head='fp8' converts it)"}
     assert convert(model(), convert=[f"outer.{name}"]).low == [f"outer.{name}"]
     assert convert(model(), convert=["body", "*"]).low == ["body", f"outer.{name}"]
 

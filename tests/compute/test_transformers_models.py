@@ -52,7 +52,7 @@ def test_llama_converts_all_but_its_head_and_trains_alike(tied):
     plain = copy.deepcopy(model)
     result = convert(model)
     assert len(result.low) == 3 * 7 and len(result.norms) == 3 * 2 + 1
-    assert result.kept == {"lm_head": "the head (name it in convert to convert it)"}
+    assert result.kept == {"lm_head": "the head (head='fp8' converts it)"}
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
     want, got = loss(plain), loss(model)
     want.backward()

@@ -123,7 +123,7 @@ def test_layers_that_were_left_alone_are_shown_with_the_reason(capsys):
     assert names("7", "FP8 (delayed, reference)") == "inp, mid, blocks.*"
     assert names("1", "half precision: a side of 30 is no multiple of 16") == "odd"
     assert names("1", "half precision: in skip") == "skipped"
-    assert names("1", "half precision: the head (name it in convert to convert it)") == "head"
+    assert names("1", "half precision: the head (head='fp8' converts it)") == "head"
     assert names("1", "norm with half output") == "norm"
 
 

@@ -208,9 +208,9 @@ class Backend(ABC):
             values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
         )  # fmt: skip
 
-    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, columnwise: bool) -> Any:
-        """Weights [out_features, in_features], below each other, quantized with one scale, rowwise and as asked for."""
-        return self.quantize(torch.cat(tuple(weights)), operand, rowwise=True, columnwise=columnwise, record=False)
+    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool) -> Any:
+        """Weights [out_features, in_features], below each other, quantized with one scale."""
+        return self.quantize(torch.cat(tuple(weights)), operand, rowwise=rowwise, columnwise=columnwise, record=False)
 
     @abstractmethod
     def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> Any:

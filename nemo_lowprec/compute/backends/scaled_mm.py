@@ -99,15 +99,15 @@ class ScaledMMBackend(ReferenceBackend):
         added = adding.add_up(torch.cat(partial, 2))[0] if sums else None  # type: ignore[arg-type]
         return _oriented(row, col, scale_inv), added
 
-    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, columnwise: bool) -> Any:
+    def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool) -> Any:
         kernels = fused_kernels() if weights[0].is_cuda else None
         if kernels is None or operand.slot is None:
-            return super().quantize_weights(weights, operand, columnwise=columnwise)
+            return super().quantize_weights(weights, operand, rowwise=rowwise, columnwise=columnwise)
         heights, ins = [len(weight) for weight in weights], weights[0].shape[1]
-        row, col, scale_inv = _new_operand(weights[0], sum(heights), ins, operand, True, columnwise)
+        row, col, scale_inv = _new_operand(weights[0], sum(heights), ins, operand, rowwise, columnwise)
         for weight, into, flipped in zip(weights, _split(row, heights, 0), _split(col, heights, 1), strict=True):
             kernels.quantize(
-                weight, operand.slot.scale, operand.fmt, True, columnwise, out=into, flipped_out=flipped,
+                weight, operand.slot.scale, operand.fmt, rowwise, columnwise, out=into, flipped_out=flipped,
                 scale_inv=scale_inv,
             )  # fmt: skip
         return _oriented(row, col, scale_inv)
