@@ -142,6 +142,27 @@ def test_a_head_is_known_by_its_name_and_converted_by_naming_it(name):
     assert convert(model(), convert=["body", "*"]).low == ["body", f"outer.{name}"]
 
 
+@pytest.mark.parametrize(
+    ("layers", "want"),
+    [
+        ({}, ["body", "outer.head"]), ({"convert": None}, ["body", "outer.head"]),
+        ({"convert": ["body"]}, ["body", "outer.head"]), ({"convert": lambda name, module: False}, ["outer.head"]),
+        ({"skip": ["outer"]}, ["body"]),
+        ({"num_layers_at_end_in_half": 1}, ["body"]),
+    ],
+)  # fmt: skip
+def test_a_head_in_fp8(layers, want):
+    model = nn.ModuleDict({"body": nn.Linear(32, 32), "outer": nn.ModuleDict({"head": nn.Linear(32, 64)})})
+    assert convert(model, head="fp8", **layers).low == want
+
+
+def test_a_head_in_fp8_is_there_and_nothing_else_is_known():
+    with pytest.raises(ValueError, match="head='fp8': no layer of Sequential is known as the head"):
+        convert(nn.Sequential(nn.Linear(32, 32)), head="fp8")
+    with pytest.raises(ValueError, match="head='fp4'"):
+        LayerFilter(head="fp4")
+
+
 @pytest.mark.parametrize("argument", ["convert", "skip"])
 @pytest.mark.parametrize("pattern", ["block", "blocks.9", "*.missing", "small", ""])
 def test_a_pattern_without_a_match_is_a_value_error_that_names_it(argument, pattern):

@@ -275,13 +275,13 @@ def llama():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("chosen", [None, ("*",)], ids=["half head", "FP8 head"])
-def test_the_head_of_a_model_of_transformers(chosen, calls):
+@pytest.mark.parametrize("head", ["half", "fp8"])
+def test_the_head_of_a_model_of_transformers(head, calls):
     model = llama()
     own = type(model.lm_head)
     plain = copy.deepcopy(model)
-    convert(model, convert=chosen)
-    convert(plain, convert=chosen)
+    assert ("lm_head" in convert(model, head=head).low) == (head == "fp8")
+    convert(plain, head=head)
     plain.lm_head.__class__ = type(plain.lm_head).__mro__[2]  # without LogitsHead
     tokens = TARGETS.clamp(min=0)
     losses = []

@@ -523,3 +523,43 @@ def test_gradients_that_somebody_holds_keep_their_values(level):
         return found
 
     assert_losses_are_the_same(level, run)
+
+
+class Ends(Block):
+    """Ends with an operation that keeps its result for backward."""
+
+    def forward(self, x):
+        return super().forward(x).sigmoid()
+
+
+class EndsModel(Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.blocks = nn.ModuleList([Ends(0.0) for _ in self.blocks])
+
+
+@pytest.mark.parametrize("kind", [Model, EndsModel])
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_results_and_gradients_that_somebody_holds(level, kind):
+    """For a step and longer, and results that the caller writes to."""
+
+    def run(model, optimizer):
+        held, kept = [], []
+        model.blocks[0].register_forward_hook(lambda m, args, out: held.append(out))
+        model.blocks[1].register_forward_hook(lambda m, args, out: out.mul_(2.0) if kind is Model else None)
+        for _ in range(9):
+            x = torch.randn(2, ROWS, WIDTH, device="cuda", generator=generator, requires_grad=True)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                model(x).float().pow(2).mean().backward()
+            kept.append(x.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [t.detach().float().sum().item() for t in (*held, *kept)]
+
+    found = []
+    for graphs in (False, "blocks"):
+        generator = torch.Generator("cuda").manual_seed(1)
+        model, optimizer = made(level, graphs, kind=kind, dropout=0.0)
+        found.append(run(model, optimizer))
+    assert found[0] == found[1]
+    assert passes(model.blocks[2]) > 0

@@ -192,6 +192,11 @@ REFUSED = [
     ),
     ("bf16_with_fp8_current_scaling_mixed", {"fp8_margin": 1}, "fp8_margin=1.*current scaling.*Leave it out"),
     ("msamp_o2+fp16", {"activations": "fp8"}, "activations='fp8'.*Leave it out, and set recompute_granularity"),
+    (
+        "bf16_with_fp8_mixed",
+        {"head": "fp8"},
+        "head='fp8': Megatron-core computes its output layer in half.*out",
+    ),
     ("bf16_with_fp8_mixed", {"convert": ["*.q_proj"]}, "convert and skip choose layers by name.*Leave them out"),
     ("bf16_with_mxfp8_mixed", {"skip": ["*.q_proj"]}, "convert and skip choose layers by name.*Leave them out"),
     ("te_fp8", HALF_LAYERS, "te_fp8 scales by amaxes.*Use bf16_with_fp8_current_scaling_mixed, or leave num_layers"),

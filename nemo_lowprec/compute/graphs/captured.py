@@ -19,6 +19,7 @@ from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
+from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
 from nemo_lowprec.tensors import stored_data
@@ -72,6 +73,7 @@ class CapturedPass:
             self._capture_forward(run, structure, own)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
+        self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs)
         self._reads, self._pointers = layers.reads(), self._addresses()
 
     @contextmanager
@@ -174,14 +176,14 @@ class CapturedPass:
         return tree_unflatten(result, self._structure)
 
     def run_forward(self, leaves: list[Any]) -> tuple[_Waiting, tuple[Tensor, ...]]:
-        """Replay the forward pass. Returns the token of the pass, and the results, in memory of their own."""
+        """Replay the forward pass. Returns the token of the pass, and the results."""
         for i in self._tensors:
             self._leaves[i].detach().copy_(leaves[i])
-        self._forward.replay()
+        outputs = self._lent_outputs.written_by(self._forward.replay)
         token = _Waiting(self)
         self._waits = weakref.ref(token)
         self.runs += 1
-        return token, tuple(out.detach().clone() for out in self._outputs)
+        return token, tuple(outputs)  # type: ignore[arg-type]
 
     def run_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward pass. Returns the gradients of the arguments that require one, and of the parameters."""
@@ -192,9 +194,8 @@ class CapturedPass:
             else:
                 static.copy_(grad)
         held = self._held_gradients()
-        self._backward.replay()
+        found = self._lent_grads.written_by(self._backward.replay)
         self._waits = None
-        found: list[Tensor | None] = [None if grad is None else grad.clone() for grad in self._grad_inputs]
         for buffer, values in zip(self._grads, held, strict=True):
             if buffer is None or values is None:
                 found.append(None if buffer is None else buffer.detach())

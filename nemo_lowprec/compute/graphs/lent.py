@@ -1,0 +1,52 @@
+"""What a CUDA graph writes, handed out without a copy.
+
+A graph writes its results to the same memory whenever it runs. Mostly they are read once, by the next block, and gone
+before the graph runs again. A tensor that somebody still holds then keeps its values, and the next results are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from nemo_lowprec.compat.tensors import storage_use_count
+
+_BY_ITSELF = 2  # ``storage_use_count`` of a tensor with memory of its own
+
+
+class Lent:
+    """The results of a graph.
+
+    Args:
+        tensors: which the graph writes, right after its capture; None for no tensor. One whose memory the graph itself
+            keeps, for its backward pass, is always copied.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._tensors = list(tensors)
+        self._lends = [t is not None and storage_use_count(t) == _BY_ITSELF for t in tensors]
+
+    def written_by(self, replay: Callable[[], None]) -> list[Tensor | None]:
+        """The results of ``replay``."""
+        held = [
+            t.clone() if t is not None and lends and storage_use_count(t) > _BY_ITSELF else None
+            for t, lends in zip(self._tensors, self._lends, strict=True)
+        ]
+        replay()
+        found: list[Tensor | None] = []
+        for t, lends, before in zip(self._tensors, self._lends, held, strict=True):
+            if t is None:
+                found.append(None)
+            elif before is not None:
+                found.append(t.detach().clone())
+                t.detach().copy_(before)
+            else:
+                found.append(_same_memory(t) if lends else t.detach().clone())
+        return found
+
+
+def _same_memory(tensor: Tensor) -> Tensor:
+    """``tensor`` in its memory: no view, which could not be written to, and with versions of its own."""
+    alias = tensor.detach().new_empty(0)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())

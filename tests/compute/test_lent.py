@@ -1,0 +1,64 @@
+"""What a graph writes is handed out without a copy, and keeps its values where somebody holds it."""
+
+import torch
+
+from nemo_lowprec.compute.graphs.lent import Lent
+
+
+class Counter:
+    """Writes 1, 2, 3, ... into a tensor, as a graph does."""
+
+    def __init__(self):
+        self.memory = torch.zeros(4, 2)
+        self.lent = Lent([self.memory])
+        self.count = 0
+
+    def _replay(self):
+        self.count += 1
+        self.memory.fill_(self.count)
+
+    def run(self):
+        (found,) = self.lent.written_by(self._replay)
+        return found
+
+
+def test_a_result_that_nobody_holds_is_lent():
+    graph = Counter()
+    for count in (1, 2, 3):
+        out = graph.run()
+        assert out.data_ptr() == graph.memory.data_ptr() and out.eq(count).all()
+        del out
+
+
+def test_results_that_somebody_holds_keep_their_values():
+    graph = Counter()
+    kept = [graph.run() for _ in range(3)]
+    assert [out[0, 0].item() for out in kept] == [1, 2, 3]
+    assert len({out.data_ptr() for out in kept}) == 3
+    view = kept[0].view(-1)[1:]
+    del kept
+    assert graph.run().eq(4).all() and view.eq(1).all()
+    del view
+    assert graph.run().data_ptr() == graph.memory.data_ptr()
+
+
+def test_a_result_may_be_written_to_and_has_versions_of_its_own():
+    graph = Counter()
+    out = graph.run()
+    with torch.enable_grad():
+        out.requires_grad_()
+        square = out * out
+    del out
+    again = graph.run()
+    again.add_(1.0)
+    (grad,) = torch.autograd.grad(square.sum(), square)
+    assert again.eq(3).all() and square.eq(1).all() and grad.eq(1).all()
+
+
+def test_memory_that_the_graph_keeps_is_never_lent():
+    memory = torch.ones(3, requires_grad=True)
+    result = memory.exp()  # saved for backward
+    alone = Lent([result, None])
+    first, nothing = alone.written_by(lambda: None)
+    assert nothing is None and first.data_ptr() != result.data_ptr()
+    assert not first.requires_grad
