@@ -563,3 +563,32 @@ def test_results_and_gradients_that_somebody_holds(level, kind):
         found.append(run(model, optimizer))
     assert found[0] == found[1]
     assert passes(model.blocks[2]) > 0
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_the_body_of_a_model_of_transformers_is_one_graph(level, monkeypatch):
+    """Though the host reads integers there, which are made of constants; the model's logits are too large for one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(graphed, "_LARGE", 2 * 64 * 1024)
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=WIDTH, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).cuda()
+        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, graphs=graphs)
+        generator, losses = torch.Generator("cuda").manual_seed(1), []
+        for _ in range(9):
+            tokens = torch.randint(1024, (2, 64), device="cuda", generator=generator)
+            with torch.autocast("cuda", torch.bfloat16):
+                losses.append(model(input_ids=tokens, labels=tokens).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(torch.stack(losses).tolist())
+        assert (passes(model), passes(model.model) > 0) == (0, graphs)
+        assert not any(map(passes, model.model.layers))
+    assert found[0] == found[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -17,6 +17,7 @@ from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compat.capture import hidden_capture
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.compute.graphs.constants import KnownIntegers
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
@@ -37,6 +38,7 @@ class CapturedPass:
         block: the module.
         layers: of the block. What they read must be the same objects whenever the graphs run.
         pool: of the model.
+        reads_constants: whether the host may read what the block makes of constants alone.
 
     Raises:
         Unfit: the block did what a graph cannot do.
@@ -55,6 +57,7 @@ class CapturedPass:
         block: nn.Module,
         layers: Layers,
         pool: GraphPool,
+        reads_constants: bool,
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
@@ -70,7 +73,7 @@ class CapturedPass:
         own = [twin for twin in twins if twin.requires_grad]
         self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
         with self._capturing(), _with_parameters(block, self._all_params, twins):
-            self._capture_forward(run, structure, own)
+            self._capture_forward(run, structure, own, reads_constants)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
         self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs)
@@ -101,13 +104,16 @@ class CapturedPass:
             torch.set_autocast_cache_enabled(cached)
             torch.cuda.current_stream().wait_stream(self.pool.stream)
 
-    def _capture_forward(self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter]) -> None:
+    def _capture_forward(
+        self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter], reads_constants: bool
+    ) -> None:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
         with (
             _recording(self._forward, self.pool.forward),
             disable_saved_tensors_hooks(_SAVES_OTHERWISE),
             hidden_capture(),
+            KnownIntegers() if reads_constants else nullcontext(),
         ):
             result = run(*args, **kwargs)
         if versions != [self._leaves[i]._version for i in self._tensors]:
