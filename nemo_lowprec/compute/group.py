@@ -89,8 +89,10 @@ class LayerGroup:
         if isinstance(table, WeightScales):
             table.part(self._states)
 
-    def output(self, plan: GemmPlan, x: Tensor) -> Tensor | None:
-        """The output of the layer of ``plan`` for ``x``; None where the layer has to compute it by itself."""
+    def output(self, layer: nn.Module, plan: GemmPlan, x: Tensor) -> Tensor | None:
+        """The output of ``layer``, whose plan is ``plan``, for ``x``; None where the layer has to compute by itself."""
+        if plan.weight is None or plan.weight.layer is not layer:  # a replica of ``nn.DataParallel``
+            return None
         if plan is not self.plans[0]:
             outs = self._made.get(x)
             out: Tensor | None = None if outs is None or not torch.is_grad_enabled() else outs.pop(id(plan), None)
@@ -261,15 +263,17 @@ class LayerGroups:
 
     def see(self, plans: list[GemmPlan]) -> None:
         """Layers have read one tensor one after another; called in the backward pass of the first."""
-        first = plans[0]
-        if any(plan.group is not None for plan in plans) or first.name in self._refused:
+        if any(plan.group is not None for plan in plans) or plans[0].name in self._refused:
             return
-        if not self._can(plans):
-            if first.calls is None:
-                self._refused.add(first.name)
-            return
-        self._add(plans)
-        self.names.append(self._groups[-1].names)
+        alike: dict[Any, list[GemmPlan]] = {}
+        for plan in plans:
+            alike.setdefault(_kind(plan), []).append(plan)
+        found = [own for own in alike.values() if len(own) > 1 and self._can(own)]
+        for own in found:
+            self._add(own)
+            self.names.append(self._groups[-1].names)
+        if not found and plans[0].calls is None:
+            self._refused.add(plans[0].name)
 
     def _add(self, plans: Sequence[GemmPlan]) -> None:
         assert self._histories is not None
@@ -310,16 +314,19 @@ class LayerGroups:
                 return False
             if plan.operands["input"].slot is None or plan.operands["grad_output"].slot is None:
                 return False
-        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if any(
-            isinstance(local_shard(weight), Fp8Weight | Fp8Gathered) or weight.dtype != weights[0].dtype
-            for weight in weights
-        ):
+        local = [local_shard(layer.weight) for layer in layers]
+        if any(isinstance(weight, Fp8Weight | Fp8Gathered) for weight in local):
             return False
-        if len({stored_data(local_shard(weight)).dtype for weight in weights}) > 1:
+        if len({(weight.dtype, stored_data(weight).dtype) for weight in local}) > 1:
             return False
-        kinds = {None if bias is None else bias.dtype for bias in biases}
-        return len(kinds) == 1 and len({weight.shape[1] for weight in weights}) == 1
+        biases = {layer.bias.dtype for layer in layers if layer.bias is not None}
+        return len(biases) <= 1 and len({layer.in_features for layer in layers}) == 1
+
+
+def _kind(plan: GemmPlan) -> Any:
+    """What layers of one group have in common: frozen layers, as below adapters, are not with trained ones."""
+    weight = None if plan.weight is None else plan.weight.weight
+    return None if weight is None else weight.requires_grad
 
 
 def _is_eager(layers: Iterable[nn.Module]) -> bool:

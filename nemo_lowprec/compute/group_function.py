@@ -55,8 +55,7 @@ class GroupFunction(torch.autograd.Function):
         group.share_input(x, record)
         saves = need_dgrad and group.saves_weights
         w8 = group.weight_operand(weights, True, saves)
-        bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
-        out = backend.fprop(x8, w8, bias, out_dtype)
+        out = backend.fprop(x8, w8, _joined(biases, group.widths), out_dtype)
 
         x_tensors, x_meta = [source if gradient is None else values.detach()], None
         if need_wgrad:
@@ -112,6 +111,15 @@ class GroupFunction(torch.autograd.Function):
 apply_group = apply_function(GroupFunction)
 
 
+def _joined(biases: Sequence[Tensor | None], widths: Sequence[int]) -> Tensor | None:
+    """The biases as one, zeros for a layer without one; None for no bias at all."""
+    there = [bias for bias in biases if bias is not None]
+    if not there:
+        return None
+    each = zip(biases, widths, strict=True)
+    return torch.cat([there[0].new_zeros(width) if bias is None else bias for bias, width in each])
+
+
 class Columns(PlainSubclass):
     """The output of one layer of a group, whose rows are not next to each other in memory."""
 
@@ -155,7 +163,7 @@ def _backward(
     plan, backend, count = ctx.plan, ctx.plan.backend, len(ctx.weights)
     needs = ctx.needs_input_grad
     need_dgrad, need_weights, need_biases = needs[0], needs[1 : 1 + count], needs[1 + count : -1]
-    need_sums = ctx.bias_dtypes[0] is not None and any(need_biases)
+    need_sums = any(need_biases)
     saved, (x_end, w_end) = ctx.saved_tensors, ctx.splits
     if there is None:
         halves = [part if part.dtype == plan.half else part.to(plan.half) for part in parts]
@@ -179,14 +187,13 @@ def _backward(
             ctx.gradient.put(dx)
             dx = None
     if any(need_weights):
+        x8 = backend.restore(saved[:x_end], ctx.metas[0])
         dtypes = [computed_dtype(weight) for weight in ctx.weights]
-        alike = len(set(dtypes)) == 1
-        dw = backend.wgrad(
-            dy8, backend.restore(saved[:x_end], ctx.metas[0]), dtypes[0] if alike else torch.float32,
-            grad_buffers_of(ctx.weights) if alike else None,
-        )  # fmt: skip
-        rows = dw.split(ctx.group.widths)
-        dws = [own.to(dtype) if need else None for own, dtype, need in zip(rows, dtypes, need_weights, strict=True)]
+        if all(need_weights) and len(set(dtypes)) == 1:
+            dws = list(backend.wgrad(dy8, x8, dtypes[0], grad_buffers_of(ctx.weights)).split(ctx.group.widths))
+        else:
+            each = zip(backend.split_columns(dy8, ctx.group.widths), dtypes, need_weights, strict=True)
+            dws = [backend.wgrad(own, x8, dtype) if need else None for own, dtype, need in each]
     if need_sums:
         if sums is None:
             sums = torch.cat([part.sum(0, dtype=torch.float32) for part in parts])

@@ -45,7 +45,7 @@ class LowPrecisionLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return _compiled_layer(self, input, False)
         plan = self.gemm_plan
-        if plan.group is not None and (of_group := plan.group.output(plan, input)) is not None:
+        if plan.group is not None and (of_group := plan.group.output(self, plan, input)) is not None:
             return of_group  # type: ignore[no-any-return]
         out = linear(input, self.weight, self.bias, plan, self.training, False, None)
         return as_branch(out) if plan.ends_branch else out

@@ -1,6 +1,7 @@
 """Quantized operands that travel with a tensor: a block's q, k and v, its gate and up projections read one input.
 
-One ``SharedInput`` belongs to all converted layers of a model. It holds two things for the tensor that was read last:
+One ``SharedInput`` belongs to all converted layers of a model. It holds two things for the tensors that were read last:
+two tensors, since an adapter beside a layer reads one of its own in between.
 
 ``operand``  The tensor's values, quantized by a backend: rowwise data [rows, features], columnwise data
              [features, rows], or both, in the 8-bit format of the layers' ``input`` operand, with FP32 scales. ``rows``
@@ -17,9 +18,9 @@ orientation which the operand lacks. With delayed scaling such layers have seen 
 equal. The amax is recorded once, in the slot of the operand's maker; ``DelayedScaling.share`` enters it into the
 histories of the other readers.
 
-When the operand is dropped: when the tensor is freed or changed in place, when another tensor is read, or when the
-history behind a delayed scale was ended. Tensors that may change without a trace have no operand here: inference
-tensors, parameters, and leaves that require a gradient. Every layer quantizes such tensors for itself.
+When the operand is dropped: when the tensor is freed or changed in place, when two other tensors were read since, or
+when the history behind a delayed scale was ended. Tensors that may change without a trace have no operand here:
+inference tensors, parameters, and leaves that require a gradient. Every layer quantizes such tensors for itself.
 
 What backward adds up: to autograd the later layers read the handle, not the tensor, so that the first layer's backward
 runs last. Each layer adds its dgrad to the sum in its own GEMM; the first layer returns the sum as the gradient of the
@@ -95,6 +96,24 @@ class _Latest:
         self._source, self._version, self._value = ref(source, self._forget), source._version, value
 
 
+class _Recent:
+    """``_Latest`` for the two tensors that were asked for last."""
+
+    def __init__(self) -> None:
+        self._last, self._before = _Latest(), _Latest()
+
+    def get(self, source: Tensor) -> Any:
+        found = self._last.get(source)
+        if found is None and (found := self._before.get(source)) is not None:
+            self._last, self._before = self._before, self._last
+        return found
+
+    def set(self, source: Tensor, value: Any) -> None:
+        if self._last.get(source) is None:
+            self._last, self._before = self._before, self._last
+        self._last.set(source, value)
+
+
 class _Quantized(NamedTuple):
     """An operand that was made of a tensor.
 
@@ -139,8 +158,8 @@ class SharedInput:
 
     def __init__(self, histories: DelayedScaling | None = None) -> None:
         self.histories = histories
-        self._quantized = _Latest()
-        self._gradient = _Latest()
+        self._quantized = _Recent()
+        self._gradient = _Recent()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, ()  # no engine renews the scales of a copied model

@@ -251,6 +251,51 @@ def test_hooks_frozen_layers_and_accumulation():
     torch.testing.assert_close(twice, 2 * model.attention.q.weight.grad, rtol=0.02, atol=1e-6)
 
 
+class Adapted(nn.Module):
+    """As an adapter puts itself around a layer."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.a = base, nn.Linear(SIZE, 16, bias=False)
+        self.b = nn.Linear(16, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_adapters_are_not_with_the_frozen_layers():
+    torch.manual_seed(0)
+    model = Model()
+    for name in "qkv":
+        layer = getattr(model.attention, name).requires_grad_(False)
+        setattr(model.attention, name, Adapted(layer))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = prepare(model, torch.optim.AdamW(trained, lr=1e-2), "bf16_with_fp8_mixed", backend="reference")
+    seen = []
+    for seed in range(4):
+        _, grads = step(model, optimizer, seed)
+        seen.append(set(grads))
+    assert groups(model) == {
+        ("attention.q.base", "attention.k.base", "attention.v.base"),
+        ("attention.q.a", "attention.k.a", "attention.v.a"),
+    }
+    assert all(names == seen[0] for names in seen) and "attention.q.base.weight" not in seen[0]
+
+
+def test_biases_of_some():
+    """As Whisper's keys, which have none."""
+    found = []
+    for fill in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        model.attention.k.bias = nn.Parameter(torch.zeros(16), requires_grad=False) if fill else None
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model, optimizer = prepare(model, torch.optim.SGD(trained, lr=0.1), "bf16_with_fp8_mixed", backend="reference")
+        found.append([step(model, optimizer, seed) for seed in range(4)])
+        assert groups(model) == QKV
+    assert_same(found[0], found[1])
+
+
 def test_outputs_may_be_viewed_and_written_to():
     model, optimizer = made()
     step(model, optimizer)

@@ -208,6 +208,11 @@ class Backend(ABC):
             values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
         )  # fmt: skip
 
+    def split_columns(self, operand: Any, widths: Sequence[int]) -> list[Any]:
+        """The columnwise data of an operand [rows, features], as operands of some of its features each."""
+        part = operand.columnwise
+        return [QuantizedOperand(None, part._replace(data=data)) for data in part.data.split(list(widths))]
+
     def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool) -> Any:
         """Weights [out_features, in_features], below each other, quantized with one scale."""
         return self.quantize(torch.cat(tuple(weights)), operand, rowwise=rowwise, columnwise=columnwise, record=False)
