@@ -187,7 +187,7 @@ def in_a_process(model: str, chosen: list[str], args: argparse.Namespace, record
 
 
 def main() -> None:
-    parser = arguments(__doc__.split("\n")[0], "everyday_h200.jsonl")
+    parser = arguments(__doc__.split("\n")[0], "everyday.jsonl")
     parser.add_argument("--models", nargs="*", help="models whose name holds one of these")
     parser.add_argument("--contestants", nargs="*", help="contestants of these names, or that hold them")
     parser.add_argument("--compiled", action="store_true", help="those that compile, too")

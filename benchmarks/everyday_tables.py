@@ -13,7 +13,7 @@ from benchmarks.rst import block, failure, origin, simple_table
 
 __all__ = ["everyday", "everyday_picture", "figures"]
 
-_RESULTS = RESULTS / "everyday_h200.jsonl"
+_RESULTS = RESULTS / "everyday.jsonl"
 DEFAULT = "bf16_with_fp8_mixed"  # the level of prepare()
 _COLUMNS = {  # contestant to its column's title
     f"{EAGER}, blocks compiled": "BF16, compiled",
@@ -26,7 +26,7 @@ _PICTURED = ("timm ViT-L", "Swin-1.0B", "BERT-large", "Llama 1.1B, 4 x 2048", "L
 
 
 def figures() -> dict[str, dict[str, dict[str, Any]]]:
-    """Figures of everyday_h200.jsonl, by model and contestant; those with an error, too."""
+    """Figures of everyday.jsonl, by model and contestant; those with an error, too."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for f in read(_RESULTS)[1]:
         found.setdefault(f["model"], {})[f["name"]] = f
@@ -97,7 +97,7 @@ def everyday_picture() -> Picture:
     gains = _gains(found, OURS + DEFAULT)
     gpu = read(_RESULTS)[0][0]["gpu"]
     return Picture(
-        "everyday_h200.png",
+        "everyday.png",
         f"``{DEFAULT}`` with default arguments is between {min(gains):.2f} and {max(gains):.2f} × as fast as BF16 "
         f"autocast on {len(gains)} models.",
         "Bars: five rows of the table below, each with the fastest of BF16 autocast eager, compiled and with CUDA "

@@ -17,7 +17,7 @@ def figure(name, x):
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    path = tmp_path / "everyday_h200.jsonl"
+    path = tmp_path / "everyday.jsonl"
     monkeypatch.setattr(everyday_tables, "_RESULTS", path)
     record = Record(path)
     for model in ("timm ViT-L, batch 64", "BERT-large, 32 x 512"):
@@ -77,7 +77,7 @@ def test_the_picture_has_pairs_of_bars(results, tmp_path):
 
 
 def test_without_results_the_table_says_which_file_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(everyday_tables, "_RESULTS", tmp_path / "everyday_h200.jsonl")
+    monkeypatch.setattr(everyday_tables, "_RESULTS", tmp_path / "everyday.jsonl")
     for make in (everyday_tables.everyday, everyday_tables.everyday_picture):
-        with pytest.raises(FileNotFoundError, match="everyday_h200"):
+        with pytest.raises(FileNotFoundError, match="everyday"):
             make()
