@@ -23,7 +23,7 @@ from nemo_lowprec.compat.tensors import is_plain
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import QuantizedOperand, is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.group_function import Columns, apply_group
+from nemo_lowprec.compute.group_function import apply_group
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader, reader_of
 from nemo_lowprec.compute.shared_input import _Latest, _may_change_unseen
@@ -106,8 +106,6 @@ class LayerGroup:
             self._given_up(self)
             return None
         first, *others = self._compute(x, False)
-        for out in (first, *others):
-            out.__class__ = Columns
         self._left = len(others)
         self._judges = not saves_through_hooks()  # recomputation inside of backward may stop before all are called
         self._made.set(x, {id(plan): out for plan, out in zip(self.plans[1:], others, strict=True)})

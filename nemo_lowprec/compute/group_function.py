@@ -1,10 +1,11 @@
-"""The passes of layers that read one tensor, as one GEMM each: q, k and v of a block, its gate and up projections.
+"""The passes of layers that read one tensor, as one: q, k and v of a block, its gate and up projections.
 
-forward   quantize the input [M, K] (``SharedInput``), the weights below each other [N, K], ``backend.fprop``
-backward  quantize the output gradients side by side [M, N], ``backend.dgrad``, ``backend.wgrad``
+forward   quantize the input [M, K] (``SharedInput``), the weights below each other [N, K]; one ``backend.fprop`` to a
+          joint output [M, N], or one for each layer's output
+backward  quantize the output gradients side by side [M, N], one ``backend.dgrad``, one ``backend.wgrad``
 
-The output is one tensor, or a tensor for each layer: columns of one memory. The parameters' gradients are rows of one
-memory.
+The parameters' gradients are rows of one memory. Outputs that go different ways have memory of their own: of q, k and
+v, attention keeps v for backward, and would keep all three.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
-from nemo_lowprec.compat.tensors import PlainSubclass
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import _hand_on, _saved_input
 from nemo_lowprec.compute.linear_function import grad_buffers_of, not_a_view, read_grad_buffer
@@ -55,7 +55,11 @@ class GroupFunction(torch.autograd.Function):
         group.share_input(x, record)
         saves = need_dgrad and group.saves_weights
         w8 = group.weight_operand(weights, True, saves)
-        out = backend.fprop(x8, w8, _joined(biases, group.widths), out_dtype)
+        if joint:
+            outs = [backend.fprop(x8, w8, _joined(biases, group.widths), out_dtype)]
+        else:
+            each = zip(backend.split_rows(w8, group.widths), biases, strict=True)
+            outs = [backend.fprop(x8, own, bias, out_dtype) for own, bias in each]
 
         x_tensors, x_meta = [source if gradient is None else values.detach()], None
         if need_wgrad:
@@ -76,9 +80,7 @@ class GroupFunction(torch.autograd.Function):
         ctx.gradient, ctx.gives_out = gradient, gives_out
         for weight in weights:
             read_grad_buffer(weight)  # type: ignore[arg-type]
-        if joint:
-            return handle, not_a_view(out, [*shape[:-1], out.shape[1]])
-        return handle, *_columns(out, shape, group.widths)
+        return handle, *(not_a_view(out, [*shape[:-1], out.shape[1]]) for out in outs)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -118,28 +120,6 @@ def _joined(biases: Sequence[Tensor | None], widths: Sequence[int]) -> Tensor | 
         return None
     each = zip(biases, widths, strict=True)
     return torch.cat([there[0].new_zeros(width) if bias is None else bias for bias, width in each])
-
-
-class Columns(PlainSubclass):
-    """The output of one layer of a group, whose rows are not next to each other in memory."""
-
-    def view(self, *shape: Any) -> Tensor:  # type: ignore[override]
-        try:
-            return Tensor.view(self, *shape)
-        except RuntimeError:  # a layer's own output has a view of any shape
-            return Tensor.contiguous(self).view(*shape)
-
-
-def _columns(out: Tensor, shape: Sequence[int], widths: Sequence[int]) -> list[Tensor]:
-    """The columns of ``out`` [rows, all features], [..., features] each: no views, which could not be written to."""
-    found, first, strides = [], 0, [out.stride(0)]
-    for size in reversed(shape[1:-1]):
-        strides.insert(0, strides[0] * size)
-    for width in widths:
-        into = out.new_empty(0)
-        found.append(into.set_(out.untyped_storage(), first, [*shape[:-1], width], [*strides, 1]))
-        first += width
-    return found
 
 
 def _parts(ctx: Any, grads: Sequence[Tensor | None]) -> list[Tensor]:

@@ -208,6 +208,11 @@ class Backend(ABC):
             values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
         )  # fmt: skip
 
+    def split_rows(self, operand: Any, heights: Sequence[int]) -> list[Any]:
+        """The rowwise data of an operand, as operands of some of its rows each."""
+        part = operand.rowwise
+        return [QuantizedOperand(part._replace(data=data)) for data in part.data.split(list(heights))]
+
     def split_columns(self, operand: Any, widths: Sequence[int]) -> list[Any]:
         """The columnwise data of an operand [rows, features], as operands of some of its features each."""
         part = operand.columnwise
