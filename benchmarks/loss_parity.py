@@ -33,7 +33,9 @@ from benchmarks.record import Record, arguments, earlier
 SEQUENCE, BATCH, EVERY = 1024, 16, 20
 BASELINE = "bf16_mixed"
 # A level may be followed by options: ``msamp_o2+stochastic_rounding``. These stand for more than "is True".
-VARIANTS = {"fp8_head": {"convert": "*"}}
+VARIANTS = {
+    "fp8_head": {"convert": "*"}, "fp8_activations": {"activations": "fp8"}, "no_graphs": {"graphs": False},
+}  # fmt: skip
 
 
 def train(level: str, seed: int, steps: int, data_dir: str, out: Path) -> None:
