@@ -72,6 +72,23 @@ def test_only_the_gemms_and_casts_that_run_are_counted():
     assert H200.in_fp8(whole, RECIPE) - H200.in_fp8(whole, RECIPE, True) == pytest.approx(saved)
 
 
+def test_layers_that_compute_as_one_are_converted_all_or_none():
+    names = ["q", "k", "v"]
+
+    def choice(rows, joins):
+        calls = Calls()
+        calls.groups[tuple(Call(name, rows, 256, 256, True, True) for name in names), False] = 24
+        cost = costs(calls, names, H200, RECIPE, STORED["half"], joins=joins)
+        return cost, set(choose(cost, names, H200, "BF16", 0).left)
+
+    for rows in (256, 1024, 4096, 16384, 65536):
+        alone, joined = choice(rows, False), choice(rows, True)
+        assert joined[1] in (set(), set(names)) and joined[1] <= alone[1]
+        assert joined[0][:, 1].equal(alone[0][:, 1])  # in half precision nothing changes
+        assert joined[0][:, 0].sum() <= alone[0][:, 0].sum() + 1e-3
+    assert choice(4096, False)[1] and not choice(4096, True)[1]  # as one they gain
+
+
 def test_a_gradient_that_an_activation_quantizes_costs_less():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
