@@ -323,7 +323,7 @@ class LayerGroups:
 
 def _kind(plan: GemmPlan) -> Any:
     """What layers of one group have in common: frozen layers, as below adapters, are not with trained ones."""
-    weight = None if plan.weight is None else plan.weight.weight
+    weight = plan.weight.weight if isinstance(plan.weight, WeightScale) else None  # traced plans have another object
     return None if weight is None else weight.requires_grad
 
 
