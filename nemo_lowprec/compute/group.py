@@ -57,9 +57,10 @@ class LayerGroup:
         self.widths = [layer.out_features for layer in _layers(plans) or ()]
         self._own = [plan.operands["grad_output"].slot for plan in plans]
         histories.join(self._own[0], self._own[1:])
-        for state, plan, slot in zip(self._states[1:], self.plans[1:], self._own[1:], strict=True):
+        self._before = [state.histories for state in self._states]
+        for state, plan in zip(self._states[1:], self.plans[1:], strict=True):
             plan.operands["grad_output"].slot = self._own[0]
-            state.histories = [*(one for one in state.histories if one is not slot), slot, self._own[0]]
+            state.histories = [*state.histories, self._own[0]]  # they start anew where the weight is written
         table = self._states[0].table
         assert isinstance(table, WeightScales)
         table.join(self._states)
@@ -83,8 +84,8 @@ class LayerGroup:
 
     def part(self) -> None:
         """Let each layer compute by itself."""
-        for plan, slot in zip(self.plans, self._own, strict=True):
-            plan.group, plan.operands["grad_output"].slot = None, slot
+        for plan, state, slot, histories in zip(self.plans, self._states, self._own, self._before, strict=True):
+            plan.group, plan.operands["grad_output"].slot, state.histories = None, slot, histories
         table = self._states[0].table
         if isinstance(table, WeightScales):
             table.part(self._states)

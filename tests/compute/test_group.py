@@ -157,6 +157,25 @@ def test_weights_and_output_gradients_of_a_group_have_one_scale(level):
     assert_one_scale()
 
 
+def test_a_model_that_is_settled_again_is_as_before():
+    model, optimizer = made()
+    for seed in range(2):
+        step(model, optimizer, seed)
+    computation = Engine.of(model).columns.computation
+    of = plans(model)
+    before = [(len(plan.weight.histories), plan.operands["grad_output"].slot) for plan in of.values()]
+    for _ in range(2):
+        computation.settle()
+    assert groups(model) == QKV
+    assert before == [(len(plan.weight.histories), plan.operands["grad_output"].slot) for plan in of.values()]
+    computation._joined.part()
+    assert not groups(model)
+    slots = computation.own_amaxes.histories.slots
+    for name, plan in of.items():
+        assert plan.operands["grad_output"].slot is slots[f"{name}.grad_output"]
+        assert len(plan.weight.histories) == 2
+
+
 def test_histories_go_on_for_each_layer():
     model, optimizer = made()
     for seed in range(3):
