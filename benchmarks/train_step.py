@@ -173,20 +173,20 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "nemo_lowprec msamp_o2": ours("msamp_o2"),
         "nemo_lowprec msamp_o3": ours("msamp_o3"),
         "nemo_lowprec msamp_o2, cuDNN attention": ours("msamp_o2", attention="cudnn"),
-        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head": ours("msamp_o2", attention="cudnn", head="fp8"),
-        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head": ours("msamp_o3", attention="cudnn", head="fp8"),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head": ours("msamp_o2", attention="cudnn", convert="*"),
+        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head": ours("msamp_o3", attention="cudnn", convert="*"),
         "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head": ours(
-            "bf16_with_fp8_mixed", attention="cudnn", head="fp8"
+            "bf16_with_fp8_mixed", attention="cudnn", convert="*"
         ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": within(
             lambda: prefer_attention("cudnn"), te
         ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, Liger kernels": within(liger, te),
         "nemo_lowprec msamp_o2, cuDNN attention, FP8 head, Liger kernels": within(
-            liger, ours("msamp_o2", attention="cudnn", head="fp8")
+            liger, ours("msamp_o2", attention="cudnn", convert="*")
         ),
         "nemo_lowprec msamp_o3, cuDNN attention, FP8 head, Liger kernels": within(
-            liger, ours("msamp_o3", attention="cudnn", head="fp8")
+            liger, ours("msamp_o3", attention="cudnn", convert="*")
         ),
         "nemo_lowprec msamp_o1": ours("msamp_o1"),
         "nemo_lowprec msamp_o2, stochastic_rounding": ours("msamp_o2", stochastic_rounding=True),

@@ -226,8 +226,7 @@ class Computation(Column):
             self.conversion.left = {} if choice is None else choice.among(self.conversion.low)
             self._filter.leave(self.conversion.left)
             self._filter.watch(self.is_undecided)
-        if self._joined is not None:
-            self._joined.part()
+        self._part()
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.settle(self.device, self._gathered_as)
         again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
@@ -239,12 +238,16 @@ class Computation(Column):
         self._capture_blocks()
 
     def _join(self) -> None:
-        """Let layers compute as one that are known to, and learn of others."""
-        if self._joined is not None:
-            self._joined.part()
+        """Let the layers compute as one that are known to, and learn of others."""
         modules = self._model.modules() if self._model is not None else ()
         plans = {plan.name: plan for module in modules for plan in gemm_plans(module).values() if plan.recipe}
         self._joined = LayerGroups(plans, self.own_amaxes.histories, self.own_amaxes.groups)
+
+    def _part(self) -> None:
+        """Let every layer compute by itself."""
+        if self._joined is not None:
+            self._joined.part()
+            self._joined = None
 
     def _capture_blocks(self) -> None:
         """Let the model's blocks run as CUDA graphs, once they have run a few times."""
@@ -351,14 +354,14 @@ class Computation(Column):
                 self._take(choice)
         self.own_amaxes.groups[:] = [tuple(names) for names in state.get(_GROUPS, [])]
         if self._settled:
+            self._part()
             self._join()
 
     def remove(self) -> None:
         if self._graphs is not None:
             self._graphs.remove()
-        if self._joined is not None:
-            self._joined.part()
-        self._graphs = self._filter = self._joined = self.when_decided = None
+        self._part()
+        self._graphs = self._filter = self.when_decided = None
         self._settled = False
         self._hooks.close()
         if self._model is not None:

@@ -48,10 +48,10 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
         total = None if ctx.gradient is None else ctx.gradient.take()
         dx = dx if total is None else dx + total[: ctx.rows]
         if ctx.gradient is not None and not ctx.gives_out:
-            _hand_on(ctx, ctx.gradient, dx)
+            hand_on(ctx, ctx.gradient, dx)
             dx = None
     if need_wgrad and is_wanted(ctx, 1):
-        values = plan.in_half("input", _saved_input(ctx))
+        values = plan.in_half("input", saved_input(ctx))
         dw = plan.backend.matmul(plan.in_half("grad_output", dy).t(), values, ctx.grad_dtype)
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:
@@ -66,13 +66,14 @@ def among_rows(values: Tensor, part: tuple[int, int], all_rows: int) -> Tensor:
     return F.pad(values, (0, 0, part[0], all_rows - part[1]))
 
 
-def _hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
+def hand_on(ctx: Any, gradient: InputGradient, total: Tensor) -> None:
+    """Put ``total`` into ``gradient`` where this backward pass goes on to the layer that takes the sum."""
     # A sum that no layer takes would keep its graph alive, and the graph the sum.
     if is_wanted(ctx, 0):
         gradient.put(total)
 
 
-def _saved_input(ctx: Any) -> Tensor:
+def saved_input(ctx: Any) -> Tensor:
     """The saved input [rows, in_features] in half precision, linked to the graph that made the input."""
     plan, saved, (x_end, w_end) = ctx.plan, ctx.saved_tensors, ctx.splits
     if ctx.metas[0] is None:
@@ -143,5 +144,5 @@ class _LinkedInput(torch.autograd.Function):
         total = ctx.gradient.take()
         grad = grad.to(ctx.dtype)
         grad = grad if total is None else grad + total[: len(grad)]
-        _hand_on(ctx, ctx.gradient, F.pad(grad, (0, 0, 0, ctx.pad)))  # a copy, since the next layer adds in place
+        hand_on(ctx, ctx.gradient, F.pad(grad, (0, 0, 0, ctx.pad)))  # a copy, since the next layer adds in place
         return None, None, None, None, None

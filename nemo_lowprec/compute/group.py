@@ -26,7 +26,7 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.group_function import apply_group
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader, reader_of
-from nemo_lowprec.compute.shared_input import _Latest, _may_change_unseen
+from nemo_lowprec.compute.shared_input import Latest, may_change_unseen
 from nemo_lowprec.compute.weight_scales import WeightScale, WeightScales
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
@@ -66,7 +66,7 @@ class LayerGroup:
         table.join(self._states)
         for plan in plans:
             plan.group = self
-        self._made = _Latest()
+        self._made = Latest()
         self._left = 0  # outputs that no layer has handed out
         self._judges, self._missed = True, 0
         self._kept: tuple[Any, list[Any]] | None = None
@@ -86,6 +86,7 @@ class LayerGroup:
         """Let each layer compute by itself."""
         for plan, state, slot, histories in zip(self.plans, self._states, self._own, self._before, strict=True):
             plan.group, plan.operands["grad_output"].slot, state.histories = None, slot, histories
+            state.drop()  # what is kept of the weights has one 1 / scale in common
         table = self._states[0].table
         if isinstance(table, WeightScales):
             table.part(self._states)
@@ -126,7 +127,7 @@ class LayerGroup:
         layers, plan = _layers(self.plans), self.plans[0]
         if layers is None or not torch.is_grad_enabled() or is_transformed() or plan.calls is not None:
             return False
-        if not is_plain(x) or not x.numel() or _may_change_unseen(x) or plan.observers.quantized:
+        if not is_plain(x) or not x.numel() or may_change_unseen(x) or plan.observers.quantized:
             return False
         if x.numel() // x.shape[-1] % plan.backend.row_multiple or plan.inputs.again:
             return False
@@ -189,7 +190,7 @@ class LayerGroup:
         """The quantized weights, below each other; kept until a weight is written where the layers keep them.
 
         Args:
-            is_later: whether a backward pass asks, for which nothing was saved.
+            is_later: whether backward calls, after a forward pass that has saved no operand of the weights.
         """
         plan, states = self.plans[0], self._states
         data = [stored_data(weight) for weight in weights]
@@ -201,7 +202,7 @@ class LayerGroup:
                 return plan.backend.copy_operand(operand)  # type: ignore[no-any-return]
         with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
             operand = self._quantized(data, True, columnwise)
-            parts = _split(operand, self.widths)
+            parts = operand.split(self.widths, 0)
         for state, part in zip(states, parts, strict=True):
             state.keep(part, True, columnwise, False)
         self._kept = operand, parts
@@ -211,22 +212,6 @@ class LayerGroup:
         plan, how = self.plans[0], {"rowwise": rowwise, "columnwise": columnwise}
         made: QuantizedOperand = plan.backend.quantize_weights(data, plan.operands["weight"], **how)
         return made
-
-
-def _split(operand: QuantizedOperand, widths: Sequence[int]) -> list[QuantizedOperand]:
-    """The operands of the single weights, in the memory of ``operand``."""
-    row, col = operand.rowwise, operand.columnwise
-    found, first = [], 0
-    for width in widths:
-        own = slice(first, first + width)
-        found.append(
-            QuantizedOperand(
-                None if row is None else row._replace(data=row.data[own]),
-                None if col is None else col._replace(data=col.data[:, own]),
-            )
-        )
-        first += width
-    return found
 
 
 def _layers(plans: Iterable[GemmPlan]) -> list[LowPrecisionLinear] | None:
@@ -323,10 +308,11 @@ class LayerGroups:
 
 
 def _kind(plan: GemmPlan) -> Any:
-    """What layers of one group have in common: frozen layers, as below adapters, are not with trained ones."""
+    """Whether the weight is trained. Frozen layers, such as those below adapters, form no group with trained layers."""
     weight = plan.weight.weight if isinstance(plan.weight, WeightScale) else None  # traced plans have another object
     return None if weight is None else weight.requires_grad
 
 
 def _is_eager(layers: Iterable[nn.Module]) -> bool:
+    """Whether the layers run as they are, neither traced nor with a forward of their own."""
     return not torch.compiler.is_compiling() and not any("forward" in layer.__dict__ for layer in layers)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
 from nemo_lowprec.compute.autocast import AutocastOff
-from nemo_lowprec.compute.double_backward import _hand_on, _saved_input
+from nemo_lowprec.compute.double_backward import hand_on, saved_input
 from nemo_lowprec.compute.linear_function import grad_buffers_of, not_a_view, read_grad_buffer
 from nemo_lowprec.compute.producers import computed, offered
 from nemo_lowprec.compute.shared_input import no_values
@@ -58,18 +58,16 @@ class GroupFunction(torch.autograd.Function):
         if joint:
             outs = [backend.fprop(x8, w8, _joined(biases, group.widths), out_dtype)]
         else:
-            each = zip(backend.split_rows(w8, group.widths), biases, strict=True)
+            each = zip(w8.split(group.widths, 0), biases, strict=True)
             outs = [backend.fprop(x8, own, bias, out_dtype) for own, bias in each]
 
-        x_tensors, x_meta = [source if gradient is None else values.detach()], None
-        if need_wgrad:
-            x_tensors, x_meta = backend.save(x8)
+        x_tensors, x_meta = backend.save(x8) if need_wgrad else ([], None)
         w_tensors, w_meta = list(weights) if need_dgrad else [], None
         if saves:
             w_tensors, w_meta = backend.save(w8)
         handle = no_values(x) if gives_out else None
         # The link: a second derivative reaches the input through it; it holds no values.
-        link = [] if gradient is None else [handle if gives_out else source]
+        link = [handle if gives_out else source] if need_wgrad and gradient is not None else []
         ctx.save_for_backward(*x_tensors, *w_tensors, *link)
         ctx.splits = len(x_tensors), len(x_tensors) + len(w_tensors)
         ctx.metas = x_meta, w_meta
@@ -172,7 +170,7 @@ def _backward(
         if all(need_weights) and len(set(dtypes)) == 1:
             dws = list(backend.wgrad(dy8, x8, dtypes[0], grad_buffers_of(ctx.weights)).split(ctx.group.widths))
         else:
-            each = zip(backend.split_columns(dy8, ctx.group.widths), dtypes, need_weights, strict=True)
+            each = zip(dy8.split(ctx.group.widths, 1), dtypes, need_weights, strict=True)
             dws = [backend.wgrad(own, x8, dtype) if need else None for own, dtype, need in each]
     if need_sums:
         if sums is None:
@@ -198,10 +196,10 @@ def _differentiable_backward(ctx: Any, parts: list[Tensor]) -> tuple[Tensor | No
         dx = sum(each[1:], each[0])
         dx = dx if total is None else dx + total[: ctx.rows]
         if ctx.gradient is not None and not ctx.gives_out:
-            _hand_on(ctx, ctx.gradient, dx)
+            hand_on(ctx, ctx.gradient, dx)
             dx = None
     wanted = [needs[1 + i] and is_wanted(ctx, 1 + i) for i in range(count)]
-    values = plan.in_half("input", _saved_input(ctx)) if any(wanted) else None
+    values = plan.in_half("input", saved_input(ctx)) if any(wanted) else None
     dws = [
         backend.matmul(half.t(), values, gradient_dtype(weight)) if want and values is not None else None
         for half, weight, want in zip(halves, ctx.weights, wanted, strict=True)

@@ -80,7 +80,7 @@ def _handed_out(source: Tensor) -> tuple[InputGradient, Tensor] | None:
 
 
 def forget(gradient: InputGradient) -> None:
-    """The norm's backward pass has run: what it has handed out would keep its input alive."""
+    """Drop the handle of ``gradient``, which would keep the norm's input alive after the norm's backward pass."""
     global _latest
     if _latest is not None and _latest[2] is gradient:
         _latest = None

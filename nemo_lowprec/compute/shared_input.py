@@ -77,7 +77,7 @@ def no_values(source: Tensor) -> Tensor:
     return _nothing(source.device).detach() if source.is_cuda and type(source) is Tensor else source.new_empty(0)
 
 
-class _Latest:
+class Latest:
     """A value that belongs to one tensor, until the tensor is freed, is changed, or another one takes its place."""
 
     def __init__(self) -> None:
@@ -97,10 +97,10 @@ class _Latest:
 
 
 class _Recent:
-    """``_Latest`` for the two tensors that were asked for last."""
+    """``Latest`` for the two tensors that were asked for last."""
 
     def __init__(self) -> None:
-        self._last, self._before = _Latest(), _Latest()
+        self._last, self._before = Latest(), Latest()
 
     def get(self, source: Tensor) -> Any:
         found = self._last.get(source)
@@ -176,7 +176,7 @@ class SharedInput:
             operand: the layer's ``input`` operand.
             record: whether the amax enters the operand's history.
         """
-        if _may_change_unseen(source):
+        if may_change_unseen(source):
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
         key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
@@ -221,7 +221,7 @@ class SharedInput:
             record: whether the readers train (``module.training``).
             reader: is told when the operand is read.
         """
-        if not _may_change_unseen(source):
+        if not may_change_unseen(source):
             key = _key(backend, torch.Size(shape), dtype, operand, record)
             self._keep(source, key, operand, data, rowwise, columnwise, reader)
 
@@ -248,7 +248,7 @@ def _key(backend: Backend, shape: torch.Size, dtype: torch.dtype, operand: Opera
     return type(backend), shape, dtype, operand.scaling, operand.fmt, operand.margin, record
 
 
-def _may_change_unseen(source: Tensor) -> bool:
+def may_change_unseen(source: Tensor) -> bool:
     """Whether the values may change while the version does not.
 
     Inference tensors count no versions, and a leaf that is trained may be written through ``.data``. A parameter also

@@ -118,7 +118,7 @@ def costs(
             one = group[0]._replace(outs=sum(call.outs for call in group))
             forward = [times.in_fp8(c._replace(dgrad=False, wgrad=False), recipe) for c in (one, *group)]
             together = shared + times.in_fp8(one, recipe, all(call.name in offered for call in group))
-            together += sum(forward[1:]) - forward[0]  # each has an output of its own
+            together += sum(forward[1:]) - forward[0]  # each layer has an output of its own
             alone = sum(half for *_, half in each)
             if together < alone:  # each at the same share of its half time, so that all are converted or none
                 each, gained, shared = [(c, h * together / alone, h) for c, _, h in each], [0.0] * len(each), 0.0

@@ -31,8 +31,8 @@ class WeightScale(WeightState):
         margin: the scale is divided by 2**margin.
         scale: shape [1], FP32, view into the table.
         amax: shape [1], FP32, view into the table: the weight's amax when it was measured.
-        beside: the scales of weights that lie in one operand with this one, itself included; all are equal, of the
-            largest of their amaxes. Empty for a weight by itself.
+        beside: the ``WeightScale``s of all weights of one ``LayerGroup``, this one included: their scales are equal, of
+            the largest of their amaxes. Empty for a weight without a group.
     """
 
     __slots__ = ("amax", "beside", "fmt", "margin", "scale")

@@ -245,7 +245,7 @@ def _is_even(values: Tensor) -> bool:
 
 
 def _are_even(*results: Tensor | None) -> bool:
-    """The same for the memory of results."""
+    """Whether the addresses and strides of results are multiples of 16, for which Triton compiles a form of its own."""
     return not any(t is not None and (t.data_ptr() % 16 or t.stride(0) % 16) for t in results)
 
 

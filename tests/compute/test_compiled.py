@@ -2,7 +2,7 @@
 
 ``aot_eager`` runs the operators that the compiler has recorded as they are, so that results are equal. ``inductor``
 fuses what is around them, and rounds less often. In compiled code each layer computes by itself, which rounds otherwise
-than layers that compute as one (``test_group.py``); so here they do nowhere.
+than layers that compute as one (``test_group.py``); so no layers compute as one in these tests.
 """
 
 import copy

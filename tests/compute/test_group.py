@@ -168,8 +168,11 @@ def test_a_model_that_is_settled_again_is_as_before():
         computation.settle()
     assert groups(model) == QKV
     assert before == [(len(plan.weight.histories), plan.operands["grad_output"].slot) for plan in of.values()]
-    computation._joined.part()
+    step(model, optimizer)
+    assert any(plan.weight._kept is not None for plan in of.values())
+    computation._part()
     assert not groups(model)
+    assert all(plan.weight._kept is None for plan in of.values() if plan.name in next(iter(QKV)))
     slots = computation.own_amaxes.histories.slots
     for name, plan in of.items():
         assert plan.operands["grad_output"].slot is slots[f"{name}.grad_output"]

@@ -1,5 +1,7 @@
 """Layers that compute as one on a GPU: operands in one memory, kept weights, CUDA graphs."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.graphs.graphed import GraphedForward
 from nemo_lowprec.compute.group import LayerGroups
 from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import E4M3, E5M2, DelayedScaling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -190,3 +193,29 @@ def test_kept_weights_follow_the_step_and_serve_single_layers(level):
         for plan in gemm_plans(module).values():
             plan.weight.drop()
     assert torch.equal(passed(), alone)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("weight_cache", [False, True])
+def test_layers_that_compute_by_themselves_again(weight_cache, graphs, monkeypatch):
+    """Each reads its weight with a scale of its own, whatever was kept or captured of the group."""
+    model, optimizer = made("bf16_with_fp8_mixed", weight_cache=weight_cache, graphs=graphs)
+    with torch.no_grad():
+        for block in model[1]:
+            block.v.weight.mul_(16)  # whose scale the group has
+    train(model, optimizer)
+    assert len(groups(model)) == 6
+    monkeypatch.setattr(LayerGroups, "_can", lambda *_: False)
+    Engine.of(model).columns.computation._joined.part()
+    other = copy.deepcopy(model)  # measures its weights
+    x = torch.randn(4, 64, SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
+    for _ in range(3):
+        outs = []
+        for each in (model, other):
+            with torch.autocast("cuda", BF16):
+                outs.append(each(x).float())
+            outs[-1].pow(2).mean().backward()
+        assert (outs[0] - outs[1]).norm() < 0.01 * outs[1].norm()
+        for got, want in zip(model.parameters(), other.parameters(), strict=True):
+            assert (got.grad - want.grad).norm() < 0.05 * want.grad.norm()
+            got.grad = want.grad = None

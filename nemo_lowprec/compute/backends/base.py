@@ -126,6 +126,15 @@ class QuantizedOperand:
     rowwise: Orientation | None = None
     columnwise: Orientation | None = None
 
+    def split(self, sizes: Sequence[int], dim: int) -> list[QuantizedOperand]:
+        """Operands of ``sizes`` rows each (``dim`` 0), or features (``dim`` 1), in the memory of this operand."""
+        parts = [
+            [None] * len(sizes) if part is None else
+            [part._replace(data=data) for data in part.data.split(list(sizes), place)]
+            for part, place in ((self.rowwise, dim), (self.columnwise, 1 - dim))
+        ]  # fmt: skip
+        return [QuantizedOperand(row, col) for row, col in zip(*parts, strict=True)]
+
 
 class Packing(ABC):
     """How a ``QuantizedOperand`` of values [rows, features] becomes a list of tensors."""
@@ -159,7 +168,7 @@ class Backend(ABC):
         name: as in ``backend=``.
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
         ignores_autocast: whether the FP8 GEMMs give the same results under autocast.
-        joins: whether operands of several layers can be one operand: ``quantize_parts``, ``quantize_weights``.
+        joins: whether ``quantize_parts`` and ``quantize_weights`` make one ``QuantizedOperand`` of several layers'.
     """
 
     name: str
@@ -207,16 +216,6 @@ class Backend(ABC):
         return self.quantize_grad(
             values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
         )  # fmt: skip
-
-    def split_rows(self, operand: Any, heights: Sequence[int]) -> list[Any]:
-        """The rowwise data of an operand, as operands of some of its rows each."""
-        part = operand.rowwise
-        return [QuantizedOperand(part._replace(data=data)) for data in part.data.split(list(heights))]
-
-    def split_columns(self, operand: Any, widths: Sequence[int]) -> list[Any]:
-        """The columnwise data of an operand [rows, features], as operands of some of its features each."""
-        part = operand.columnwise
-        return [QuantizedOperand(None, part._replace(data=data)) for data in part.data.split(list(widths))]
 
     def quantize_weights(self, weights: Sequence[Tensor], operand: Operand, *, rowwise: bool, columnwise: bool) -> Any:
         """Weights [out_features, in_features], below each other, quantized with one scale."""

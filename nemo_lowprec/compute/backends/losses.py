@@ -13,7 +13,7 @@ def _own(targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
 
 
 def losses_of(logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """``triton_cross_entropy.forward``."""
+    """The losses, and the logs of the sums of exponentials, as ``triton_cross_entropy.forward`` returns them."""
     values = logits.float()
     lse = values.logsumexp(1)
     place, there = _own(targets, ignore)
@@ -22,7 +22,7 @@ def losses_of(logits: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Ten
 
 
 def gradient_of(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, ignore: int) -> Tensor:
-    """``triton_cross_entropy.backward``."""
+    """The gradient of the logits, as ``triton_cross_entropy.backward`` returns it."""
     place, there = _own(targets, ignore)
     scale = torch.where(there, scale.unsqueeze(1), 0.0)
     grad = (logits.float() - lse.unsqueeze(1)).exp_().mul_(scale)

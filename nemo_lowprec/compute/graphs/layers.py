@@ -37,8 +37,9 @@ class Layers:
         return not any([slot.cold for slot in self._slots])
 
     def reads(self) -> list[Any]:
-        """Objects whose memory the layers read and write beside their arguments and their weights."""
-        return [slot.scale for slot in self._slots] + [state.in_place for state in self._weights]
+        """Objects with which the layers compute, beside their arguments and their weights."""
+        kept = [state.in_place for state in self._weights]
+        return [slot.scale for slot in self._slots] + kept + [plan.group for plan in self._plans]
 
     def beside(self) -> list[list[Any]]:
         """The weights whose gradients lie in one memory: those of each group (``compute/group.py``)."""

@@ -19,8 +19,8 @@ class Lent:
     """The results of a graph.
 
     Args:
-        tensors: which the graph writes, right after its capture; None for no tensor. One whose memory the graph itself
-            keeps, for its backward pass, is always copied.
+        tensors: which the graph writes, right after its capture; None for no tensor. A tensor whose memory the graph
+            keeps for its backward pass is always copied.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None]) -> None:
