@@ -62,3 +62,10 @@ def test_memory_that_the_graph_keeps_is_never_lent():
     first, nothing = alone.written_by(lambda: None)
     assert nothing is None and first.data_ptr() != result.data_ptr()
     assert not first.requires_grad
+
+
+def test_memory_that_is_there_twice_or_that_the_caller_writes_is_never_lent():
+    twice, passed_on, own = (torch.zeros(2) for _ in range(3))
+    results = Lent([twice, twice, passed_on, own], [passed_on]).written_by(lambda: None)
+    assert len({t.data_ptr() for t in (*results, twice, passed_on)}) == 6
+    assert results[3].data_ptr() == own.data_ptr()

@@ -76,7 +76,7 @@ class CapturedPass:
             self._capture_forward(run, structure, own, reads_constants)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
-        self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs)
+        self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs, self._grad_outputs)
         self._reads, self._pointers = layers.reads(), self._addresses()
 
     @contextmanager

@@ -6,6 +6,7 @@ before the graph runs again. A tensor that somebody still holds then keeps its v
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -20,12 +21,16 @@ class Lent:
 
     Args:
         tensors: which the graph writes, right after its capture; None for no tensor. A tensor whose memory the graph
-            keeps for its backward pass is always copied.
+            keeps for its backward pass, or that is there twice, is always copied.
+        others: which the graph's caller writes before the graph runs.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], others: Sequence[Tensor] = ()) -> None:
         self._tensors = list(tensors)
-        self._lends = [t is not None and storage_use_count(t) == _BY_ITSELF for t in tensors]
+        places = Counter(id(t) for t in (*tensors, *others))
+        self._lends = [
+            t is not None and places[id(t)] == 1 and storage_use_count(t) == _BY_ITSELF for t in tensors
+        ]  # fmt: skip
 
     def written_by(self, replay: Callable[[], None]) -> list[Tensor | None]:
         """The results of ``replay``."""
