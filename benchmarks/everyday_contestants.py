@@ -30,7 +30,8 @@ OURS = "nemo_lowprec "
 TE_LAYERS = "te.TransformerLayer, FP8"
 LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
 # The end of a contestant's name, and the level's options that it means.
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}}
+FP8_HEAD = ", FP8 head"
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}, FP8_HEAD: {"head": "fp8"}}
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ def names(task: Task, holding: list[str] | None, compiled: bool) -> list[str]:
     Args:
         compiled: without ``holding``, those that compile, too.
     """
-    found = [name for name in CONTESTANTS if task.te_layers is not None or name != TE_LAYERS]
+    found = [n for n in CONTESTANTS if task.te_layers is not None or not (n == TE_LAYERS or n.endswith(FP8_HEAD))]
     if holding:
         of_names = [name for name in found if name in holding]
         return of_names or [name for name in found if any(part in name for part in holding)]

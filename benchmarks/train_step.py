@@ -173,20 +173,20 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "nemo_lowprec msamp_o2": ours("msamp_o2"),
         "nemo_lowprec msamp_o3": ours("msamp_o3"),
         "nemo_lowprec msamp_o2, cuDNN attention": ours("msamp_o2", attention="cudnn"),
-        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head": ours("msamp_o2", attention="cudnn", convert="*"),
-        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head": ours("msamp_o3", attention="cudnn", convert="*"),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head": ours("msamp_o2", attention="cudnn", head="fp8"),
+        "nemo_lowprec msamp_o3, cuDNN attention, FP8 head": ours("msamp_o3", attention="cudnn", head="fp8"),
         "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head": ours(
-            "bf16_with_fp8_mixed", attention="cudnn", convert="*"
+            "bf16_with_fp8_mixed", attention="cudnn", head="fp8"
         ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": within(
             lambda: prefer_attention("cudnn"), te
         ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, Liger kernels": within(liger, te),
         "nemo_lowprec msamp_o2, cuDNN attention, FP8 head, Liger kernels": within(
-            liger, ours("msamp_o2", attention="cudnn", convert="*")
+            liger, ours("msamp_o2", attention="cudnn", head="fp8")
         ),
         "nemo_lowprec msamp_o3, cuDNN attention, FP8 head, Liger kernels": within(
-            liger, ours("msamp_o3", attention="cudnn", convert="*")
+            liger, ours("msamp_o3", attention="cudnn", head="fp8")
         ),
         "nemo_lowprec msamp_o1": ours("msamp_o1"),
         "nemo_lowprec msamp_o2, stochastic_rounding": ours("msamp_o2", stochastic_rounding=True),
@@ -214,14 +214,16 @@ def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "train_step_h200.jsonl")
     parser.add_argument("--rounds", type=int, default=4, help=f"rounds of {ROUND} steps a contestant and pass")
     parser.add_argument("--passes", type=int, default=1, help="times that the whole field runs")
-    parser.add_argument("--only", nargs="*", help="contestants whose name holds one of these")
+    parser.add_argument("--only", nargs="*", help="contestants of these names, or that hold them")
     args = parser.parse_args()
     kept = [line for line in earlier(args.out, "train_step") if "error" not in line]
     have = {line["name"] for line in kept if "name" in line}
     record = Record(args.out, kept)
     tokens = BATCH * SEQUENCE
-    chosen = {n: run for n, run in contestants().items() if not args.only or any(o in n for o in args.only)}
-    field = {n: run for n, run in chosen.items() if n not in have}
+    everybody = contestants()
+    of_names = [name for name in everybody if name in (args.only or ())]
+    chosen = of_names or [n for n in everybody if not args.only or any(part in n for part in args.only)]
+    field = {name: everybody[name] for name in chosen if name not in have}
     seconds: dict[str, list[float]] = {name: [] for name in field}
     peaks: dict[str, float] = {}
     for turn in range(args.passes):

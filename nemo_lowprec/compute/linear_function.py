@@ -59,10 +59,14 @@ def read_grad_buffer(weight: Tensor) -> None:
         weight.__dict__[_GRAD_BUFFER] = buffer, readers + 1
 
 
+def grad_buffer_of(weight: Tensor) -> Tensor | None:
+    """Where backward shall write the gradient of ``weight``; None for new memory."""
+    buffer, readers = weight.__dict__.get(_GRAD_BUFFER, (None, 0))
+    return buffer if readers == 1 else None
+
+
 def _grad_buffer(ctx: Any) -> Tensor | None:
-    """Where backward shall write the weight's gradient; None for new memory."""
-    buffer, readers = ctx.weight.__dict__.get(_GRAD_BUFFER, (None, 0))
-    return buffer if readers == 1 and ctx.part is None and not ctx.transposed else None
+    return grad_buffer_of(ctx.weight) if ctx.part is None and not ctx.transposed else None
 
 
 def grad_buffers_of(weights: Sequence[Tensor]) -> Tensor | None:

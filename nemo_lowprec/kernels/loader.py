@@ -27,3 +27,4 @@ rotary_kernels = partial(_load, "nemo_lowprec.kernels.triton_rotary")  # rotates
 join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the gradients of q, k and v
 loss_kernels = partial(_load, "nemo_lowprec.kernels.triton_cross_entropy")  # cross entropy of half logits
 activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  # activations between FP8 layers
+embedding_kernels = partial(_load, "nemo_lowprec.kernels.triton_embedding")  # gradients of embeddings

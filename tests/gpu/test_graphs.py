@@ -283,7 +283,7 @@ class Kernels:
 def test_attention_of_transformers_is_the_one_that_runs_without_graphs(masked):
     """In a capture transformers makes an explicit mask, with which attention takes a slower kernel.
 
-    Outside it reads masks and positions on the host, so that the model cannot be one graph.
+    Of a mask that the caller gives the host asks whether it hides anything, so that the model cannot be one graph.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -309,7 +309,7 @@ def test_attention_of_transformers_is_the_one_that_runs_without_graphs(masked):
         losses.append(loss.item())
     graphs = [name for name, module in model.named_modules() if passes(module)]
     why = {m.__dict__["forward"].name: m.__dict__["forward"]._off for m in model.modules() if "forward" in m.__dict__}
-    assert graphs == ["model.layers.0", "model.layers.1"], why
+    assert graphs == (["model.layers.0", "model.layers.1"] if masked else [""]), why
     assert kernels[0] and kernels[0] == kernels[1]
     assert losses[0] == losses[1]
 
