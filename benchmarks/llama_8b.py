@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama_8b
 
-Layers are recomputed in backward, but for a level with an argument ``activations``, such as
-``msamp_o2, activations=fp8+recompute``. The peak counts from the second step on, when everything that training keeps is
+A level may have options: those of the level, as ``msamp_o2, activations=fp8+recompute``, and ``recomputed``, the number
+of layers that are recomputed in backward: all of them without it, and none with ``activations``. The peak counts from the second step on, when everything that training keeps is
 there; those of setting up and of the first step stand beside it.
 """
 
@@ -26,7 +26,10 @@ from nemo_lowprec.plugins import LEVELS
 
 VOCAB, GIB = 128_256, 2**30
 WARMUP = 2
-DEFAULT = ["msamp_o2", "msamp_o3", "bf16_mixed", "msamp_o2, activations=fp8+recompute"]
+DEFAULT = [
+    "msamp_o2", "msamp_o3", "bf16_mixed", "msamp_o2, activations=fp8+recompute",
+    "msamp_o2, head=fp8, activations=fp8+recompute, recomputed=17", "msamp_o2, head=fp8, activations=recompute",
+]  # fmt: skip
 
 
 class _Random(IterableDataset):
@@ -42,14 +45,27 @@ class _Random(IterableDataset):
             yield {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
+class _Model(CausalLM):
+    """Recomputes the first ``recomputed`` layers alone."""
+
+    recomputed: int | None = None
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for i, layer in enumerate(self.model.model.layers):  # type: ignore[union-attr, arg-type]
+            layer.gradient_checkpointing = self.recomputed is None or i < self.recomputed
+
+
 def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch) -> int:
     """Train; returns the number of parameters."""
     name, *options = level.split(", ")
     given: dict[str, Any] = dict(option.split("=") for option in options)
-    module = CausalLM(
+    recomputed = given.pop("recomputed", 0 if "activations" in given else None)
+    module = _Model(
         preset=preset, config=config, vocab_size=VOCAB, lr=1e-5, min_lr=1e-6, warmup_steps=0,
-        activation_checkpointing="activations" not in given,
+        activation_checkpointing=True,
     )  # fmt: skip
+    module.recomputed = None if recomputed is None else int(recomputed)
     # configure_model makes the weights on the GPU, where conversion turns them into the level's one by one.
     trainer = pl.Trainer(
         accelerator="auto", devices=1, max_steps=watch.steps, logger=False, enable_checkpointing=False,

@@ -129,7 +129,7 @@ class LayerGroup:
             return False
         if not is_plain(x) or not x.numel() or may_change_unseen(x) or plan.observers.quantized:
             return False
-        if x.numel() // x.shape[-1] % plan.backend.row_multiple or plan.inputs.again:
+        if x.numel() // x.shape[-1] % plan.backend.row_multiple:
             return False
         device = "cuda" if x.is_cuda else x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

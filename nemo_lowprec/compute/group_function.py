@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
+from nemo_lowprec.compute.again import again_of
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import hand_on, saved_input
-from nemo_lowprec.compute.linear_function import grad_buffers_of, not_a_view, read_grad_buffer
+from nemo_lowprec.compute.linear_function import columnwise_input, grad_buffers_of, not_a_view, read_grad_buffer
 from nemo_lowprec.compute.producers import computed, offered
 from nemo_lowprec.compute.shared_input import no_values
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
@@ -48,9 +49,10 @@ class GroupFunction(torch.autograd.Function):
         group.follow(weights, record)  # before the input is quantized, whose history may end here
         shape = x.shape
         values = x if len(shape) == 2 else x.reshape(-1, shape[-1])
+        again = again_of(x, plan.inputs.again) if need_wgrad else None
         x8 = plan.inputs.quantize(
             backend, x, values if values.dtype == plan.half else values.to(plan.half), plan.operands["input"],
-            rowwise=True, columnwise=need_wgrad, record=record,
+            rowwise=True, columnwise=need_wgrad and again is None, record=record,
         )  # fmt: skip
         group.share_input(x, record)
         saves = need_dgrad and group.saves_weights
@@ -61,7 +63,14 @@ class GroupFunction(torch.autograd.Function):
             each = zip(w8.split(group.widths, 0), biases, strict=True)
             outs = [backend.fprop(x8, own, bias, out_dtype) for own, bias in each]
 
-        x_tensors, x_meta = backend.save(x8) if need_wgrad else ([], None)
+        x_tensors: list[Tensor | None] = []
+        x_meta: Any = None
+        if again is not None:
+            x_meta, there = again
+            x_tensors = list(there)
+            x_meta.readers += 1
+        elif need_wgrad:
+            x_tensors, x_meta = backend.save(x8)
         w_tensors, w_meta = list(weights) if need_dgrad else [], None
         if saves:
             w_tensors, w_meta = backend.save(w8)
@@ -165,7 +174,7 @@ def _backward(
             ctx.gradient.put(dx)
             dx = None
     if any(need_weights):
-        x8 = backend.restore(saved[:x_end], ctx.metas[0])
+        x8 = columnwise_input(ctx, saved[:x_end])
         dtypes = [computed_dtype(weight) for weight in ctx.weights]
         if all(need_weights) and len(set(dtypes)) == 1:
             dws = list(backend.wgrad(dy8, x8, dtypes[0], grad_buffers_of(ctx.weights)).split(ctx.group.widths))

@@ -275,7 +275,7 @@ def _backward(
     if need_wgrad:
         if wgrad8:
             dw = backend.wgrad(
-                dy8, _columnwise_input(ctx, saved[:x_end]), computed_dtype(ctx.weight), _grad_buffer(ctx)
+                dy8, columnwise_input(ctx, saved[:x_end]), computed_dtype(ctx.weight), _grad_buffer(ctx)
             )
         else:
             x = saved[0].reshape(-1, ctx.shape[-1])
@@ -288,7 +288,8 @@ def _backward(
     return dx, dw, db
 
 
-def _columnwise_input(ctx: Any, tensors: Sequence[Tensor]) -> Any:
+def columnwise_input(ctx: Any, tensors: Sequence[Tensor]) -> Any:
+    """The quantized input of a layer or group for its wgrad GEMM, of ``tensors``, which forward has saved."""
     plan, meta = ctx.plan, ctx.metas[0]
     if not isinstance(meta, Again):
         return plan.backend.restore(tensors, meta)

@@ -35,20 +35,9 @@ def is_supported() -> bool:
 
 
 @triton.jit
-def magnitude(x):
-    """The bits of the magnitudes of an FP32 tile."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def raise_amax(amax_ptr, x):
     """Raise an amax (the bits of an FP32 number) to the largest magnitude of an FP32 tile."""
-    raise_to(amax_ptr, magnitude(x))
-
-
-@triton.jit
-def raise_to(amax_ptr, bits):
-    """Raise an amax to the largest of a tile of magnitudes' bits."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.ravel(bits, can_reorder=True), axis=0)
     # Most tiles do not raise the amax: the comparison saves their atomic.
     if largest > tl.load(amax_ptr):
@@ -60,29 +49,6 @@ def saturate(x, FP8_MAX: tl.constexpr):
     """Clamp to the format's range; comparisons with NaN are false, so that NaN stays."""
     x = tl.where(x > FP8_MAX, FP8_MAX, x)
     return tl.where(x < -FP8_MAX, -FP8_MAX, x)
-
-
-# A transposed FP8 tile is stored four bytes at a time: a thread computes the elements of four rows of one column, and puts
-# their bytes into one number. Then four times less goes through shared memory, and no byte by itself.
-
-
-@triton.jit
-def no_bytes(BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
-    """What ``pack_byte`` begins with, for a tile of BM rows: RUN bytes, 4 or 1, of as many rows in each element."""
-    return tl.zeros((BM // RUN, BN), tl.uint8 if RUN == 1 else tl.int32)
-
-
-@triton.jit
-def pack_byte(packed, q, i: tl.constexpr, RUN: tl.constexpr):
-    """``packed`` with the FP8 tile ``q`` as the byte ``i`` of its elements."""
-    byte = q.to(tl.uint8, bitcast=True)
-    return byte if RUN == 1 else packed | (byte.to(tl.int32) << (8 * i))
-
-
-@triton.jit
-def runs_of(ptr, RUN: tl.constexpr):
-    """A pointer to FP8 data as one to RUN bytes."""
-    return ptr.to(tl.pointer_type(tl.uint8 if RUN == 1 else tl.int32), bitcast=True)
 
 
 @triton.jit
@@ -121,12 +87,19 @@ def _cast_kernel(
     SUMS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    RUN: tl.constexpr,
 ):
     tiles_n = tl.cdiv(cols, BN)
     pid = tl.program_id(0).to(tl.int64)
-    run = (pid // tiles_n) * (BM // RUN) + tl.arange(0, BM // RUN)
+    m = (pid // tiles_n) * BM + tl.arange(0, BM)
     n = (pid % tiles_n) * BN + tl.arange(0, BN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
+
+    if RECORD:
+        raise_amax(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), x)
+    if SUMS:
+        tl.store(sums_ptr + (pid // tiles_n) * cols + n, tl.sum(x, axis=0), mask=n < cols)
+
     scale = tl.load(scale_ptr)
     if FROM_AMAX:
         # compute_scale() of formats/, for the amax that the first pass has stored in the scale's place.
@@ -137,30 +110,12 @@ def _cast_kernel(
     if pid == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
-    bits = tl.zeros((BM // RUN, BN), tl.int32)
-    sums = tl.zeros((BM // RUN, BN), tl.float32)
-    packed = no_bytes(BM, BN, RUN)
-    for i in tl.static_range(RUN):
-        m = run * RUN + i
-        inside = (m < rows)[:, None] & (n < cols)[None, :]
-        x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
-        if RECORD:
-            bits = tl.maximum(bits, magnitude(x))
-        if SUMS:
-            sums += x
-        q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
-        if ROWWISE:
-            tl.store(row_ptr + m[:, None] * row_stride + n[None, :], q, mask=inside)
-        if COLUMNWISE:
-            packed = pack_byte(packed, q, i, RUN)
-    if RECORD:
-        raise_to(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), bits)
-    if SUMS:
-        tl.store(sums_ptr + (pid // tiles_n) * cols + n, tl.sum(sums, axis=0), mask=n < cols)
+    q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
+    if ROWWISE:
+        tl.store(row_ptr + m[:, None] * row_stride + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        inside = (n < cols)[:, None] & (run * RUN < rows)[None, :]
-        places = runs_of(col_ptr, RUN) + (n[:, None] * (col_stride // RUN) + run[None, :])
-        tl.store(places, tl.trans(packed), mask=inside)
+        flipped = (n < cols)[:, None] & (m < rows)[None, :]
+        tl.store(col_ptr + n[:, None] * col_stride + m[None, :], tl.trans(q), mask=flipped)
 
 
 _amax = Launcher(_amax_kernel, num_warps=_WARPS)
@@ -258,7 +213,7 @@ def quantize(
         ),
         lambda: {
             "FP8_MAX": fmt.max, "FROM_AMAX": from_amax, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
-            "RECORD": records, "SUMS": adds, **_TILE, "RUN": run_of(rows, col),
+            "RECORD": records, "SUMS": adds, **_TILE,
         },
     )  # fmt: skip
     return row, col, scale_inv
@@ -281,12 +236,6 @@ def new_sums(values: Tensor) -> Tensor:
     """Memory for ``quantize``'s ``sums``: FP32 [1, rows of tiles, cols], which ``triton_sums.add_up`` adds up."""
     rows, cols = values.shape
     return torch.empty(1, -(-rows // _TILE_ROWS), cols, dtype=torch.float32, device=values.device)
-
-
-def run_of(rows: int, *columnwise: Tensor | None) -> int:
-    """How many rows of a transposed tile are stored as one number: 4 where the shape and the addresses allow it."""
-    there = [t for t in columnwise if t is not None]
-    return 4 if there and not rows % 4 and not any(t.data_ptr() % 4 or t.stride(0) % 4 for t in there) else 1
 
 
 def _is_even(values: Tensor) -> bool:

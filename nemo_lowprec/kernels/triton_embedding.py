@@ -49,25 +49,23 @@ def _sum_kernel(
 
 
 @triton.jit
-def _join_kernel(token_ptr, out_ptr, part_ptr, count, cols, padding, CHUNK: tl.constexpr, BN: tl.constexpr):
-    """The sum of the run that begins in a chunk and goes on behind it."""
+def _join_kernel(token_ptr, end_ptr, out_ptr, part_ptr, count, cols, padding, CHUNK: tl.constexpr, BN: tl.constexpr):
+    """The sum of the run that begins in a chunk and goes on behind it. ``end``: of each token's run."""
     tiles = tl.cdiv(cols, BN)
     pid = tl.program_id(0)
     chunk, first = pid // tiles, pid // tiles * CHUNK
     n = (pid % tiles) * BN + tl.arange(0, BN)
-    part = part_ptr + chunk.to(tl.int64) * 2 * cols + n
     after = first + CHUNK
     token = tl.load(token_ptr + after - 1, mask=after < count, other=-1)
-    goes_on = (after < count) & (tl.load(token_ptr + after, mask=after < count, other=-2) == token)
-    began_before = (first > 0) & (tl.load(token_ptr + first - 1, mask=first > 0, other=-1) == token)
-    if goes_on & (began_before == 0) & (token != padding):
-        total = tl.load(part + cols, mask=n < cols, other=0.0)
-        while goes_on:
-            part += 2 * cols
-            total += tl.load(part, mask=n < cols, other=0.0)
-            after += CHUNK
-            goes_on = (after < count) & (tl.load(token_ptr + after, mask=after < count, other=-2) == token)
-        tl.store(out_ptr + token * cols + n, total.to(out_ptr.dtype.element_ty), mask=n < cols)
+    end = tl.load(end_ptr + after - 1, mask=after < count, other=0).to(tl.int32)
+    began_before = tl.load(token_ptr + first - 1, mask=first > 0, other=-1) == token
+    inside = (end > after) & (began_before == 0) & (token != padding) & (n < cols)
+    part = part_ptr + chunk.to(tl.int64) * 2 * cols + n
+    total = tl.load(part + cols, mask=inside, other=0.0)
+    for _ in range(tl.cdiv(tl.maximum(end - after, 0), CHUNK)):
+        part += 2 * cols
+        total += tl.load(part, mask=inside, other=0.0)
+    tl.store(out_ptr + token * cols + n, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 _sum = Launcher(_sum_kernel, num_warps=_WARPS)
@@ -101,5 +99,6 @@ def table_gradient(
     programs, device = chunks * -(-cols // _COLS), grad.get_device()
     absent, constants = -1 if padding is None else padding, {"CHUNK": _CHUNK, "BN": _COLS}
     _sum(device, None, programs, (grad, order, tokens, found, part, count, cols, absent), lambda: constants)
-    _join(device, None, programs, (tokens, found, part, count, cols, absent), lambda: constants)
+    end = torch.searchsorted(tokens, tokens, right=True)
+    _join(device, None, programs, (tokens, end, found, part, count, cols, absent), lambda: constants)
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import E4M3
 from nemo_lowprec.kernels.multi_tensor import PointerTable
-from nemo_lowprec.kernels.triton_cast import TYPES, no_bytes, pack_byte, runs_of, saturate
+from nemo_lowprec.kernels.triton_cast import TYPES, saturate
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 
@@ -28,7 +28,6 @@ Job = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 def _weights_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, SCALED: tl.constexpr, ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RUN: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of one weight. ``grid``: int32 [tensors, 4], first tile, rows, columns, stride of ``col``."""
     pid = tl.program_id(0)
@@ -43,27 +42,23 @@ def _weights_kernel(
         source, row, col = tl.multiple_of(source, 16), tl.multiple_of(row, 16), tl.multiple_of(col, 16)
         rows, cols, col_stride = tl.multiple_of(rows, 16), tl.multiple_of(cols, 16), tl.multiple_of(col_stride, 16)
     tiles_n = tl.cdiv(cols, BN)
-    run = (tile // tiles_n).to(tl.int64) * (BM // RUN) + tl.arange(0, BM // RUN)
-    n = (tile % tiles_n) * BN + tl.arange(0, BN)
+    m = (tile // tiles_n).to(tl.int64) * BM + tl.arange(0, BM)
+    n = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(source + m[:, None] * cols + n[None, :], mask=inside, other=0.0)
     if SCALED:
         scale = tl.load(tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float32)))
         if tile == 0:
             scale_inv = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.float32))
             tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-    packed = no_bytes(BM, BN, RUN)
-    for i in tl.static_range(RUN):
-        m = run * RUN + i
-        inside = (m < rows)[:, None] & (n < cols)[None, :]
-        q = tl.load(source + m[:, None] * cols + n[None, :], mask=inside, other=0.0)
-        if SCALED:
-            q = saturate(q.to(tl.float32) * scale, FP8_MAX).to(tl.float8e4nv)
-        if ROWWISE:
-            tl.store(row + m[:, None] * cols + n[None, :], q, mask=inside)
-        if COLUMNWISE:
-            packed = pack_byte(packed, q, i, RUN)
+        q = saturate(x.to(tl.float32) * scale, FP8_MAX).to(tl.float8e4nv)
+    else:
+        q = x
+    if ROWWISE:
+        tl.store(row + m[:, None] * cols + n[None, :], q, mask=inside)
     if COLUMNWISE:
-        inside = (n < cols)[:, None] & (run * RUN < rows)[None, :]
-        tl.store(runs_of(col, RUN) + n[:, None] * (col_stride // RUN) + run[None, :], tl.trans(packed), mask=inside)
+        flipped = (n < cols)[:, None] & (m < rows)[None, :]
+        tl.store(col + n[:, None] * col_stride + m[None, :], tl.trans(q), mask=flipped)
 
 
 class _Tables:
@@ -126,10 +121,9 @@ class WeightCast:
         tables.fit([(*job[0].shape, stride) for job, stride in zip(jobs, strides, strict=True)], device)
         # In the place of what is absent stands the weight's address, which is not read.
         addresses = tables.pointers.get([[job[0] if t is None else t for t in job] for job in jobs], device)
-        aligned = tables.aligned and tables.pointers.aligned
         with torch.cuda.device(device):
             _weights_kernel[(tables.tiles,)](
                 tables.tensor_of, tables.grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
-                ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=aligned, FP8_MAX=E4M3.max, BM=_TILE_ROWS,
-                BN=_TILE_COLS, RUN=4 if columnwise and aligned else 1, num_warps=_WARPS,
+                ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=tables.aligned and tables.pointers.aligned,
+                FP8_MAX=E4M3.max, BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS,
             )  # fmt: skip

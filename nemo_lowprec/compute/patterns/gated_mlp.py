@@ -105,7 +105,8 @@ class LowPrecisionGatedMLP(nn.Module):
         gated: what it computes.
         reader: the layer behind the product.
         activation_backend: quantizes.
-        keeps: how the product's two factors are kept for backward; None as they are.
+        keeps: how the product's two factors are kept for backward; None as they are. The layers need not be in FP8
+            then.
     """
 
     gated: GatedPlan
@@ -121,7 +122,7 @@ class LowPrecisionGatedMLP(nn.Module):
         if not is_plain(x) or not x.numel() or is_transformed() or not plan.holds(self, keeps is None):
             return own(x)
         children: Any = self._modules
-        alone = keeps is None and plan.is_alone(self)
+        alone = (keeps is None or plan.holds(self, True)) and plan.is_alone(self)
         joint = plan.joint_output(self, x) if alone else None
         if joint is None:
             activation, tensors = plan.activation, tuple(children[name](x) for name in plan.linears)
