@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
 NormWithStatistics = nn.modules.batchnorm._NormBase  # batch and instance norms
@@ -58,6 +59,11 @@ def call_first(optimizer: Optimizer, handle: RemovableHandle) -> None:
     for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks):
         if handle.id in hooks:
             hooks.move_to_end(handle.id, last=False)
+
+
+def step_pre_hooks(optimizer: Optimizer) -> list[Any]:
+    """The hooks that are called before a step of ``optimizer``, those of all optimizers included."""
+    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
 
 
 def patch_step(optimizer: Optimizer) -> None:

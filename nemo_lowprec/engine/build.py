@@ -21,7 +21,7 @@ from nemo_lowprec.compute import AmaxState, Computation, DelayedAmaxes
 from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.observers import Observers
-from nemo_lowprec.optim import LowBitOptimizerStates, OptimizerStates, StateFormats
+from nemo_lowprec.optim import LowBitOptimizerStates, MasterStep, OptimizerStates, StateFormats
 from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.tensors.weak_hooks import weakly
 from nemo_lowprec.weights import Fp32Weights, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
@@ -189,7 +189,8 @@ def _weights(
     if kind == "low_bit":
         whole = LowBitWeights(reads_as, names, margin)
     elif kind == "masters":
-        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, amaxes.histories is not None)
+        measures = amaxes.histories is not None
+        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, measures, MasterStep(measures).step)
     else:
         whole = Fp32Weights(row.name if row.has_loss_scale else None)
     if sharding is None:

@@ -193,10 +193,10 @@ def adam_kernel(
     exp_avg_sq = _read(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, 1.0, block, live, offset, inside)
     if HAS_MASTER:
         master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
-        value = _read(master_at, MASTER_BLOCKED, 1.0, block, live, offset, inside)
+        value = _read(master_at, MASTER_BLOCKED, 1.0, block, all_blocks, offset, everywhere)
     else:
         value = _read(weight_at, WEIGHT_BLOCKED, 1.0, block, all_blocks, offset, everywhere)
-        before = value
+    before = value
 
     if HAS_SCALE:
         grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
@@ -230,6 +230,10 @@ def adam_kernel(
             raise_amax(amax_ptr + tensor, tl.where(inside, value, 0.0))
         else:
             tl.store(weight_at[0] + offset, value.to(WEIGHT), mask=inside)
+            if HAS_AMAX:  # see below
+                if HAS_FOUND:
+                    value = tl.where(goes, value, before)
+                raise_amax(amax_ptr + tensor, tl.where(everywhere, value.to(WEIGHT).to(tl.float32), 0.0))
     else:
         value = _store(weight_at, WEIGHT_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
         if HAS_AMAX:  # of the weight's values as they are now, also after a skipped step

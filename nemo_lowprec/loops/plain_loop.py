@@ -20,7 +20,6 @@ from nemo_lowprec.compat.tensors import tree_leaves
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.grads import FoundInf
 from nemo_lowprec.loops.grad_scaler import tell_grad_scaler
-from nemo_lowprec.optim import needs_closure
 
 _OWN = {"fp8": "fp8_histories", "speed": "fp8_layers"}  # of the engine's state, in the optimizer's
 
@@ -110,10 +109,10 @@ class PlainLoop:
         self._refuse_written()
         differ = self._engine.columns.weights.find_written(optimizer)
         self._written = None if differ is None else FoundInf(differ.float())
-        if not needs_closure(optimizer):
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
             return None
-        closure = self._engine.columns.evaluating(optimizer, kwargs.get("closure") or args[1])
-        return args[:1], {**kwargs, "closure": closure}
+        return args[:1], {**kwargs, "closure": self._engine.columns.evaluating(optimizer, closure)}
 
     def _after_step(self, *_: Any) -> None:
         self._looked_at = False

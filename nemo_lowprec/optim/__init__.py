@@ -2,6 +2,7 @@
 
 from nemo_lowprec.optim.adam import Adam, AdamW, LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.masters import MasterStep
 from nemo_lowprec.optim.states import LowBitOptimizerStates, OptimizerStates, handles_found_inf, needs_closure
 from nemo_lowprec.optim.storage import StateFormats
 
@@ -10,6 +11,7 @@ __all__ = [
     "AdamW",
     "LowBitOptimizerStates",
     "LowBitStates",
+    "MasterStep",
     "OptimizerStates",
     "StateFormats",
     "adopt",

@@ -104,7 +104,7 @@ class FusedStep:
         weight_decay = float(group["weight_decay"])
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
         rate = 0.0 if lr_tensor is not None else float(lr)
-        measures = _is_measured(one.param)
+        measures = _is_measured(one)
         none = tables.coefficients  # passed in the place of an absent tensor, and not read
         with torch.cuda.device(device):
             kernels.prepare_kernel[(len(updates),)](
@@ -167,9 +167,9 @@ def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[
     return *(exponent_rule(fmt) if fmt is not None else (0, 0)), bits, smallest_normal, smallest
 
 
-def _is_measured(param: Tensor) -> bool:
-    """Whether the kernel leaves an amax on ``param`` for its FP8 operand; an FP8 weight is scaled in the step."""
-    return isinstance(param, (Fp16Weight, Fp8Gathered))
+def _is_measured(update: Update) -> bool:
+    """Whether the kernel leaves an amax on the parameter for its FP8 operand; an FP8 weight is scaled in the step."""
+    return update.measures or isinstance(update.param, (Fp16Weight, Fp8Gathered))
 
 
 def _is_fused(param: Tensor, weight: Tensor) -> bool:
@@ -214,7 +214,7 @@ def _kind_and_row(update: Update, weight: Tensor) -> tuple[_Kind, tuple[int, ...
     kind = (
         (dtype, E4M3.dtype if grad_blocked else grad.dtype, first, second, master),
         (weight_blocked, grad_blocked, first_blocked, second_blocked, master_blocked),
-        update.master is None, margin, _is_measured(param), in_row % 128 == 0, weight.get_device(),
+        update.master is None, margin, _is_measured(update), in_row % 128 == 0, weight.get_device(),
     )  # fmt: skip
     return kind, (address, scale, *gradient, *first_row, *second_row, *master_row, update.step.data_ptr())
 

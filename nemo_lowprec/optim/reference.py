@@ -28,6 +28,7 @@ class Update:
         exp_avg, exp_avg_sq: plain or ``BlockScaledTensor``.
         master: plain FP32, a ``BlockScaledTensor``, or None where the update is added to the parameter itself.
         index: position in the optimizer, for stochastic rounding.
+        measures: whether the kernel leaves the amax of a plain parameter with a master in its ``amax_of_step``.
     """
 
     param: Tensor
@@ -37,6 +38,7 @@ class Update:
     exp_avg_sq: Tensor
     master: Tensor | None
     index: int
+    measures: bool = False
 
 
 def read(tensor: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_lowprec.compat.modules import call_first
+from nemo_lowprec.compat.modules import call_first, step_pre_hooks
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
@@ -44,6 +44,8 @@ from nemo_lowprec.weights.written import (
     was_written,
 )
 
+_PACKAGE = __name__.partition(".")[0] + "."
+
 
 class MasterWeights(HalfStore):
     """The half copies of one model and their masters.
@@ -54,6 +56,8 @@ class MasterWeights(HalfStore):
         fp8: names of the parameters that are stored in E4M3, scaled by their masters' amax at every refresh.
         margin: FP8 scales are divided by 2**margin.
         measures: whether a refresh stores the amax of each matrix in the matrix' attribute ``amax_of_step``.
+        steps: is called with an optimizer and all copies with their masters, when these are in place for a step; steps
+            masters in its own way, refreshes their copies, and returns these pairs.
     """
 
     def __init__(
@@ -63,8 +67,11 @@ class MasterWeights(HalfStore):
         fp8: Callable[[], list[str]] = list,
         margin: int = 0,
         measures: bool = False,
+        steps: Callable[[Optimizer, list[tuple[Any, Tensor]]], list[tuple[Any, Tensor]]] | None = None,
     ) -> None:
         super().__init__(fp8, margin)
+        self._steps_masters = steps
+        self._stepped_pairs: list[tuple[Any, Tensor]] = []
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
         self._copies = ChosenParams(lambda param: master_of(param) is not None)
         self._places: WeakKeyDictionary[Optimizer, Places] = WeakKeyDictionary()
@@ -243,7 +250,7 @@ class MasterWeights(HalfStore):
         call_first(optimizer, after)
         for handle in (
             after,
-            optimizer.register_step_pre_hook(lambda opt, args, kwargs: self.swap_in(opt)),
+            optimizer.register_step_pre_hook(self._before_step),
             # Optimizer.load_state_dict casts state to the dtype of the parameters in the groups.
             optimizer.register_load_state_dict_pre_hook(lambda opt, state: self.swap_in(opt)),
             optimizer.register_load_state_dict_post_hook(self.swap_out),
@@ -273,7 +280,19 @@ class MasterWeights(HalfStore):
         wanted = {id(param) for param in written}
         return next((name for name, param in self.named().items() if id(param) in wanted), "A weight")
 
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.swap_in(optimizer)
+        self._stepped_pairs = []
+        evaluates = len(args) > 1 or any(value is not None for value in kwargs.values())  # a closure, of new gradients
+        # A hook of the user's may read or write the gradients.
+        ours = all(getattr(hook, "__module__", "").startswith(_PACKAGE) for hook in step_pre_hooks(optimizer))
+        if self._steps_masters is not None and not evaluates and ours:
+            self._stepped_pairs = self._steps_masters(optimizer, self._places[optimizer].pairs)
+
     def _after_step(self, optimizer: Optimizer) -> None:
+        for param, master in self._stepped_pairs:
+            note(param, master)
+        self._stepped_pairs = []
         pairs = self._places[optimizer].pairs
         stepped = [(param, master) for param, master in pairs if master.grad is not None]
         written = [param for param, master in pairs if was_written(param, master)]

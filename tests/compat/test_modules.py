@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nemo_lowprec.compat import modules
 
@@ -137,3 +138,22 @@ def test_compiled_modules():
     assert modules.is_compiled(torch.compile(module, backend="eager"))
     module.compile(backend="eager")
     assert modules.is_compiled(module)
+
+
+def test_hooks_before_a_step_are_found():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    before = len(modules.step_pre_hooks(optimizer))  # those of all optimizers
+
+    def of_one(*_):
+        pass
+
+    def of_all(*_):
+        pass
+
+    optimizer.register_step_post_hook(lambda *_: None)
+    handles = [optimizer.register_step_pre_hook(of_one), register_optimizer_step_pre_hook(of_all)]
+    found = modules.step_pre_hooks(optimizer)
+    assert len(found) == before + 2 and of_one in found and of_all in found
+    for handle in handles:
+        handle.remove()
+    assert len(modules.step_pre_hooks(optimizer)) == before
