@@ -274,9 +274,7 @@ def _backward(
             plan.inputs.see(ctx.gradient.readers)
     if need_wgrad:
         if wgrad8:
-            dw = backend.wgrad(
-                dy8, columnwise_input(ctx, saved[:x_end]), computed_dtype(ctx.weight), _grad_buffer(ctx)
-            )
+            dw = backend.wgrad(dy8, columnwise_input(ctx, saved[:x_end]), computed_dtype(ctx.weight), _grad_buffer(ctx))
         else:
             x = saved[0].reshape(-1, ctx.shape[-1])
             dw = backend.matmul(dy_half.t(), plan.in_half("input", x), computed_dtype(ctx.weight))

@@ -43,7 +43,9 @@ def _sum_kernel(
         whole = is_last & (began_before == 0)
         tl.store(part, total, mask=inside & began_before)
         tl.store(part + cols, total, mask=inside & (is_last == 0) & (began_before == 0))
-        tl.store(out_ptr + token * cols + n, total.to(out_ptr.dtype.element_ty), mask=inside & whole & (token != padding))
+        tl.store(
+            out_ptr + token * cols + n, total.to(out_ptr.dtype.element_ty), mask=inside & whole & (token != padding)
+        )
         total = tl.where(ends, 0.0, total)
         began_before = began_before & (ends == 0)
 

@@ -38,7 +38,9 @@ def test_no_tokens_and_values_that_are_not_finite():
     grad[3, 2], grad[17, 5] = float("nan"), float("inf")
     tokens = torch.arange(20, device="cuda") // 10
     found = kernels.table_gradient(grad, tokens, 3, None, torch.float32)
-    assert found[0, 2].isnan() and found[1, 5].isinf() and found.isfinite().sum() == 22 and found[2].count_nonzero() == 0
+    assert (
+        found[0, 2].isnan() and found[1, 5].isinf() and found.isfinite().sum() == 22 and found[2].count_nonzero() == 0
+    )
 
 
 def test_equal_inputs_give_equal_bits():
