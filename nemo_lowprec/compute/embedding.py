@@ -1,7 +1,7 @@
 """An ``nn.Embedding`` whose table may be in low-bit storage, or have an FP32 gradient, also in a compiled graph.
 
-Autograd makes the gradient of the table in the dtype of the rows, and casts the whole table where another one is wanted.
-Here the gradient is summed in FP32 and written once, in the dtype in which layers compute the gradients of weights.
+Autograd makes the gradient of the table in the dtype of the rows, and casts the whole table where another dtype is
+wanted. Here the gradient is summed in FP32 and written once, in the dtype in which layers compute their gradients.
 """
 
 from __future__ import annotations

@@ -45,6 +45,8 @@ class Tile(NamedTuple):
     Attributes:
         rows, cols: elements, powers of two.
         warps: of a program.
+        reads_twice: whether a gated activation's backward reads its inputs again for the second gradient, from the
+            cache; so half as many registers are in use at a time.
         packed: whether instructions of the GPU round two values to half at once and saturate FP8 data, in the place of
             Triton's. Triton's interpreter has none.
     """
@@ -52,12 +54,13 @@ class Tile(NamedTuple):
     rows: int
     cols: int
     warps: int
+    reads_twice: bool = True
     packed: bool = True
 
 
 # As measured on an H200. A tile of one input and 64 columns is computed twice, of several inputs once.
 FORWARD_TILE, BACKWARD_TILE = Tile(64, 128, 8), Tile(64, 128, 4)
-GATED_BACKWARD_TILE = Tile(64, 64, 8)
+GATED_BACKWARD_TILE, GATED_BACKWARD_TILE_WITH_SUMS = Tile(64, 64, 8), Tile(64, 64, 8, False)
 _ROW_RUN = tl.constexpr(8)
 
 
@@ -175,18 +178,13 @@ def _tile(ptr, first_row, first_col, m, n, stride):
 
 @triton.jit
 def _write(
-    y, out_ptr, row_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row, first_col,
-    rows_left, cols_left, stride,
-    FP8_MAX: tl.constexpr, QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, RECORD: tl.constexpr, SUMS: tl.constexpr,
-    PACKED: tl.constexpr, HALF: tl.constexpr,
+    y, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row,
+    first_col, rows_left, cols_left, rows, stride,
+    FP8_MAX: tl.constexpr, QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
+    RECORD: tl.constexpr, SUMS: tl.constexpr, PACKED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Write a half tile ``y`` with HALF, and what was asked for of its quantized form, but for the transpose.
-
-    Returns:
-        The quantized tile; ``y`` without QUANTIZE.
-    """
+    """Write a half tile ``y`` with HALF, and what was asked for of its quantized form."""
     inside = (m < rows_left)[:, None] & (n < cols_left)[None, :]
-    q = y
     if HALF:
         tl.store(_tile(out_ptr, first_row, first_col, m, n, stride), y, mask=inside)
     if QUANTIZE:
@@ -198,23 +196,17 @@ def _write(
         scale = tl.load(scale_ptr)
         if pid == 0:
             tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-        scaled = x * scale
+        q = x * scale
         if not PACKED:  # what converts on a GPU saturates, too
-            scaled = saturate(scaled, FP8_MAX)
-        q = scaled.to(row_ptr.dtype.element_ty)
+            q = saturate(q, FP8_MAX)
+        q = q.to(row_ptr.dtype.element_ty)
         if ROWWISE:
             # Of the sum, not of what a function returns: there the hint is lost.
             places = row_ptr + (first_row * stride + first_col) + (m[:, None] * stride + n[None, :])
             tl.store(tl.max_contiguous(places, [1, _ROW_RUN]), q, mask=inside)
-    return q
-
-
-@triton.jit
-def _write_transposed(q, col_ptr, m, n, first_row, first_col, rows_left, cols_left, rows, COLUMNWISE: tl.constexpr):
-    """Last of all: two transposes one after the other wait less for memory."""
-    if COLUMNWISE:
-        flipped = (n < cols_left)[:, None] & (m < rows_left)[None, :]
-        tl.store(_tile(col_ptr, first_col, first_row, n, m, rows), tl.trans(q), mask=flipped)
+        if COLUMNWISE:
+            flipped = (n < cols_left)[:, None] & (m < rows_left)[None, :]
+            tl.store(_tile(col_ptr, first_col, first_row, n, m, rows), tl.trans(q), mask=flipped)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "scale_inv_ptr", "amax_ptr"])
@@ -238,11 +230,10 @@ def _forward_kernel(
     if GATED:
         up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0).to(tl.float32)
         y = _round(y.to(tl.float32) * up, half, PACKED)
-    q = _write(
-        y, out_ptr, row_ptr, scale_ptr, scale_inv_ptr, amax_ptr, amax_ptr, m, n, pid, tile_row, first_row, first_col,
-        rows_left, cols_left, cols, FP8_MAX, True, ROWWISE, RECORD, False, PACKED, HALF,
+    _write(
+        y, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, amax_ptr, m, n, pid, tile_row, first_row,
+        first_col, rows_left, cols_left, rows, cols, FP8_MAX, True, ROWWISE, COLUMNWISE, RECORD, False, PACKED, HALF,
     )  # fmt: skip
-    _write_transposed(q, col_ptr, m, n, first_row, first_col, rows_left, cols_left, rows, COLUMNWISE)
 
 
 @triton.jit(
@@ -260,8 +251,8 @@ def _backward_kernel(
     FP8_MAX: tl.constexpr, QUANTIZE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
     RECORD: tl.constexpr, SUMS: tl.constexpr,
     UP_FP8_MAX: tl.constexpr, UP_QUANTIZE: tl.constexpr, UP_ROWWISE: tl.constexpr, UP_COLUMNWISE: tl.constexpr,
-    UP_RECORD: tl.constexpr, UP_SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
-    HALF: tl.constexpr,
+    UP_RECORD: tl.constexpr, UP_SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, TWICE: tl.constexpr,
+    PACKED: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(cols, BN)
     pid = tl.program_id(0).to(tl.int64)
@@ -276,31 +267,29 @@ def _backward_kernel(
     x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(grad_places, mask=inside, other=0.0).to(tl.float32)
     if GATED:
-        value, slope = _value_and_slope(x, KIND, half == tl.float16)
+        value, _ = _value_and_slope(x, KIND, half == tl.float16)
         dup = _round(dy * _round(value, half, PACKED).to(tl.float32), half, PACKED)
-        up_q = _write(
-            dup, dup_ptr, up_row_ptr, up_scale_ptr, up_scale_inv_ptr, up_amax_ptr, up_sums_ptr, m, n, pid, tile_row,
-            first_row, first_col, rows_left, cols_left, out_stride, UP_FP8_MAX, UP_QUANTIZE, UP_ROWWISE, UP_RECORD,
-            UP_SUMS, PACKED, HALF,
+        _write(
+            dup, dup_ptr, up_row_ptr, up_col_ptr, up_scale_ptr, up_scale_inv_ptr, up_amax_ptr, up_sums_ptr, m, n, pid,
+            tile_row, first_row, first_col, rows_left, cols_left, rows, out_stride, UP_FP8_MAX, UP_QUANTIZE, UP_ROWWISE,
+            UP_COLUMNWISE, UP_RECORD, UP_SUMS, PACKED, HALF,
         )  # fmt: skip
+        if TWICE:
+            x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
+            dy = tl.load(grad_places, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0).to(tl.float32)
         dy = _round(dy * up, half, PACKED).to(tl.float32)
-    else:
-        _, slope = _value_and_slope(x, KIND, half == tl.float16)
+    _, slope = _value_and_slope(x, KIND, half == tl.float16)
     if KIND == 3:
         dx = tl.where(x <= 0.0, 0.0, dy)
     else:
         dx = dy * slope
     dx = _round(dx, half, PACKED)
-    q = _write(
-        dx, dx_ptr, row_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row, first_col,
-        rows_left, cols_left, out_stride, FP8_MAX, QUANTIZE, ROWWISE, RECORD, SUMS, PACKED, HALF,
+    _write(
+        dx, dx_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, sums_ptr, m, n, pid, tile_row, first_row,
+        first_col, rows_left, cols_left, rows, out_stride, FP8_MAX, QUANTIZE, ROWWISE, COLUMNWISE, RECORD, SUMS, PACKED,
+        HALF,
     )  # fmt: skip
-    if GATED:
-        _write_transposed(
-            up_q, up_col_ptr, m, n, first_row, first_col, rows_left, cols_left, rows, UP_QUANTIZE and UP_COLUMNWISE
-        )
-    _write_transposed(q, col_ptr, m, n, first_row, first_col, rows_left, cols_left, rows, QUANTIZE and COLUMNWISE)
 
 
 @lru_cache(maxsize=32)
@@ -378,7 +367,9 @@ def activate_backward(
     rows, cols = x.shape
     gated, stride = len(parts) == 2, 2 * cols if joint else cols
     if tile is None:
-        tile = GATED_BACKWARD_TILE if gated else BACKWARD_TILE
+        sums = any(target is not None and target.sums for target in targets)
+        of_gated = GATED_BACKWARD_TILE_WITH_SUMS if sums else GATED_BACKWARD_TILE
+        tile = of_gated if gated else BACKWARD_TILE
     half = half or any(target is None for target in targets)
     made = [_allocate(x, rows, stride, target, tile, half) for target in targets]
     if joint:
@@ -404,7 +395,7 @@ def activate_backward(
             f"{prefix}COLUMNWISE": wanted is not None and wanted.columnwise, f"{prefix}RECORD": records,
             f"{prefix}SUMS": sums,
         }  # fmt: skip
-    constants |= {"BM": tile.rows, "BN": tile.cols, "PACKED": tile.packed, "HALF": half}
+    constants |= {"BM": tile.rows, "BN": tile.cols, "TWICE": tile.reads_twice, "PACKED": tile.packed, "HALF": half}
     key = ("backward", x.dtype, *constants.values(), tile.warps)
     even = _even(rows, cols, grad, x, up, *(t for t in (of_x.half, of_up.half) if t is not None))
     _launcher(_backward_kernel, tile.warps)(

@@ -54,7 +54,7 @@ class MasterStep:
         for group in optimizer.param_groups:
             if not _is_plain(group):
                 continue
-            updates = []
+            updates: list[Update] = []
             for master in group["params"]:
                 param, state = copies.get(id(master)), optimizer.state.get(master)
                 if param is not None and state and _fits(param, master, state):
@@ -70,7 +70,7 @@ class MasterStep:
                 self._fused.step(updates, StepInputs(group, scale, found))
             for update, (param, _) in zip(updates, stepped[len(stepped) - len(updates) :], strict=True):
                 if update.measures:
-                    param.amax_of_step = update.param.amax_of_step
+                    param.amax_of_step = update.param.amax_of_step  # type: ignore[attr-defined]
         for _, master in stepped:
             master.grad = None
         torch.autograd.graph.increment_version([tensor for pair in stepped for tensor in pair])

@@ -1,5 +1,7 @@
 """Optimizers of plain loops that are given a closure, though they need none."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -27,5 +29,5 @@ def test_the_step_takes_the_gradients_that_the_closure_has_made(level):
 
     losses = [optimizer.step(closure).item() for _ in range(5)]
     losses += [optimizer.step(closure=closure).item() for _ in range(5)]
-    assert all(after < before for before, after in zip(losses, losses[1:], strict=False)), losses
+    assert all(after < before for before, after in pairwise(losses)), losses
     assert losses[-1] < 0.6 * losses[0]
