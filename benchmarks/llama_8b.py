@@ -3,8 +3,9 @@
     python -m benchmarks.llama_8b
 
 A level may have options: those of the level, as ``msamp_o2, activations=fp8+recompute``, and ``recomputed``, the number
-of layers that are recomputed in backward: all of them without it, and none with ``activations``. The peak counts from the second step on, when everything that training keeps is
-there; those of setting up and of the first step stand beside it.
+of layers that are recomputed in backward: all of them without it, and none with ``activations``. The peak counts from
+the second step on, when everything that training keeps is there; those of setting up and of the first step stand beside
+it.
 """
 
 from __future__ import annotations

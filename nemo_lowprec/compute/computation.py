@@ -141,6 +141,8 @@ class Computation(Column):
             weights=self.own_amaxes.weights,
             observers=self.observers,
         )
+        for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
+            plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
         if self._half_weights:

@@ -41,6 +41,7 @@ class GemmPlan:
         calls: notes the layer's calls while ``convert="auto"`` has not decided; None for nobody.
         entry: the layer's ``GraphEntry``; None where the layer breaks compiled graphs.
         ends_branch: whether the layer ends a branch of a residual block (``residual.py``).
+        read_by: the ``NormCall`` of the norm that reads the sum behind such a branch; None for an unknown one.
         group: the ``LayerGroup`` of the layer; None for a layer that computes by itself.
     """
 
@@ -60,6 +61,7 @@ class GemmPlan:
     calls: Any = field(default=None, repr=False, compare=False)
     entry: Any = field(init=False, default=None, repr=False, compare=False)
     ends_branch: bool = field(init=False, default=False, repr=False, compare=False)
+    read_by: Any = field(init=False, default=None, repr=False, compare=False)
     group: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

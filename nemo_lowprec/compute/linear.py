@@ -48,7 +48,7 @@ class LowPrecisionLinear(nn.Linear):
         if plan.group is not None and (of_group := plan.group.output(self, plan, input)) is not None:
             return of_group  # type: ignore[no-any-return]
         out = linear(input, self.weight, self.bias, plan, self.training, False, None)
-        return as_branch(out) if plan.ends_branch else out
+        return as_branch(out, plan) if plan.ends_branch else out
 
     def train(self, mode: bool = True) -> Self:
         if not mode and self.gemm_plan.weight is not None:
@@ -69,7 +69,7 @@ class LowPrecisionConv1D(LowPrecisionLinear):
             return _compiled_layer(self, x, True)
         plan = self.gemm_plan
         out = linear(x, self.weight, self.bias, plan, self.training, True, None)
-        return as_branch(out) if plan.ends_branch else out
+        return as_branch(out, plan) if plan.ends_branch else out
 
 
 def linear(

@@ -15,7 +15,15 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
-from nemo_lowprec.compute.residual import branch_dtype, forget, hand_out, learn, leave_half
+from nemo_lowprec.compute.residual import (
+    NormCall,
+    branch_dtype,
+    forget,
+    hand_out,
+    learn,
+    leave_half,
+    take_normed,
+)
 from nemo_lowprec.compute.shared_input import InputGradient, no_values
 from nemo_lowprec.tensors.gradient import gradient_dtype
 
@@ -23,15 +31,15 @@ from nemo_lowprec.tensors.gradient import gradient_dtype
 class NormFunction(torch.autograd.Function):
     """(input, weight, bias, call) to the result, and the handle for a sum that reads the input (``residual.py``).
 
-    ``call``: the kernels, the kind of norm, the dtype of the result, the dtype of the branch before or None, and the
-    gradient that the sum adds or None.
+    ``call``: the kernels, the kind of norm, the dtype of the result, the dtype of the branch before or None, the
+    gradient that the sum adds or None, and the result and statistics where they are there already, or None.
     """
 
     @staticmethod
     def forward(ctx: Any, x, weight, bias, call):
-        kernels, kind, out, ctx.branch, ctx.gradient = call
+        kernels, kind, out, ctx.branch, ctx.gradient, made = call
         how = kind.eps, kind.layer, kind.zero_centered, out, True
-        y, stats = kernels.forward(x if x.is_contiguous() else x.contiguous(), weight, bias, *how)
+        y, stats = made or kernels.forward(x if x.is_contiguous() else x.contiguous(), weight, bias, *how)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, bias, stats)
         ctx.kernels, ctx.kind, ctx.out = kernels, kind, out
@@ -75,10 +83,10 @@ def fused_norm(
     trained = x.requires_grad or (weight is not None and weight.requires_grad)
     if torch.is_grad_enabled() and (trained or (bias is not None and bias.requires_grad)):
         gradient = InputGradient() if x.requires_grad else None
-        call = kernels, kind, out, branch_dtype(x), gradient
+        call = kernels, kind, out, branch_dtype(x), gradient, take_normed(x, weight, bias, kind, out)
         y, handle = _apply(*(t if t is None else unwrap_if_dead(t) for t in (x, weight, bias)), call)
         if gradient is not None:
-            learn(x)
+            learn(x, None if weight is None else NormCall(kernels, weight, bias, kind, out))
             hand_out(x, gradient, handle)
         return y  # type: ignore[no-any-return]
     made: Tensor = kernels.forward(

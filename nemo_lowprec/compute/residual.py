@@ -2,7 +2,8 @@
 
 Autograd adds what comes back through the norm to what comes back past it: two tensors are read and a third is written.
 Here the sum hands its gradient to the norm, whose backward kernel adds it. Where the residual stream is FP32, that
-kernel also writes the gradient in half precision, for the branch before.
+kernel also writes the gradient in half precision, for the branch before. The kernel of the sum computes the norm that
+reads the sum, too, which so need not read it (``NormCall``).
 
 The model's code runs as it is. The last layer of a branch returns a ``BranchOutput``, a tensor like any other but for
 ``+``. Which layers are the last ones is learned: in the graph of a sum the norm behind it finds the layers that have
@@ -11,6 +12,7 @@ made its terms.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -19,14 +21,57 @@ from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched, is_wanted
 from nemo_lowprec.compat.tensors import PlainSubclass
-from nemo_lowprec.compute.backends.base import is_transformed
+from nemo_lowprec.compute.backends.base import NormKind, is_transformed
 from nemo_lowprec.compute.shared_input import InputGradient
 
-_BRANCH, _HALF = "_lowprec_branch", "_lowprec_half"
+_BRANCH, _HALF, _NORMED = "_lowprec_branch", "_lowprec_half", "_lowprec_normed"
+
+
+@dataclass
+class NormCall:
+    """How a norm computes that reads the sum behind a branch, as a pass before has shown.
+
+    Attributes:
+        kernels: as ``kernels/triton_norm.py``.
+        weight, bias, kind, out: as the norm's backend was called.
+        taken: whether the norm has read what the last sum has computed for it.
+    """
+
+    kernels: Any
+    weight: Tensor
+    bias: Tensor | None
+    kind: NormKind
+    out: torch.dtype
+    taken: bool = True
+
+    def is_of(self, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> bool:
+        """Whether a norm computes the same. In a CUDA graph's capture parameters have twins in their memory."""
+        same = _same_memory(weight, self.weight) and _same_memory(bias, self.bias)
+        return same and kind == self.kind and out == self.out
+
+    def add(self, residual: Tensor, branch: Tensor) -> tuple[Tensor, ...] | None:
+        """(the sum, the norm of the sum, the norm's statistics); None where no kernel computes them."""
+        if not self.kernels.fits_sum(residual, branch, self.weight, self.bias, self.out):
+            return None
+        kind = self.kind
+        how = kind.eps, kind.layer, kind.zero_centered, self.out
+        return self.kernels.add_forward(residual, branch, self.weight, self.bias, *how)  # type: ignore[no-any-return]
+
+
+def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or a is b:
+        return a is b
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape
 
 
 class BranchOutput(PlainSubclass):
-    """The output of a layer that ends a branch."""
+    """The output of a layer that ends a branch.
+
+    Attributes:
+        plan: the layer's ``GemmPlan``.
+    """
+
+    plan: Any = None
 
     def __add__(self, other: Any) -> Tensor:  # type: ignore[override]
         return _sum(self, other)
@@ -35,22 +80,25 @@ class BranchOutput(PlainSubclass):
         return _sum(self, other)
 
 
-def as_branch(out: Tensor) -> Tensor:
-    """``out`` itself, in another class while autograd records."""
+def as_branch(out: Tensor, plan: Any) -> Tensor:
+    """``out`` itself, the output of the layer with ``plan``, in another class while autograd records."""
     if type(out) is Tensor and out.requires_grad and torch.is_grad_enabled() and not is_transformed():
         out.__class__ = BranchOutput
+        out.plan = plan  # type: ignore[attr-defined]
     return out
 
 
-def learn(source: Tensor) -> None:
-    """Note of the layers whose output is a term of ``source``, which a norm reads, that they end a branch."""
+def learn(source: Tensor, norm: NormCall | None) -> None:
+    """Note of the layers whose output is a term of ``source``, which ``norm`` reads, that they end a branch."""
     terms = [source.grad_fn]
-    for _ in range(2):  # a sum may have three terms
+    for last in (True, False):  # a sum may have three terms
         sums = [node for node in terms if node is not None and node.name() == "AddBackward0"]
         terms = [term for node in sums for term, _ in node.next_functions]
         for plan in (getattr(term, "plan", None) for term in terms):
             if plan is not None:
                 plan.ends_branch = True
+                if last and plan.inputs.parameters_stay:
+                    plan.read_by = norm
 
 
 # (the tensor that a norm has read last, held weakly; its version; the gradient's sum; the handle) of the process. One
@@ -95,21 +143,55 @@ def _sum(branch: BranchOutput, other: Any) -> Tensor:
     if found is None:
         return Tensor.__add__(branch, residual)
     gradient, handle = found
-    out: Tensor = _apply(handle, branch, (residual, gradient))
+    norm, made = _norm_behind(branch), list[Tensor]()
+    out: Tensor = _apply(handle, branch, (residual, gradient, norm, made))
+    if norm is not None and made:
+        norm.taken = False
+        out.__dict__[_NORMED] = norm, made, out._version
     if out.dtype != branch.dtype:
         out.__dict__[_BRANCH] = branch.dtype, out._version
     return out
 
 
+def _norm_behind(branch: Tensor) -> NormCall | None:
+    """The norm that will read the sum of ``branch`` and another term; None for an unknown one."""
+    plan: Any = getattr(branch, "plan", None)
+    norm: NormCall | None = None if plan is None else plan.read_by
+    if norm is None or norm.taken:
+        return norm
+    plan.read_by = None  # the norm has not read the last sum
+    return None
+
+
+def take_normed(
+    source: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype
+) -> list[Tensor] | None:
+    """The norm of ``source`` and its statistics, where the sum that has made ``source`` has computed them."""
+    norm, made, version = source.__dict__.pop(_NORMED, (None, None, 0))
+    if norm is None or version != source._version or not norm.is_of(weight, bias, kind, out):
+        return None
+    norm.taken = True
+    return made  # type: ignore[no-any-return]
+
+
 class _Sum(torch.autograd.Function):
-    """(handle of the residual, branch, (residual, its gradient's sum)) to residual + branch."""
+    """(handle of the residual, branch, call) to residual + branch.
+
+    ``call``: the residual, its gradient's sum, the ``NormCall`` of the norm behind or None, and a list that gets the
+    norm's result and statistics.
+    """
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, branch: Tensor, call: Any) -> Tensor:
-        residual, ctx.gradient = call  # autograd must not see the residual
+        residual, ctx.gradient, norm, made = call  # autograd must not see the residual
         ctx.set_materialize_grads(False)
         ctx.dtypes = residual.dtype, branch.dtype
-        return torch.add(residual, branch)
+        found = None if norm is None else norm.add(residual, branch)
+        if found is None:
+            return torch.add(residual, branch)
+        total, *of_norm = found
+        made += of_norm
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None, None]:

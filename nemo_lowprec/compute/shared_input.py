@@ -149,11 +149,13 @@ class SharedInput:
     Attributes:
         tag: what the layers have in common in compiled graphs (see ``graph_entry``).
         again: whether backward quantizes the output of attention again.
+        parameters_stay: whether parameters of other modules than the one that runs may be read: nothing gathers them.
         see: is called in backward with the plans of layers that have read one tensor one after another.
     """
 
     tag: Tensor | None = None
     again: bool = False
+    parameters_stay: bool = True
     see: Any = staticmethod(lambda plans: None)
 
     def __init__(self, histories: DelayedScaling | None = None) -> None:

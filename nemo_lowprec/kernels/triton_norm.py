@@ -76,18 +76,25 @@ def _factor(weight_ptr, n, inside, WEIGHT: tl.constexpr, ZERO_CENTERED: tl.const
 
 @triton.jit
 def _forward_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, rows, cols, eps,
-    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr, SAVE: tl.constexpr,
-    MASK_M: tl.constexpr, MASK_N: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+    x_ptr, branch_ptr, total_ptr, weight_ptr, bias_ptr, y_ptr, stats_ptr, rows, cols, eps,
+    LAYER: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    SAVE: tl.constexpr, MASK_M: tl.constexpr, MASK_N: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Normalize R rows. ``stats``: FP32 [2, rows], means and 1 / standard deviations; [1, rows] of an RMSNorm."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    """Normalize R rows, with ADD of x + branch, which is rounded and written to ``total``.
+
+    ``stats``: FP32 [2, rows], means and 1 / standard deviations; [1, rows] of an RMSNorm.
+    """
+    DTYPE: tl.constexpr = total_ptr.dtype.element_ty
     m = tl.program_id(0) * R + tl.arange(0, R)
     n = tl.arange(0, BN)
     inside_m, inside_n = _inside(m, rows, MASK_M), _inside(n, cols, MASK_N)
     inside = inside_m[:, None] & inside_n[None, :]
     offset = m[:, None] * cols + n[None, :]
     x = tl.load(x_ptr + offset, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        total = (x + tl.load(branch_ptr + offset, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+        tl.store(total_ptr + offset, total, mask=inside)
+        x = total.to(tl.float32)
     if LAYER:
         mean = tl.sum(x, axis=1) / cols
         x = tl.where(inside, x - mean[:, None], 0.0)
@@ -184,6 +191,12 @@ def fits(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: torch.dtype
     return True
 
 
+def fits_sum(x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, out: torch.dtype) -> bool:
+    """Whether ``add_forward`` takes these; the sum has the wider dtype of both terms."""
+    same = branch.shape == x.shape and branch.get_device() == x.get_device() and branch.dtype in (out, torch.float32)
+    return same and branch.is_contiguous() and x.is_contiguous() and fits(x, weight, bias, out)
+
+
 def forward(
     x: Tensor,
     weight: Tensor | None,
@@ -209,23 +222,43 @@ def forward(
     Returns:
         The result, of the shape of ``x``, and the statistics: FP32 [2, rows], or for RMSNorm [1, rows].
     """
+    return _forward(x, None, x, weight, bias, eps, layer, zero_centered, out, save, blocks)
+
+
+def add_forward(
+    x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer: bool,
+    zero_centered: bool, out: torch.dtype, blocks: Blocks | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """``x + branch``, as torch computes it, and ``forward`` of the sum, with statistics; see ``fits_sum``.
+
+    Returns:
+        The sum, and the results of ``forward``.
+    """
+    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+    return total, *_forward(x, branch, total, weight, bias, eps, layer, zero_centered, out, True, blocks)
+
+
+def _forward(
+    x: Tensor, branch: Tensor | None, total: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+    layer: bool, zero_centered: bool, out: torch.dtype, save: bool, blocks: Blocks | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     cols = x.shape[-1]
     rows = x.numel() // cols
     y = torch.empty_like(x, dtype=out)
     stats = torch.empty((1 + layer, rows), dtype=torch.float32, device=x.device) if save else None
     blocks = blocks or forward_blocks(cols)
     key = None
-    if rows > 1 and not cols % 16 and not x.data_ptr() % 16:
+    if rows > 1 and not cols % 16 and not x.data_ptr() % 16 and (branch is None or not branch.data_ptr() % 16):
         key = (
-            cols, rows % 16 == 0, rows % blocks.rows == 0, x.dtype, out, _alike(weight), _alike(bias), layer,
-            zero_centered, save, blocks,
+            cols, rows % 16 == 0, rows % blocks.rows == 0, x.dtype, None if branch is None else branch.dtype, out,
+            _alike(weight), _alike(bias), layer, zero_centered, save, blocks,
         )  # fmt: skip
     _launcher("_forward_kernel", blocks.warps)(
         x.get_device(), key, -(-rows // blocks.rows),
-        (x, _or(weight, x), _or(bias, x), y, _or(stats, x), rows, cols, eps),
+        (x, _or(branch, x), total, _or(weight, x), _or(bias, x), y, _or(stats, x), rows, cols, eps),
         lambda: {
-            "LAYER": layer, "WEIGHT": weight is not None, "BIAS": bias is not None, "ZERO_CENTERED": zero_centered,
-            "SAVE": save, **_cut(rows, cols, blocks),
+            "LAYER": layer, "ADD": branch is not None, "WEIGHT": weight is not None, "BIAS": bias is not None,
+            "ZERO_CENTERED": zero_centered, "SAVE": save, **_cut(rows, cols, blocks),
         },
     )  # fmt: skip
     return y, stats

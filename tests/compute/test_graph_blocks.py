@@ -241,5 +241,5 @@ def test_a_capture_forgets_readers_outside_of_the_block():
     for plans, knows in (([plan], True), ([], False)):
         model.up(model.first(x))
         assert reader.backend is plan.backend
-        with Layers(plans, [reader]).capturing():
+        with Layers(plans, [reader]).capturing(model):
             assert (reader.backend is not None) is knows

@@ -25,15 +25,26 @@ class TorchNorms:
 
     Attributes:
         sums, halves: how often backward added a gradient, and how often it gave one in half precision.
+        norms, behind: how often forward computed a norm, and how often with the sum before it.
     """
 
     def __init__(self):
-        self.kinds, self.sums, self.halves = [], 0, 0
+        self.kinds, self.sums, self.halves, self.norms, self.behind = [], 0, 0, 0, 0
 
     def forward(self, x, weight, bias, eps, layer, zero_centered, out, save):
         kind = NormKind((x.shape[-1],), eps, layer, zero_centered)
         self.kinds.append((kind, out))
+        self.norms += 1
         return plain_norm(x, weight, bias, kind, out), torch.tensor(len(self.kinds) - 1)
+
+    def fits_sum(self, x, branch, weight, bias, out):
+        return x.is_contiguous() and branch.is_contiguous()
+
+    def add_forward(self, x, branch, *how):
+        total = torch.add(x, branch)
+        self.behind += 1
+        self.norms -= 1
+        return total, *self.forward(total, *how, True)
 
     def backward(
         self, grad, x, weight, bias, stats, layer, zero_centered, needs, dtypes, blocks=None, total=None, half=None
@@ -139,12 +150,16 @@ def assert_same(got, want):
         assert g.dtype == w.dtype and torch.equal(g, w)
 
 
+plain_backends = []
+
+
 def pair(make, half):
     torch.manual_seed(0)
     model, loss_of = make()
     model = model.to(HALF) if half else model
     plain = copy.deepcopy(model)
-    (backend, update), (_, plain_update) = convert(model, True), convert(plain, False)
+    (backend, update), (plain_backend, plain_update) = convert(model, True), convert(plain, False)
+    plain_backends.append(plain_backend)
     return model, plain, loss_of, backend.norms, update, plain_update
 
 
@@ -153,10 +168,14 @@ def pair(make, half):
 def test_training_has_the_bits_of_torchs_sums(name, half):
     make, sums = MODELS[name]
     model, plain, loss_of, norms, update, plain_update = pair(make, half and name in ("llama", "vit"))
+    plain_norms = plain_backends[-1].norms
     got, want = train(model, loss_of, update), train(plain, loss_of, plain_update)
     assert_same(got, want)
     # The first pass shows which layers end a branch.
     assert norms.sums == 2 * sums
+    # From then on a sum computes the norm behind it.
+    assert norms.behind == 2 * sums
+    assert norms.norms + norms.behind == plain_norms.norms and plain_norms.behind == 0
     # In a half stream no gradient is of another dtype.
     assert norms.halves == (2 * sums if name == "llama" and not half else norms.halves)
 
@@ -287,3 +306,66 @@ def test_a_residual_that_was_changed_is_summed_by_torch(monkeypatch):
     branch = block.down(F.gelu(block.up(block.norm(inner))))
     inner.add_(1.0)
     assert type(inner + branch) is torch.Tensor and not found
+
+
+def passes(model, loss_of, count=1):
+    for _ in range(count):
+        model.zero_grad()
+        with torch.autocast("cpu", HALF):
+            loss_of(model).backward()
+
+
+def test_a_sum_computes_the_norm_behind_it_while_the_norm_takes_it():
+    model, _, loss_of, norms, *_ = pair(blocks, False)
+    passes(model, loss_of, 2)
+    assert (norms.norms, norms.behind) == (3 + 1, 2)
+    last = model[2].down.gemm_plan
+    assert last.read_by.weight is model[3].weight and last.read_by.taken
+    handle = model[2].register_forward_hook(lambda *_: _[2] * 1.0)  # the norm reads another tensor
+    passes(model, loss_of)
+    assert norms.behind == 4 and not last.read_by.taken
+    passes(model, loss_of)
+    assert norms.behind == 5 and last.read_by is None
+    handle.remove()
+    passes(model, loss_of)
+    assert norms.behind == 6 and last.read_by is None
+
+
+@pytest.mark.parametrize("what", ["sum", "weight", "another norm", "autocast"])
+def test_what_the_sum_has_computed_is_not_taken(what):
+    model, plain, *_ = learned()
+    found = []
+    for one in (model, plain):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        block, norm = one[1], one[2].norm
+        with torch.autocast("cpu", HALF):
+            out = (inner := x * 1.0) + block.down(F.gelu(block.up(block.norm(inner))))
+            if what == "sum":
+                out.mul_(2.0)
+            if what == "weight":
+                norm.weight = nn.Parameter(norm.weight.detach() * 2.0)
+            if what == "another norm":
+                norm = one[3]
+        with torch.autocast("cpu", HALF, enabled=what != "autocast"):
+            y = norm(out)
+        y.float().pow(2).sum().backward()
+        found.append([y.detach(), x.grad])
+    assert_same(*found)
+
+
+def test_what_the_sum_has_computed_is_gone_with_the_norm():
+    model, *_ = learned()
+    block = model[1]
+    x = torch.randn(4, 32, requires_grad=True)
+    with torch.autocast("cpu", HALF):
+        out = (inner := x * 1.0) + block.down(F.gelu(block.up(block.norm(inner))))
+        assert residual._NORMED in out.__dict__
+        model[2].norm(out)
+    assert residual._NORMED not in out.__dict__
+
+
+def test_no_parameters_of_other_modules_where_something_gathers_them():
+    model, _, loss_of, norms, *_ = pair(blocks, False)
+    model[1].down.gemm_plan.inputs.parameters_stay = False
+    passes(model, loss_of, 3)
+    assert norms.behind == 0 and norms.sums == 2 * 2

@@ -456,3 +456,61 @@ def test_norms_of_timm_are_converted(kernels, name, expected):
     images = nn.Sequential(layers.LayerNorm2d(3), nn.Flatten(), nn.Linear(48, 16)).cuda()
     images, _ = prepare(images, None, "bf16_with_fp8_mixed", convert=["*"])
     assert type(images[0]) is layers.LayerNorm2d
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096), (12608, 1024), (33, 1000), (1, 16)], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms", "rms-zero-centered"])
+@pytest.mark.parametrize(("first", "second", "out"), [(FP32, BF16, BF16), (BF16, BF16, BF16), (FP16, FP32, FP16)])
+def test_a_sum_and_its_norm_have_the_bits_of_both_passes(kernels, first, second, out, kind, shape):
+    case = Case(kernels, kind, shape, (first, out))
+    branch = torch.randn(shape, device="cuda").to(second)
+    assert kernels.fits_sum(case.x, branch, case.weight, case.bias, out)
+    total, y, stats = kernels.add_forward(
+        case.x, branch, case.weight, case.bias, EPS, case.layer, case.zero_centered, out
+    )  # fmt: skip
+    want = case.x + branch
+    assert total.dtype == want.dtype and torch.equal(total, want)
+    case.x = want
+    assert all(map(torch.equal, (y, stats), case.forward()))
+    assert not kernels.fits_sum(want, branch[:, ::2], case.weight, case.bias, out)
+    assert not kernels.fits_sum(want, branch.double(), case.weight, case.bias, out)
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_model_computes_norms_with_the_sums_before_them(level, graphs, monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from nemo_lowprec.kernels import triton_norm
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, use_cache=False, **sizes)
+    found, counts = [], []
+    for fused in (True, False):
+        calls = {"add_forward": 0, "forward": 0}
+        with monkeypatch.context() as patch:
+            for name, own in (("add_forward", triton_norm.add_forward), ("forward", triton_norm.forward)):
+
+                def counted(*args, own=own, name=name, calls=calls):
+                    calls[name] += 1
+                    return own(*args)
+
+                patch.setattr(triton_norm, name, counted)
+            if not fused:
+                patch.setattr(triton_norm, "fits_sum", lambda *_: False)
+            torch.manual_seed(0)
+            model = LlamaForCausalLM(config).cuda()
+            model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, graphs=graphs)
+            generator, losses = torch.Generator("cuda").manual_seed(1), []
+            for step in range(8):
+                before = dict(calls)
+                tokens = torch.randint(256, (2, 64), device="cuda", generator=generator)
+                with torch.autocast("cuda", BF16):
+                    losses.append(model(input_ids=tokens, labels=tokens).loss)
+                if step == 1:
+                    counts.append(tuple(calls[name] - before[name] for name in calls))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.stack(losses).tolist())
+    assert counts == [(6, 1), (0, 7)] and found[0] == found[1]

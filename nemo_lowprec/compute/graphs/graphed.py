@@ -191,7 +191,7 @@ class GraphedForward:
             return self._forward(block, *args, **kwargs)
 
         self._guards[key] = Guard(block)
-        with self._layers.capturing():
+        with self._layers.capturing(block):
             found = CapturedPass(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
         self._passes[key].append(found)
         what = "%s is one graph" if self.is_whole else "blocks of %s are captured"

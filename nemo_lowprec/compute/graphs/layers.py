@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.producers import Reader
 
@@ -47,8 +49,13 @@ class Layers:
         return [[plan.weight.weight for plan in group.plans] for group in groups.values()]
 
     @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Context of a capture: the layers read only those kept weights that are made anew in place."""
+    def capturing(self, block: nn.Module) -> Iterator[None]:
+        """Context of a capture of ``block``: the layers read only those kept weights that are made anew in place."""
+        own = {id(param) for param in block.parameters()}
+        behind = [plan for plan in self._plans if plan.read_by is not None and id(plan.read_by.weight) not in own]
+        norms = [plan.read_by for plan in behind]
+        for plan in behind:  # a norm outside of the block reads a copy of what the block returns, too
+            plan.read_by = None
         for reader in self._readers:  # a layer outside of the block reads a copy of what the block returns
             reader.keep_to(self._slots)
         tables = {id(state.table): state.table for state in self._weights if state.table is not None}
@@ -57,5 +64,7 @@ class Layers:
         try:
             yield
         finally:
+            for plan, norm in zip(behind, norms, strict=True):
+                plan.read_by = norm
             for table in tables.values():
                 table.capturing = False
