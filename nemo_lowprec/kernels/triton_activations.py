@@ -171,6 +171,31 @@ def _round(x, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _wide(x, PACKED: tl.constexpr):
+    """A half tile as FP32; with PACKED in one instruction an element, of BF16."""
+    if PACKED and x.dtype == tl.bfloat16:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.int32, True, 2
+        )
+        y = bits.to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def _product(a, b, PACKED: tl.constexpr):
+    """The product of two half tiles, rounded to half."""
+    if not PACKED:
+        y = (a.to(tl.float32) * b.to(tl.float32)).to(a.dtype)
+    elif a.dtype == tl.bfloat16:
+        y = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.bfloat16, True, 2)
+    else:
+        y = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.float16, True, 2)
+    return y
+
+
+@triton.jit
 def _tile(ptr, first_row, first_col, m, n, stride):
     """Addresses of the rows ``m`` and columns ``n`` of a tile; its first element may need an index of 64 bits."""
     return ptr + (first_row * stride + first_col) + (m[:, None] * stride + n[None, :])
@@ -224,12 +249,12 @@ def _forward_kernel(
     inside = (m < rows_left)[:, None] & (n < cols_left)[None, :]
     half = out_ptr.dtype.element_ty
     x_places = _tile(x_ptr, first_row, first_col, m, n, x_stride)
-    x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
-    value, _ = _value_and_slope(x, KIND, half == tl.float16)
+    x = tl.load(x_places, mask=inside, other=0.0)
+    value, _ = _value_and_slope(_wide(x, PACKED), KIND, half == tl.float16)
     y = _round(value, half, PACKED)
     if GATED:
-        up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0).to(tl.float32)
-        y = _round(y.to(tl.float32) * up, half, PACKED)
+        up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0)
+        y = _product(y, up, PACKED)
     _write(
         y, out_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr, amax_ptr, m, n, pid, tile_row, first_row,
         first_col, rows_left, cols_left, rows, cols, FP8_MAX, True, ROWWISE, COLUMNWISE, RECORD, False, PACKED, HALF,
@@ -264,21 +289,23 @@ def _backward_kernel(
     half = dx_ptr.dtype.element_ty
     x_places = _tile(x_ptr, first_row, first_col, m, n, x_stride)
     grad_places = _tile(grad_ptr, first_row, first_col, m, n, grad_stride)
-    x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(grad_places, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_places, mask=inside, other=0.0)
+    dy = tl.load(grad_places, mask=inside, other=0.0)
     if GATED:
-        value, _ = _value_and_slope(x, KIND, half == tl.float16)
-        dup = _round(dy * _round(value, half, PACKED).to(tl.float32), half, PACKED)
+        value, slope = _value_and_slope(_wide(x, PACKED), KIND, half == tl.float16)
+        dup = _product(dy, _round(value, half, PACKED), PACKED)
         _write(
             dup, dup_ptr, up_row_ptr, up_col_ptr, up_scale_ptr, up_scale_inv_ptr, up_amax_ptr, up_sums_ptr, m, n, pid,
             tile_row, first_row, first_col, rows_left, cols_left, rows, out_stride, UP_FP8_MAX, UP_QUANTIZE, UP_ROWWISE,
             UP_COLUMNWISE, UP_RECORD, UP_SUMS, PACKED, HALF,
         )  # fmt: skip
         if TWICE:
-            x = tl.load(x_places, mask=inside, other=0.0).to(tl.float32)
-            dy = tl.load(grad_places, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0).to(tl.float32)
-        dy = _round(dy * up, half, PACKED).to(tl.float32)
+            x = tl.load(x_places, mask=inside, other=0.0)
+            dy = tl.load(grad_places, mask=inside, other=0.0)
+        up = tl.load(_tile(up_ptr, first_row, first_col, m, n, up_stride), mask=inside, other=0.0)
+        dy = _product(dy, up, PACKED)
+    x = _wide(x, PACKED)
+    dy = _wide(dy, PACKED)
     _, slope = _value_and_slope(x, KIND, half == tl.float16)
     if KIND == 3:
         dx = tl.where(x <= 0.0, 0.0, dy)
