@@ -110,7 +110,7 @@ def _cast_kernel(
     if pid == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
 
-    q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
+    q = (x * scale).to(row_ptr.dtype.element_ty)  # the GPU's conversion saturates, and keeps NaN
     if ROWWISE:
         tl.store(row_ptr + m[:, None] * row_stride + n[None, :], q, mask=inside)
     if COLUMNWISE:

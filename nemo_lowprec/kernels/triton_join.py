@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax, saturate
+from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax
 from nemo_lowprec.kernels.triton_sums import add_up
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 64, 4
@@ -55,7 +55,6 @@ def _join_kernel(
     v_h,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
-    FP8_MAX: tl.constexpr,
     QUANTIZE: tl.constexpr,
     ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr,
@@ -90,7 +89,7 @@ def _join_kernel(
         scale = tl.load(scale_ptr)
         if pid == 0:
             tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-        quantized = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
+        quantized = (x * scale).to(row_ptr.dtype.element_ty)
         if ROWWISE:
             tl.store(row_ptr + m[:, None] * COLS + n[None, :], quantized, mask=inside)
         if COLUMNWISE:
@@ -173,7 +172,7 @@ def _launch(
             unread if record is None else record, unread if added is None else added, rows, tokens, *strides,
         ),
         lambda: {
-            "WIDTH": width, "DIM": dim, "FP8_MAX": 1.0 if fmt is None else fmt.max, "QUANTIZE": scale is not None,
+            "WIDTH": width, "DIM": dim, "QUANTIZE": scale is not None,
             "ROWWISE": rowwise, "COLUMNWISE": columnwise, "RECORD": record is not None, "SUMS": sums,
             "BM": tile_rows, "BN": tile_cols,
         },

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import E4M3
 from nemo_lowprec.kernels.multi_tensor import PointerTable
-from nemo_lowprec.kernels.triton_cast import TYPES, saturate
+from nemo_lowprec.kernels.triton_cast import TYPES
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 
@@ -27,7 +27,7 @@ Job = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 @triton.jit
 def _weights_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, SCALED: tl.constexpr, ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of one weight. ``grid``: int32 [tensors, 4], first tile, rows, columns, stride of ``col``."""
     pid = tl.program_id(0)
@@ -51,7 +51,7 @@ def _weights_kernel(
         if tile == 0:
             scale_inv = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.float32))
             tl.store(scale_inv, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
-        q = saturate(x.to(tl.float32) * scale, FP8_MAX).to(tl.float8e4nv)
+        q = (x.to(tl.float32) * scale).to(tl.float8e4nv)  # which saturates
     else:
         q = x
     if ROWWISE:
@@ -125,5 +125,5 @@ class WeightCast:
             _weights_kernel[(tables.tiles,)](
                 tables.tensor_of, tables.grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
                 ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=tables.aligned and tables.pointers.aligned,
-                FP8_MAX=E4M3.max, BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS,
+                BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS,
             )  # fmt: skip
