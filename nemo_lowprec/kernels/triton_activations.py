@@ -172,14 +172,14 @@ def _round(x, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def _wide(x, PACKED: tl.constexpr):
-    """A half tile as FP32; with PACKED in one instruction an element, of BF16.
+    """A half tile as FP32; with PACKED and BF16 in one instruction an element.
 
-    Of what is stored transposed only before the last rounding: Triton transposes half values then, and not bytes, which
-    its release 3.6 does wrongly.
+    Not for a tile that is quantized next: Triton would transpose bytes then, which its release 3.6 does wrongly, and
+    not half values.
     """
     if PACKED and x.dtype == tl.bfloat16:
         bits = tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], tl.int32, True, 2
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], tl.int32, True, 2
         )
         y = bits.to(tl.float32, bitcast=True)
     else:
