@@ -44,6 +44,12 @@ class NormCall:
     out: torch.dtype
     taken: bool = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # the layers of a copied model learn anew
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     def is_of(self, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype) -> bool:
         """Whether a norm computes the same. In a CUDA graph's capture parameters have twins in their memory."""
         same = _same_memory(weight, self.weight) and _same_memory(bias, self.bias)

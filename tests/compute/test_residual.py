@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -362,6 +363,15 @@ def test_what_the_sum_has_computed_is_gone_with_the_norm():
         assert residual._NORMED in out.__dict__
         model[2].norm(out)
     assert residual._NORMED not in out.__dict__
+
+
+def test_copies_and_pickles_know_no_norm():
+    model, *_ = learned()
+    plan = model[1].down.gemm_plan
+    assert plan.read_by is not None and plan.ends_branch
+    plan.read_by.kernels = residual  # a module, as the GPU's kernels are, which has no copy
+    assert copy.deepcopy(model)[1].down.gemm_plan.read_by is None
+    assert pickle.loads(pickle.dumps(plan.read_by)) is None
 
 
 def test_no_parameters_of_other_modules_where_something_gathers_them():
