@@ -8,7 +8,9 @@ state: the numbers differ from those of torch's fused step by roundings of FP32.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class MasterStep:
 
     def __init__(self, measures: bool) -> None:
         self._measures, self._fused = measures, FusedStep()
+        # (copy, master, exp_avg, exp_avg_sq, step) that the kernel takes, by the master's id, of each optimizer.
+        self._taken: WeakKeyDictionary[Optimizer, dict[int, tuple[Any, ...]]] = WeakKeyDictionary()
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer, pairs: Sequence[Pair]) -> list[Pair]:
@@ -49,6 +53,7 @@ class MasterStep:
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
             return []
         copies = {id(master): param for param, master in pairs}
+        known = self._taken.setdefault(optimizer, {})
         scale, found = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
         stepped: list[Pair] = []
         for group in optimizer.param_groups:
@@ -57,7 +62,7 @@ class MasterStep:
             updates: list[Update] = []
             for master in group["params"]:
                 param, state = copies.get(id(master)), optimizer.state.get(master)
-                if param is not None and state and _fits(param, master, state):
+                if param is not None and state and _fits(param, master, state, known):
                     measured = self._measures and param.ndim > 1
                     updates.append(
                         Update(
@@ -83,15 +88,28 @@ def _is_plain(group: dict[str, Any]) -> bool:
     return not any(group[name] for name in special) and not any(isinstance(b, Tensor) for b in group["betas"])
 
 
-def _fits(param: Any, master: Tensor, state: dict[str, Any]) -> bool:
+def _fits(param: Any, master: Tensor, state: dict[str, Any], known: dict[int, tuple[Any, ...]]) -> bool:
     """Whether the kernel takes a half copy, its master, the master's gradient and ``state``."""
+    grad = master.grad
+    if grad is None or type(grad) is not Tensor or grad.dtype != torch.float32 or grad.shape != master.shape:
+        return False
+    device = grad.get_device()
+    if not grad.is_contiguous() or param.get_device() != device or master.get_device() != device:
+        return False
+    tensors = param, master, state.get("exp_avg"), state.get("exp_avg_sq"), state.get("step")
+    there = known.get(id(master))
+    if there is None or not all(map(is_, there, tensors)) or param.dtype not in _HALF:
+        if not _are_taken(*tensors) or "max_exp_avg_sq" in state:
+            return False
+        known[id(master)] = tensors
+    return True
+
+
+def _are_taken(param: Any, master: Tensor, exp_avg: Any, exp_avg_sq: Any, step: Any) -> bool:
     if type(param) not in _PLAIN or param.dtype not in _HALF or not param.is_cuda or not param.numel():
         return False
-    grad = master.grad
-    if grad is None or "max_exp_avg_sq" in state:
-        return False
-    tensors = (master, grad, state["exp_avg"], state["exp_avg_sq"])
-    if any(type(t) not in _PLAIN or t.dtype != torch.float32 or t.shape != param.shape for t in tensors):
-        return False
-    same = all(t.device == param.device and t.is_contiguous() for t in (param, *tensors))
-    return same and state["step"].is_cuda and state["step"].dtype == torch.float32
+    for t in (master, exp_avg, exp_avg_sq):
+        if type(t) not in _PLAIN or t.dtype != torch.float32 or t.shape != param.shape or t.device != param.device:
+            return False
+    same = all(t.is_contiguous() for t in (param, master, exp_avg, exp_avg_sq))
+    return same and isinstance(step, Tensor) and step.is_cuda and step.dtype == torch.float32

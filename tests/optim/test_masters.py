@@ -23,7 +23,7 @@ def _on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(masters, "FusedStep", Reference)
 
-    def fits(param, master, state):
+    def fits(param, master, state, known):
         return master.grad is not None and param.dtype == torch.bfloat16
 
     monkeypatch.setattr(masters, "_fits", fits)
