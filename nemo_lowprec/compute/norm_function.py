@@ -16,7 +16,6 @@ from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_b
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import NormKind, is_transformed, plain_norm
 from nemo_lowprec.compute.residual import (
-    NormCall,
     branch_dtype,
     forget,
     hand_out,
@@ -86,7 +85,7 @@ def fused_norm(
         call = kernels, kind, out, branch_dtype(x), gradient, take_normed(x, weight, bias, kind, out)
         y, handle = _apply(*(t if t is None else unwrap_if_dead(t) for t in (x, weight, bias)), call)
         if gradient is not None:
-            learn(x, None if weight is None else NormCall(kernels, weight, bias, kind, out))
+            learn(x, (kernels, weight, bias, kind, out))
             hand_out(x, gradient, handle)
         return y  # type: ignore[no-any-return]
     made: Tensor = kernels.forward(

@@ -94,8 +94,12 @@ def as_branch(out: Tensor, plan: Any) -> Tensor:
     return out
 
 
-def learn(source: Tensor, norm: NormCall | None) -> None:
-    """Note of the layers whose output is a term of ``source``, which ``norm`` reads, that they end a branch."""
+def learn(source: Tensor, norm: tuple[Any, ...]) -> None:
+    """Note of the layers whose output is a term of ``source``, which a norm reads, that they end a branch.
+
+    Args:
+        norm: the arguments of the norm's ``NormCall``; the weight may be None.
+    """
     terms = [source.grad_fn]
     for last in (True, False):  # a sum may have three terms
         sums = [node for node in terms if node is not None and node.name() == "AddBackward0"]
@@ -103,8 +107,8 @@ def learn(source: Tensor, norm: NormCall | None) -> None:
         for plan in (getattr(term, "plan", None) for term in terms):
             if plan is not None:
                 plan.ends_branch = True
-                if last and plan.inputs.parameters_stay:
-                    plan.read_by = norm
+                if last and plan.inputs.parameters_stay and norm[1] is not None:
+                    plan.read_by = NormCall(*norm)
 
 
 # (the tensor that a norm has read last, held weakly; its version; the gradient's sum; the handle) of the process. One
