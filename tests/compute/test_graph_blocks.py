@@ -12,14 +12,17 @@ from torch import nn
 from nemo_lowprec import CHART, msamp_o2, prepare
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
+from nemo_lowprec.compute.graphs.captured import as_autograd_computes
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
+from nemo_lowprec.compute.linear_function import give_grad_buffer, read_grad_buffer
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins.summary import graphs_row, level_table
+from nemo_lowprec.tensors.gradient import compute_gradient_as
 
 
 class Block(nn.Module):
@@ -243,3 +246,15 @@ def test_a_capture_forgets_readers_outside_of_the_block():
         assert reader.backend is plan.backend
         with Layers(plans, [reader]).capturing(model):
             assert (reader.backend is not None) is knows
+
+
+def test_memory_for_gradients_has_the_dtype_in_which_they_are_computed():
+    read, own = (nn.Parameter(torch.randn(4, 6)) for _ in range(2))
+    for param in (read, own):
+        compute_gradient_as(param, torch.bfloat16)
+    grads = [give_grad_buffer(read), give_grad_buffer(own), None]
+    assert [grad.dtype for grad in grads[:2]] == [torch.bfloat16] * 2
+    read_grad_buffer(read)  # as a converted layer does
+    found = as_autograd_computes(grads, [read, own, own])
+    assert found[0] is grads[0] and found[2] is None
+    assert found[1].dtype == torch.float32 and found[1].shape == own.shape

@@ -592,3 +592,18 @@ def test_the_body_of_a_model_of_transformers_is_one_graph(level, monkeypatch):
         assert (passes(model), passes(model.model) > 0) == (0, graphs)
         assert not any(map(passes, model.model.layers))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("level", ["msamp_o2", "msamp_o3", "bf16_with_fp8_mixed"])
+def test_gradients_of_matrices_that_belong_to_no_layer(level):
+    """At the MS-AMP levels layers compute their gradients in BF16, and torch's operations in FP32."""
+
+    class WithTable(Model):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.table = nn.Parameter(torch.randn(ROWS, WIDTH) * 0.1)
+
+        def forward(self, x):
+            return super().forward(x + self.table)
+
+    assert_losses_are_the_same(level, lambda *run: train(*run, level), ways=("whole",), kind=WithTable)

@@ -22,9 +22,9 @@ from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flat
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
-from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
+from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers, has_reader
 from nemo_lowprec.tensors import stored_data
-from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
+from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype, gradient_dtype
 
 _SAVES_OTHERWISE = "it recomputes or offloads activations"
 
@@ -74,6 +74,7 @@ class CapturedPass:
         self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
         with self._capturing(), _with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own, reads_constants)
+            self._grads = as_autograd_computes(self._grads, own)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
         self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs, self._grad_outputs)
@@ -327,6 +328,19 @@ def _grad_buffers(
         if len(twins) == len(weights) and len({computed_dtype(twin) for twin in twins}) == 1:
             found |= {id(twin): grad for twin, grad in zip(twins, give_grad_buffers(twins), strict=True)}
     return [found[id(twin)] if id(twin) in found else give_grad_buffer(twin) for twin in own]
+
+
+def as_autograd_computes(grads: list[Tensor | None], own: list[nn.Parameter]) -> list[Tensor | None]:
+    """``grads``, the memory for the gradients of ``own``, after a forward pass.
+
+    What no layer has read gets its gradient by torch's operations, in autograd's dtype: another one would round the
+    gradient, which nothing rounds without a graph.
+    """
+    return [
+        grad if grad is None or has_reader(twin) or grad.dtype == gradient_dtype(twin)
+        else torch.empty_like(grad, dtype=gradient_dtype(twin))
+        for grad, twin in zip(grads, own, strict=True)
+    ]  # fmt: skip
 
 
 def _static(tensor: Tensor) -> Tensor:
