@@ -30,6 +30,7 @@ WARMUP = 2
 DEFAULT = [
     "msamp_o2", "msamp_o3", "bf16_mixed", "msamp_o2, activations=fp8+recompute",
     "msamp_o2, head=fp8, activations=fp8+recompute, recomputed=17", "msamp_o2, head=fp8, activations=recompute",
+    "msamp_o2, head=fp8, recomputed=0",
 ]  # fmt: skip
 
 

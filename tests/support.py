@@ -21,6 +21,7 @@ from nemo_lowprec.compute import ReferenceBackend, te_layers
 from nemo_lowprec.data.loader import ResumableLoader
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
+from nemo_lowprec.optim import MasterStep
 from nemo_lowprec.plugins import LEVELS, processes
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights import master_of
@@ -374,6 +375,14 @@ def kernels_or_skip(found: Any) -> Any:
     if found is None:
         pytest.skip("needs Triton and compute capability 9.0")
     return found
+
+
+def watch_masters(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The pairs that each ``MasterStep`` takes from now on, which are appended."""
+    taken: list[Any] = []
+    own = MasterStep.step
+    monkeypatch.setattr(MasterStep, "step", lambda self, *a: taken.append(own(self, *a)) or taken[-1])
+    return taken
 
 
 def assert_same(a: Any, b: Any, path: str = "") -> None:

@@ -20,7 +20,13 @@ from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_b
 from nemo_lowprec.compute.again import again_of
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.double_backward import hand_on, saved_input
-from nemo_lowprec.compute.linear_function import columnwise_input, grad_buffers_of, not_a_view, read_grad_buffer
+from nemo_lowprec.compute.linear_function import (
+    columnwise_input,
+    grad_buffers_of,
+    input_to_save,
+    not_a_view,
+    read_grad_buffer,
+)
 from nemo_lowprec.compute.producers import computed, offered
 from nemo_lowprec.compute.shared_input import no_values
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
@@ -65,12 +71,8 @@ class GroupFunction(torch.autograd.Function):
 
         x_tensors: list[Tensor | None] = []
         x_meta: Any = None
-        if again is not None:
-            x_meta, there = again
-            x_tensors = list(there)
-            x_meta.readers += 1
-        elif need_wgrad:
-            x_tensors, x_meta = backend.save(x8)
+        if need_wgrad:
+            x_tensors, x_meta = input_to_save(backend, x8, again)
         w_tensors, w_meta = list(weights) if need_dgrad else [], None
         if saves:
             w_tensors, w_meta = backend.save(w8)

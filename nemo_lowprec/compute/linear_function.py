@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import is_batched, is_legacy_batched
 from nemo_lowprec.compute.again import Again, again_of
 from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.double_backward import among_rows, differentiable_backward
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.producers import computed, offered
@@ -169,12 +170,8 @@ class LinearFunction(torch.autograd.Function):
 
         x_tensors: list[Tensor | None] = []
         x_meta: Any = None
-        if again is not None:
-            x_meta, there = again
-            x_tensors = list(there)
-            x_meta.readers += 1
-        elif x_columnwise:
-            x_tensors, x_meta = backend.save(x8)
+        if again is not None or x_columnwise:
+            x_tensors, x_meta = input_to_save(backend, x8, again)
         elif need_wgrad:
             x_tensors = [source if gradient is None else values.detach()]
         w_tensors: list[Tensor | None] = []
@@ -291,8 +288,22 @@ def _backward(
     return dx, dw, db
 
 
+def input_to_save(backend: Backend, x8: Any, again: tuple[Again, Sequence[Tensor]] | None) -> tuple[list[Any], Any]:
+    """The tensors of an input that forward saves for the wgrad GEMM, and their description for ``columnwise_input``.
+
+    Args:
+        x8: the quantized input; with ``again`` it is not saved.
+        again: how backward computes the input again, from ``again_of``.
+    """
+    if again is None:
+        return backend.save(x8)
+    compute, tensors = again
+    compute.readers += 1
+    return list(tensors), compute
+
+
 def columnwise_input(ctx: Any, tensors: Sequence[Tensor]) -> Any:
-    """The quantized input of a layer or group for its wgrad GEMM, of ``tensors``, which forward has saved."""
+    """The quantized input of a layer or group for the wgrad GEMM, from the tensors that forward has saved."""
     plan, meta = ctx.plan, ctx.metas[0]
     if not isinstance(meta, Again):
         return plan.backend.restore(tensors, meta)

@@ -31,7 +31,7 @@ class NormFunction(torch.autograd.Function):
     """(input, weight, bias, call) to the result, and the handle for a sum that reads the input (``residual.py``).
 
     ``call``: the kernels, the kind of norm, the dtype of the result, the dtype of the branch before or None, the
-    gradient that the sum adds or None, and the result and statistics where they are there already, or None.
+    gradient that the sum adds or None, and the result and statistics if the sum has computed them, else None.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ def fused_norm(
         call = kernels, kind, out, branch_dtype(x), gradient, take_normed(x, weight, bias, kind, out)
         y, handle = _apply(*(t if t is None else unwrap_if_dead(t) for t in (x, weight, bias)), call)
         if gradient is not None:
-            learn(x, (kernels, weight, bias, kind, out))
+            learn(x, kernels, weight, bias, kind, out)
             hand_out(x, gradient, handle)
         return y  # type: ignore[no-any-return]
     made: Tensor = kernels.forward(

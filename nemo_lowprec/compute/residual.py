@@ -29,7 +29,7 @@ _BRANCH, _HALF, _NORMED = "_lowprec_branch", "_lowprec_half", "_lowprec_normed"
 
 @dataclass
 class NormCall:
-    """How a norm computes that reads the sum behind a branch, as a pass before has shown.
+    """How the norm that reads a residual sum computes. A pass before has shown which norm this is.
 
     Attributes:
         kernels: as ``kernels/triton_norm.py``.
@@ -94,11 +94,13 @@ def as_branch(out: Tensor, plan: Any) -> Tensor:
     return out
 
 
-def learn(source: Tensor, norm: tuple[Any, ...]) -> None:
-    """Note of the layers whose output is a term of ``source``, which a norm reads, that they end a branch.
+def learn(
+    source: Tensor, kernels: Any, weight: Tensor | None, bias: Tensor | None, kind: NormKind, out: torch.dtype
+) -> None:
+    """A norm reads ``source``: note of the layers whose outputs are terms of ``source`` that they end a branch.
 
     Args:
-        norm: the arguments of the norm's ``NormCall``; the weight may be None.
+        kernels, weight, bias, kind, out: of the norm, as ``NormCall`` has them. A norm without a weight is not noted.
     """
     terms = [source.grad_fn]
     for last in (True, False):  # a sum may have three terms
@@ -107,8 +109,8 @@ def learn(source: Tensor, norm: tuple[Any, ...]) -> None:
         for plan in (getattr(term, "plan", None) for term in terms):
             if plan is not None:
                 plan.ends_branch = True
-                if last and plan.inputs.parameters_stay and norm[1] is not None:
-                    plan.read_by = NormCall(*norm)
+                if last and plan.inputs.parameters_stay and weight is not None:
+                    plan.read_by = NormCall(kernels, weight, bias, kind, out)
 
 
 # (the tensor that a norm has read last, held weakly; its version; the gradient's sum; the handle) of the process. One

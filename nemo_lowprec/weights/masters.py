@@ -56,8 +56,9 @@ class MasterWeights(HalfStore):
         fp8: names of the parameters that are stored in E4M3, scaled by their masters' amax at every refresh.
         margin: FP8 scales are divided by 2**margin.
         measures: whether a refresh stores the amax of each matrix in the matrix' attribute ``amax_of_step``.
-        steps: is called with an optimizer and all copies with their masters, when these are in place for a step; steps
-            masters in its own way, refreshes their copies, and returns these pairs.
+        steps: a function of the optimizer and all pairs of a copy and its master, called when the masters are in place
+            for a step. The function may step some masters and refresh their copies, and returns the pairs that it has
+            stepped.
     """
 
     def __init__(

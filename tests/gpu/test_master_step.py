@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import watch_masters
 from torch import nn
 
 from nemo_lowprec import prepare
@@ -45,13 +46,6 @@ def run(net, optimizer, steps, bad=()):
     return losses
 
 
-def watch(monkeypatch):
-    """The pairs that each step took, which are appended."""
-    taken, own = [], MasterStep.step
-    monkeypatch.setattr(MasterStep, "step", lambda self, *a: taken.append(own(self, *a)) or taken[-1])
-    return taken
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "bf16_mixed"])
 def test_steps_are_torchs_but_for_roundings(level, kind, monkeypatch):
@@ -59,7 +53,7 @@ def test_steps_are_torchs_but_for_roundings(level, kind, monkeypatch):
     found = []
     for ours in (True, False):
         with monkeypatch.context() as patch:
-            taken = watch(patch)
+            taken = watch_masters(patch)
             if not ours:
                 patch.setattr(MasterStep, "step", lambda *_: [])
             net, optimizer = prepared(level, cls, **options)
@@ -110,7 +104,7 @@ def test_torch_steps_what_the_kernel_does_not(why, monkeypatch):
 
     options = {"fused": False} if why == "not fused" else {"amsgrad": True} if why == "amsgrad" else {}
     net, optimizer = prepared("bf16_with_fp8_mixed", Own if why == "subclass" else torch.optim.AdamW, **options)
-    taken = watch(monkeypatch)
+    taken = watch_masters(monkeypatch)
     if why == "hook":
         optimizer.register_step_pre_hook(lambda *_: None)
     if why == "closure":

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from support import watch_masters
 from torch import nn
 
 from nemo_lowprec import prepare
-from nemo_lowprec.optim import MasterStep, masters
+from nemo_lowprec.optim import masters
 from nemo_lowprec.optim.reference import step_by_reference
 from nemo_lowprec.weights.saved_form import master_of
 
@@ -49,20 +50,13 @@ def train(net, optimizer, steps, scheduler=None):
     return losses
 
 
-def watch(monkeypatch):
-    """The pairs that each step took, which are appended."""
-    taken, own = [], MasterStep.step
-    monkeypatch.setattr(MasterStep, "step", lambda self, *a: taken.append(own(self, *a)) or taken[-1])
-    return taken
-
-
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam])
 def test_steps_are_torchs(cls, monkeypatch):
     found = []
     for ours in (True, False):
         if not ours:
             monkeypatch.setattr(masters, "_fits", lambda *_: False)
-        taken = watch(monkeypatch)
+        taken = watch_masters(monkeypatch)
         net, optimizer = prepared(cls, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         losses = train(net, optimizer, 5, scheduler)
@@ -104,7 +98,7 @@ def test_torch_steps_what_the_kernel_does_not(why, monkeypatch):
     class Own(torch.optim.AdamW):
         pass
 
-    taken = watch(monkeypatch)
+    taken = watch_masters(monkeypatch)
     net, optimizer = prepared(Own if why == "subclass" else torch.optim.AdamW, amsgrad=why == "amsgrad")
     if why == "hook":
         optimizer.register_step_pre_hook(lambda *_: None)

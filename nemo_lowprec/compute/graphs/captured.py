@@ -333,8 +333,8 @@ def _grad_buffers(
 def as_autograd_computes(grads: list[Tensor | None], own: list[nn.Parameter]) -> list[Tensor | None]:
     """``grads``, the memory for the gradients of ``own``, after a forward pass.
 
-    What no layer has read gets its gradient by torch's operations, in autograd's dtype: another one would round the
-    gradient, which nothing rounds without a graph.
+    A parameter that no layer has read gets its gradient from torch's operations, in autograd's dtype. Memory of another
+    dtype would round the gradient; without a graph nothing rounds it.
     """
     return [
         grad if grad is None or has_reader(twin) or grad.dtype == gradient_dtype(twin)

@@ -54,7 +54,7 @@ class Layers:
         own = {id(param) for param in block.parameters()}
         behind = [plan for plan in self._plans if plan.read_by is not None and id(plan.read_by.weight) not in own]
         norms = [plan.read_by for plan in behind]
-        for plan in behind:  # a norm outside of the block reads a copy of what the block returns, too
+        for plan in behind:  # a norm outside of the block reads a copy of the block's result
             plan.read_by = None
         for reader in self._readers:  # a layer outside of the block reads a copy of what the block returns
             reader.keep_to(self._slots)
