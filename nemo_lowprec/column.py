@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
@@ -36,11 +36,21 @@ class Column:
     def before_backward(self) -> None:
         """Called before a backward pass."""
 
-    def after_step(self, skipped: bool) -> None:
-        """Called after an optimizer's step, or after a step that was ``skipped`` for a gradient that is not finite."""
+    @property
+    def waits(self) -> bool:
+        """Whether ``take_back`` must come before the next forward pass."""
+        return False
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        """Called after an optimizer's step, or after a step that was skipped for a gradient that is not finite.
+
+        Args:
+            skipped: an FP32 scalar on the device where the host does not know yet, not 0 for a skipped step: the device
+                skips by itself, and ``take_back`` follows if it has.
+        """
 
     def take_back(self) -> None:
-        """The step that ``after_step(False)`` was told of was skipped: be as after ``after_step(True)``."""
+        """The step that ``after_step`` was told of was skipped on the device: be as after ``after_step(True)``."""
 
     def state_dict(self) -> dict[str, Any]:
         """The column's state beside weights and optimizer states, for a checkpoint: plain values and tensors."""

@@ -76,7 +76,10 @@ class Observer:
         """
 
     def step(self, optimizer: Optimizer, skipped: bool) -> None:
-        """An optimizer has stepped, or its step was skipped because a gradient is not finite."""
+        """An optimizer has stepped, or its step was skipped because a gradient is not finite.
+
+        Announced once the host knows: at the latest when the next backward pass begins (``Step.settle``).
+        """
 
 
 class Observers:

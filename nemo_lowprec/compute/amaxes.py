@@ -65,13 +65,21 @@ class AmaxState:
     def equalize(self) -> None:
         """Replace the amaxes of an unfinished step by their maxima over all processes, for a checkpoint."""
 
-    def after_step(self, skipped: bool) -> None:
-        """Enter a step's amaxes into the histories, or forget the amaxes of a step that was skipped."""
+    @property
+    def waits(self) -> bool:
+        """Whether ``take_back`` must come before the next forward pass."""
+        return False
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        """Enter a step's amaxes into the histories, or forget the amaxes of a step that was skipped.
+
+        Args:
+            skipped: see ``Column.after_step``.
+        """
         self.weights.renew()
 
     def take_back(self) -> None:
-        """The step that ``after_step(False)`` was told of was skipped."""
-        self.weights.forget()  # a step that is skipped on the device leaves no amaxes of weights
+        """The step that ``after_step`` was told of was skipped on the device."""
 
     def forget_weights(self) -> None:
         """Measure each weight when its layer runs next. The histories of the other operands stay."""
@@ -128,18 +136,21 @@ class DelayedAmaxes(AmaxState):
     def equalize(self) -> None:
         self.histories.equalize()
 
-    def after_step(self, skipped: bool) -> None:
-        if skipped:
+    @property
+    def waits(self) -> bool:
+        return any(slot.cold and slot.recorded for slot in self.histories.slots.values())
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        if skipped is True:
             self.histories.discard()
             return
-        self.histories.update()
+        self.histories.update(None if skipped is False else skipped)
         if self._renews:
             self.weights.renew()
         else:
             self.weights.forget()
 
     def take_back(self) -> None:
-        super().take_back()
         self.histories.take_back()
 
     def leave(self) -> None:
@@ -172,8 +183,12 @@ class TEAmaxes(AmaxState):
     def nonfinite(self) -> Tensor | None:
         return te_layers.nonfinite_amaxes(self._model)
 
-    def after_step(self, skipped: bool) -> None:
-        if skipped:
+    @property
+    def waits(self) -> bool:
+        return True  # the layers read their amaxes themselves
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        if skipped is True:
             self.take_back()
 
     def take_back(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.compute import te_layers
@@ -330,7 +330,11 @@ class Computation(Column):
             self._model, self.conversion, self.options.level, how, self.options.activations, note, problem
         )
 
-    def after_step(self, skipped: bool) -> None:
+    @property
+    def waits(self) -> bool:
+        return any(amaxes.waits for amaxes in self.amaxes)
+
+    def after_step(self, skipped: bool | Tensor) -> None:
         for amaxes in self.amaxes:
             amaxes.after_step(skipped)
         if self.is_undecided:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -50,6 +50,7 @@ class Engine:
         self.model: nn.Module | None = None
         self.when_adopted: Callable[[Optimizer], None] | None = None
         self.optimizers: WeakSet[Optimizer] = WeakSet()
+        self._hooks = ExitStack()
         self.amaxes = new_amaxes(self.recipe)
         self._take(self._build(self.amaxes))
 
@@ -105,6 +106,8 @@ class Engine:
         for column in columns:
             column.install(model, training)
         model.__dict__[_ENGINE] = self
+        self._hooks.close()
+        self._hooks.enter_context(model.register_state_dict_pre_hook(self._settle))
         watch_for_optimizers(self)
 
     def settle(self) -> None:
@@ -121,9 +124,13 @@ class Engine:
         """
         if self.model is None or self.model.__dict__.pop(_ENGINE, None) is not self:
             return
+        self._hooks.close()
         for column in reversed(list(self.columns)):
             column.remove()
         self.optimizers.clear()
+
+    def _settle(self, *_: Any) -> None:
+        self.step.settle()
 
     # The optimizer
 
@@ -134,7 +141,7 @@ class Engine:
             ValueError: ``optimizer`` evaluates the loss itself, and the level scales the loss; or ``optimizer`` has
                 no low-bit form, and the level has low-bit states.
         """
-        if self.step.loss_scale is not None and needs_closure(optimizer):
+        if self.step.has_loss_scale and needs_closure(optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} evaluates the loss inside its step, which FP16 loss scaling cannot "
                 f"unscale. Use a bf16 level instead of {self.level.name}, or another optimizer."

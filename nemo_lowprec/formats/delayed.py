@@ -118,7 +118,7 @@ class DelayedScaling:
         self.slots: dict[str, AmaxSlot] = {}
         self._reduced: Tensor | None = None
         self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
-        self._before: tuple[int, Tensor, Tensor, list[tuple[bool, bool]]] | None = None  # the last update
+        self._before: tuple[int, list[tuple[bool, bool]]] | None = None  # the last update that may be taken back
         self._shared_index: Tensor | None = None  # by column: the column of its leader, or the column itself
         self._allocate(torch.device("cpu"))
 
@@ -181,8 +181,13 @@ class DelayedScaling:
             slot.cold = True
 
     @torch.no_grad()
-    def update(self) -> None:
-        """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales."""
+    def update(self, skipped: Tensor | None = None) -> None:
+        """End a step: enter this step's amaxes into the history and, every ``interval`` steps, renew the scales.
+
+        Args:
+            skipped: FP32 scalar on the device of a step that the device may skip, not 0 where the device does. The
+                history and the scales then stay; ``take_back`` has to follow once the host knows.
+        """
         if not self.slots:
             return
         if self._reduced is None and self.reduce_amax is not None:
@@ -192,17 +197,18 @@ class DelayedScaling:
         found, self._reduced = self.amax if self._reduced is None else self._reduced, None
         amax = torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
         self._empty_restarted()
-        row = self.history[self.updates % self.history_len]
+        row, skips = self.history[self.updates % self.history_len], None if skipped is None else skipped > 0
         cold = [(slot.cold, slot.recorded) for slot in self.slots.values()]
-        self._before = self.updates, row.clone(), self.scale.clone(), cold
-        row.copy_(amax)
+        self._before = None if skips is None else (self.updates, cold)
+        row.copy_(amax if skips is None else torch.where(skips, row, amax))
         self.updates += 1
         if found is self.amax:
             self.amax.zero_()
         if self.updates % self.interval:
             return
         window = self.history.amax(0) if self.algo == "max" else amax
-        self.scale.copy_(compute_scale(window, self._fp_max, self.margin, previous=self.scale))
+        scale = compute_scale(window, self._fp_max, self.margin, previous=self.scale)
+        self.scale.copy_(scale if skips is None else torch.where(skips, self.scale, scale))
         if any(slot.cold and slot.recorded for slot in self.slots.values()):
             # The only read-back to the host, until every operand that records amaxes has a history: frozen layers
             # have no gradients, and weights that are stored in FP8 have scales of their own.
@@ -213,13 +219,11 @@ class DelayedScaling:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Take the last ``update`` back, and forget its amaxes: the step was skipped after all."""
+        """The step of the last ``update``, which has had ``skipped``, was skipped: count the update no more."""
         if not self.slots:
             return
         assert self._before is not None
-        (self.updates, row, scale, cold), self._before = self._before, None
-        self.history[self.updates % self.history_len] = row
-        self.scale.copy_(scale)
+        (self.updates, cold), self._before = self._before, None
         for slot, (was_cold, recorded) in zip(self.slots.values(), cold, strict=True):
             slot.cold, slot.recorded = was_cold, recorded
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nemo_lowprec.compute.logits import Logits
+
 IGNORE = -100  # label of a token that the loss ignores
 
 
@@ -19,7 +21,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, tokens_at_once: int = 4
 
     At a vocabulary of 128k, FP32 logits, their softmax and the gradient of the softmax take 1.5 GB for 1,000 tokens.
     With more tokens than ``tokens_at_once``, each slice is cast to FP32 by itself, and again in backward. Only the
-    half-precision logits and their gradient stay in memory for the whole batch.
+    half-precision logits and their gradient stay in memory for the whole batch. The head of an FP8 level returns
+    ``Logits``, of which the loss makes no FP32 copy at all.
 
     Args:
         logits: [batch, sequence, vocabulary], any floating dtype.
@@ -28,7 +31,7 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, tokens_at_once: int = 4
         tokens_at_once: tokens of a slice.
     """
     logits, labels = logits.flatten(0, -2), labels.flatten()
-    if labels.numel() <= tokens_at_once:
+    if isinstance(logits, Logits) or labels.numel() <= tokens_at_once:
         return _slice_loss(logits, labels)
     # The backward of split is one cat; slicing by hand would add a zero-filled gradient of full size for every slice.
     parts = zip(logits.split(tokens_at_once), labels.split(tokens_at_once), strict=True)

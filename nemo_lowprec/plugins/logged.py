@@ -8,15 +8,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from nemo_lowprec.compat import lightning as compat
 from nemo_lowprec.engine import Step
+from nemo_lowprec.observers import Observer
 from nemo_lowprec.plugins.replaced import replace_attribute
 
+SKIPPED = (
+    "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
+    "This is said once; the optimizers whose last step was skipped are in trainer.{}.skipped."
+)
 
-class LevelLog:
+
+class LevelLog(Observer):
     """Writes to the loggers of a Trainer, every ``log_every_n_steps``.
 
     Hyperparameters: ``precision_level``, and ``precision_options`` if the user has given options. Metrics:
@@ -30,9 +37,21 @@ class LevelLog:
 
     def __init__(self) -> None:
         self.skipped_steps = 0
+        self._step: Step
+        self._place: str
 
-    def begin(self, module: pl.LightningModule, level: str, options: str, undo: ExitStack) -> None:
-        """Add the level to the hyperparameters of ``module``, which Lightning logs next, until ``undo`` is closed."""
+    def begin(
+        self, module: pl.LightningModule, step: Step, place: str, level: str, options: str, undo: ExitStack
+    ) -> None:
+        """Count the steps that ``step`` skips, and add the level to the hyperparameters, until ``undo`` is closed.
+
+        Args:
+            module: the Trainer's LightningModule, whose hyperparameters Lightning logs next.
+            step: runs the optimizers' steps.
+            place: where ``step`` is in the Trainer.
+        """
+        self._step, self._place = step, place
+        undo.enter_context(step.observers.watched_by(self))
         told = {"precision_level": level} | ({"precision_options": options} if options else {})
         replace_attribute(undo, module, compat.HPARAMS_ATTRIBUTE, AttributeDict({**module.hparams_initial, **told}))
         replace_attribute(undo, module, compat.LOGS_HPARAMS_ATTRIBUTE, True)
@@ -46,22 +65,28 @@ class LevelLog:
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         return every > 0 and (compat.steps_of_epoch(trainer) + 1) % every == 0
 
-    def after_step(self, module: pl.LightningModule, optimizer: Optimizer, step: Step, norm: Tensor | None) -> None:
-        """Count a skipped step and, where it is due, log the metrics of the step.
+    def step(self, optimizer: Optimizer, skipped: bool) -> None:
+        self.skipped_steps += skipped
+        scale = self._step.loss_scale
+        if skipped and (scale is None or not scale.dynamic):  # a dynamic scale falls until the gradients are finite
+            rank_zero_warn(SKIPPED.format(self._place))
+
+    def after_step(self, module: pl.LightningModule, optimizer: Optimizer, norm: Tensor | None) -> None:
+        """Log the metrics of a step where they are due; the host then waits for the step.
 
         Args:
             module: the Trainer's LightningModule.
             optimizer: has taken the step, or skipped it.
-            step: has run the step.
             norm: L2 norm of the gradients of ``optimizer``, FP32 scalar; None where it is unknown.
         """
-        self.skipped_steps += optimizer in step.skipped
         if not self.is_due(module):
             return
+        self._step.settle()
         trainer: Any = module.trainer
         several = len(trainer.optimizers) > 1
         suffix = f"/{trainer.optimizers.index(optimizer)}" if several else ""
-        scale = None if step.loss_scale is None else step.loss_scale.used
+        loss_scale = self._step.loss_scale
+        scale = None if loss_scale is None else loss_scale.used
         metrics = {f"grad_norm{suffix}": norm, "loss_scale": scale, "skipped_steps": self.skipped_steps}
         for name, value in metrics.items():
             if value is not None:

@@ -44,7 +44,7 @@ class ManualPasses:
 
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse steps that go around the plugin, where gradients are scaled."""
-        if self._engine.step.loss_scale is not None:
+        if self._engine.step.has_loss_scale:
             for optimizer in optimizers:
                 self._hooks.enter_context(optimizer.register_step_pre_hook(weakly(self._before_step)))
 
@@ -87,7 +87,7 @@ class ManualPasses:
         Raises:
             RuntimeError: they are not as the level declares them.
         """
-        scales = self._engine.step.loss_scale is not None
+        scales = self._engine.step.has_loss_scale
         if not scales and not self._averages:
             return
         lacks = [f"is not scaled as {self._engine.level.name} asks"] * scales

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -31,15 +30,10 @@ from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
-from nemo_lowprec.plugins.replaced import hold_back_schedulers
 from nemo_lowprec.plugins.resume import ResumeState
+from nemo_lowprec.plugins.schedulers import StepwiseSchedulers
 from nemo_lowprec.plugins.signals import StopTogether
 from nemo_lowprec.plugins.summary import print_summary, summarize_true_size
-
-SKIPPED = (
-    "A gradient is not finite: the optimizer's step is skipped, and a step-wise learning-rate scheduler's with it. "
-    "This is said once; the optimizers whose last step was skipped are in trainer.{}.skipped."
-)
 
 
 class LowPrecision(nemo.SavedByNemo, Precision):
@@ -106,11 +100,21 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     # Setting up
 
-    def follow(self, module: pl.LightningModule, step: Step, lr_schedulers: list[Any]) -> None:
-        """Save, restore and log the run of ``module``; MegatronStrategy, which calls no hooks, calls it too."""
+    def follow(
+        self,
+        module: pl.LightningModule,
+        step: Step,
+        lr_schedulers: list[Any],
+        place: str = "precision_plugin.engine.step",
+    ) -> None:
+        """Save, restore and log the run of ``module``; MegatronStrategy, which calls no hooks, calls it too.
+
+        Args:
+            place: where ``step`` is in the Trainer, for messages.
+        """
         self._module = module
-        hold_back_schedulers(module, step.skipped, lr_schedulers, self.undo)
-        self.log.begin(module, self.level.name, self._given(), self.undo)
+        StepwiseSchedulers(module, step, lr_schedulers, self.undo)
+        self.log.begin(module, step, place, self.level.name, self._given(), self.undo)
 
     def before_step(self) -> None:
         """Compare batches and restore an unfinished step, before a training step; MegatronStrategy calls it too."""
@@ -191,6 +195,12 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def teardown(self) -> None:
+        try:
+            self.engine.step.settle()
+        finally:
+            self._take_down()
+
+    def _take_down(self) -> None:
         # Each fit or evaluation converts anew: a Trainer without this plugin would train the half copies of a converted
         # model, and save the masters.
         self.undo.close()
@@ -283,9 +293,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._after_closure(model, optimizer)
         norm = step.norm_of(optimizer, needed=self.log.is_due(model))
         step.run(optimizer, **kwargs)
-        if optimizer in step.skipped and step.loss_scale is None:
-            rank_zero_warn(SKIPPED.format("precision_plugin.engine.step"))
-        self.log.after_step(model, optimizer, step, norm)
+        self.log.after_step(model, optimizer, norm)
         return result
 
     @override
@@ -310,6 +318,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        self.engine.step.settle()
         new = None if self._manual is None else self._manual.new_gradients()
         resume = self._resume.state_dict(self.engine, self._module, new)  # before the engine's: a collective of amaxes
         counted = {"skipped_steps": self.log.skipped_steps}

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,7 +25,7 @@ from nemo_lowprec.megatron.requirements import check_device, check_megatron
 from nemo_lowprec.megatron.summary import layers_table, settings_table
 from nemo_lowprec.plugins import processes
 from nemo_lowprec.plugins.agreement import check_optimizers, facts_of_data
-from nemo_lowprec.plugins.precision import SKIPPED, LowPrecision
+from nemo_lowprec.plugins.precision import LowPrecision
 from nemo_lowprec.plugins.resume import check_saves
 from nemo_lowprec.plugins.summary import level_table, print_choice, print_tables, summarize_true_size
 from nemo_lowprec.strategies.agreed import AgreesOnResume
@@ -178,7 +177,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         check_optimizers(self.optimizers, self.lr_scheduler_configs, by_defaults=True)
         engine.attach(check_optimizer(self.optimizers), float(trainer.gradient_clip_val or 0.0))
         assert engine.optimizer is not None
-        plugin.follow(module, engine.guard, self.lr_scheduler_configs)
+        plugin.follow(module, engine.guard, self.lr_scheduler_configs, "strategy.engine.guard")
         if not settings.fp8_weights:  # Transformer Engine's FP8 weights report the bytes of another dtype
             summarize_true_size(trainer, plugin.undo)
         if self.is_global_zero:
@@ -294,12 +293,9 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         engine.reduce_gradients()
         call_before_optimizer_step(trainer, optimizer)
         assert engine.optimizer is not None
-        # Dynamic loss scaling halves the scale until the gradients are finite; otherwise the user gets a warning.
-        scale = engine.guard.loss_scale
-        if not engine.step() and (scale is None or not scale.dynamic):
-            rank_zero_warn(SKIPPED.format("strategy.engine.guard"))
+        engine.step()
         log = self.precision_plugin.log  # type: ignore[attr-defined]
-        log.after_step(self.lightning_module, optimizer, engine.guard, engine.optimizer.grad_norm)
+        log.after_step(self.lightning_module, optimizer, engine.optimizer.grad_norm)
         return result
 
     # State

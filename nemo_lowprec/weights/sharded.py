@@ -122,8 +122,8 @@ class ShardedWeights(WeightStore):
         self.renew_scales()
         self._when_written()
 
-    def after_step(self, skipped: bool) -> None:
-        if not skipped:
+    def after_step(self, skipped: bool | Tensor) -> None:
+        if skipped is not True:
             self.renew_scales()
 
     def _before_module(self, module: nn.Module, args: Any) -> None:

@@ -157,20 +157,28 @@ def test_discard_forgets_the_amaxes_of_a_skipped_step():
 
 @pytest.mark.parametrize("steps", [0, 1, 3, 5])
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_an_update_that_is_taken_back_is_a_step_that_was_discarded(steps, algo):
+@pytest.mark.parametrize("skipped", [False, True])
+def test_an_update_that_the_device_may_skip(steps, algo, skipped):
+    """It leaves what an update leaves, or what a discarded step leaves, before and after the host knows."""
     states = []
-    for taken_back in (False, True):
+    for knows in (True, False):
         scaling = DelayedScaling(history_len=3, algo=algo)
         slot = added(scaling, "a.input", E4M3)
         for amax in range(1, steps + 1):
             step(scaling, slot, float(amax))
-        slot.record(torch.tensor(math.inf))
-        if taken_back:
-            scaling.update()
-            scaling.take_back()
-        else:
+        slot.record(torch.tensor(math.inf if skipped else 7.0))
+        if not knows:
+            scaling.update(torch.tensor(float(skipped)))
+        elif skipped:
             scaling.discard()
-        states.append([str(scaling.state_dict()), slot.cold, slot.recorded])
+        else:
+            scaling.update()
+        states.append([scaling.scale.tolist(), scaling.history.tolist()])
+        if steps:  # else the scale is the amax's own, and a skipped step is taken back at once
+            slot.record(torch.tensor(2.0))  # of the next forward pass
+        if skipped and not knows:
+            scaling.take_back()
+        states[-1] += [str(scaling.state_dict()), slot.cold, slot.recorded]
         step(scaling, slot, 0.5)
         states[-1].append(str(scaling.state_dict()))
     assert states[0] == states[1]

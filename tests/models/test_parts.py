@@ -1,10 +1,14 @@
 """Presets, loss, schedule, parameter groups and the token stopwatch."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nemo_lowprec import prepare
+from nemo_lowprec.compute.logits import MIN_CLASSES
 from nemo_lowprec.models import PRESETS, CausalLM
 from nemo_lowprec.models import throughput as throughput_module
 from nemo_lowprec.models.loss import summed_cross_entropy
@@ -53,6 +57,21 @@ def test_loss_in_slices_keeps_no_fp32_copy_of_all_logits() -> None:
         loss = summed_cross_entropy(logits, labels, tokens_at_once=16)
     assert loss.dtype == torch.float32
     assert sum(t.numel() for t in saved if t.dtype == torch.float32) == 0
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_loss_of_a_converted_head_needs_no_slices(level: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(64, 64), lm_head=nn.Linear(64, MIN_CLASSES)))
+    model, _ = prepare(model, torch.optim.AdamW(model.parameters()), level)
+    labels = torch.randint(0, MIN_CLASSES, (2, 16))
+    labels[0, :3] = -100
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(torch.randn(2, 16, 64))
+    loss = summed_cross_entropy(logits, labels, tokens_at_once=8)
+    assert "CrossEntropy" in loss.grad_fn.name()
+    expected = F.cross_entropy((logits + 0).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected)
 
 
 def test_schedule_warms_up_and_ends_at_the_floor() -> None:
