@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from types import MethodType
@@ -22,11 +21,13 @@ from nemo_lowprec.compute.graphs.captured import CapturedPass
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
-from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.compute.graphs.pool import Clock, GraphPool
 from nemo_lowprec.compute.producers import Reader
 from nemo_lowprec.observers import Observers
 
-_WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
+# Passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries, and layers that
+# begin to compute as one. The last one is as the passes after it.
+_WARMUP = 4
 _UNFIT = 8  # calls with arguments that no graph takes, after which nobody looks at them any more
 _KEYS = 4  # kinds of arguments that get graphs
 _INSTANCES = 16  # captured passes of one key, of which each waits for its backward pass when the next one runs
@@ -66,7 +67,6 @@ class GraphedForward:
         self._seen: Counter[Hashable] = Counter()
         self._guards: dict[Hashable, Guard] = {}
         self._changed: Counter[Hashable] = Counter()
-        self._clocks: dict[Hashable, _Clock] = {}
         self._unfit = 0  # calls whose arguments no graph takes
         self._off: str | None = None
 
@@ -146,9 +146,12 @@ class GraphedForward:
             if self.is_whole and _bytes_of(result) > _LARGE:
                 self._give_up("its results are large")
             return result
-        clock = self._clocks[key] = _Clock()
+        if self._seen[key] < _WARMUP:
+            return self._forward(block, *args, **kwargs)
+        clock = Clock()
         result = self._forward(block, *args, **kwargs)
         clock.stop()
+        self.pool.clocks[type(block), key].append(clock)
         return result
 
     def _is_due(self, key: Hashable) -> bool:
@@ -157,7 +160,7 @@ class GraphedForward:
             return False
         if not self._layers.are_warm():
             return False
-        if not self._always and not self._passes[key] and self._clocks[key].is_busy():
+        if not self._always and not self._passes[key] and self._keeps_gpu_busy(key):
             self._give_up("its GPU time is longer than its host time")
             return False
         if not self._always and not self.pool.has_room():
@@ -165,6 +168,12 @@ class GraphedForward:
             return False
         # A block that is called several times before its backward pass, as ALBERT's, needs a pass for each call.
         return len(self._passes[key]) < _INSTANCES and all(found.waits for found in self._passes[key])
+
+    def _keeps_gpu_busy(self, key: Hashable) -> bool:
+        """Whether the GPU takes much longer than the host, and so does not wait for the host."""
+        # The fastest of the blocks that are alike: one of them may have compiled a kernel.
+        clocks = self.pool.clocks[type(self._block()), key]
+        return bool(clocks) and min(c.gpu() for c in clocks) > _BUSY * min(c.host for c in clocks)
 
     def _find(self, key: Hashable) -> CapturedPass | None:
         """A captured pass that may run now."""
@@ -208,25 +217,6 @@ def _is_special() -> bool:
     recomputes = saves_through_hooks() or current_backward() != -1  # activation checkpointing of both kinds
     watched = is_transformed() or has_dispatch_mode() or torch.is_anomaly_enabled()
     return recomputes or watched or torch.cuda.is_current_stream_capturing()
-
-
-class _Clock:
-    """Host and GPU time of one forward pass."""
-
-    def __init__(self) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        self._events[0].record()
-        self._start = time.perf_counter()
-        self._host = 0.0
-
-    def stop(self) -> None:
-        self._host = time.perf_counter() - self._start
-        self._events[1].record()
-
-    def is_busy(self) -> bool:
-        """Whether the GPU took much longer than the host, and so did not wait for the host."""
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) > _BUSY * self._host * 1e3
 
 
 class BlockGraphs:

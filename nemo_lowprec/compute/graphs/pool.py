@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
 log = logging.getLogger("nemo_lowprec")
+
+
+class Clock:
+    """Host and GPU time of one forward pass, which begins now.
+
+    Attributes:
+        host: in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events[0].record()
+        self._start = time.perf_counter()
+        self.host = 0.0
+
+    def stop(self) -> None:
+        """The pass ends."""
+        self.host = time.perf_counter() - self._start
+        self._events[1].record()
+
+    def gpu(self) -> float:
+        """Seconds on the GPU, gaps included: where it waits for the host, the host's time."""
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
 class GraphPool:
@@ -23,11 +49,13 @@ class GraphPool:
     Attributes:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
+        clocks: of the last passes without a graph, by what blocks that are alike have in common.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.clocks: dict[Hashable, list[Clock]] = defaultdict(list)
         self.renew()
         self.stream = torch.cuda.Stream(device)
         self.undecided = 0
