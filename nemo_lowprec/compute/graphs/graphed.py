@@ -25,9 +25,7 @@ from nemo_lowprec.compute.graphs.pool import Clock, GraphPool
 from nemo_lowprec.compute.producers import Reader
 from nemo_lowprec.observers import Observers
 
-# Passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries, and layers that
-# begin to compute as one. The last one is as the passes after it.
-_WARMUP = 4
+_WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
 _UNFIT = 8  # calls with arguments that no graph takes, after which nobody looks at them any more
 _KEYS = 4  # kinds of arguments that get graphs
 _INSTANCES = 16  # captured passes of one key, of which each waits for its backward pass when the next one runs
@@ -62,6 +60,8 @@ class GraphedForward:
         self.is_whole = is_whole
         self._block, self.name, self._layers, self.pool = ref(block), name, layers, pool
         self._observers, self._always = observers, always
+        # The pass that tells whether the GPU waits comes after those in which layers begin to compute as one.
+        self._warmup = _WARMUP if always else _WARMUP + 1
         self._forward = type(block).forward
         self._passes: dict[Hashable, list[CapturedPass]] = defaultdict(list)
         self._seen: Counter[Hashable] = Counter()
@@ -127,7 +127,7 @@ class GraphedForward:
 
     def _is_over(self, key: Hashable) -> bool:
         """Whether no graph of this key will come."""
-        return self._seen[key] > _WARMUP or (key not in self._seen and len(self._seen) >= _KEYS)
+        return self._seen[key] > self._warmup or (key not in self._seen and len(self._seen) >= _KEYS)
 
     def _run(self, block: nn.Module, key: Hashable, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, which is watched while graphs of this key may still come."""
@@ -146,7 +146,7 @@ class GraphedForward:
             if self.is_whole and _bytes_of(result) > _LARGE:
                 self._give_up("its results are large")
             return result
-        if self._seen[key] < _WARMUP:
+        if self._seen[key] < self._warmup:
             return self._forward(block, *args, **kwargs)
         clock = Clock()
         result = self._forward(block, *args, **kwargs)
@@ -156,7 +156,7 @@ class GraphedForward:
 
     def _is_due(self, key: Hashable) -> bool:
         """Whether a pass of this key is to be captured now."""
-        if self._seen[key] < _WARMUP or self._changed[key] >= _CAPTURES:
+        if self._seen[key] < self._warmup or self._changed[key] >= _CAPTURES:
             return False
         if not self._layers.are_warm():
             return False
