@@ -35,7 +35,7 @@ class LowPrecisionEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            return self._look_up(input) if self._casts_gradient(input) else super().forward(input)
+            return self._look_up(input) if self._sums_gradient(input) else super().forward(input)
         if self.max_norm is not None or not self.entry.prepare():
             return super().forward(input)
         if not has_own_weight(self, "weight", self.entry):
@@ -46,15 +46,14 @@ class LowPrecisionEmbedding(nn.Embedding):
             input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
         )
 
-    def _casts_gradient(self, input: Tensor) -> bool:
-        """Whether autograd would cast the gradient of the table."""
+    def _sums_gradient(self, input: Tensor) -> bool:
+        """Whether autograd would sum the gradient of the table in half precision, or cast the sums."""
         table = self._parameters.get("weight")
         if table is None or not table.requires_grad or not torch.is_grad_enabled() or is_transformed():
             return False
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse or not is_plain(input):
             return False
-        of_ours = type(table) is nn.Parameter or isinstance(table, Fp16Weight)
-        return of_ours and computed_dtype(table) != table.dtype
+        return isinstance(table, Fp16Weight) or (type(table) is nn.Parameter and computed_dtype(table) != table.dtype)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         return _apply(unwrap_if_dead(self.weight), tokens, self.padding_idx)  # type: ignore[no-any-return]

@@ -51,7 +51,7 @@ def test_gradients_are_those_of_torch_but_for_roundings(level, padding, monkeypa
     found = []
     for own in (True, False):
         if not own:
-            monkeypatch.setattr(LowPrecisionEmbedding, "_casts_gradient", lambda *_: False)
+            monkeypatch.setattr(LowPrecisionEmbedding, "_sums_gradient", lambda *_: False)
         model, _ = prepared(level, padding_idx=padding)
         assert type(model.table) is LowPrecisionEmbedding
         with torch.autocast("cpu", torch.bfloat16):
