@@ -8,8 +8,9 @@ its own, which holds BF16 autocast, eager, all the time and the other contestant
 into the GPU's memory together. Rounds of steps of either take turns, and each figure is a median over rounds.
 
 ``x`` is the eager model's wall time in the same rounds (``beside_ms``) divided by the contestant's, above 1 where the
-contestant is faster; ``gpu_x`` is the same of ``gpu_ms``, the time that kernels and copies take on the GPU in a step
-(torch.profiler's durations, without the gaps), and ``gpu_kinds`` divides ``gpu_ms`` by the kinds of kernels
+contestant is faster. ``passes_x`` is the same of ``passes_ms``, the time of forward, loss and backward from their first
+to their last kernel, and ``gpu_x`` of ``gpu_ms``, the time that kernels and copies take on the GPU in a step
+(torch.profiler's durations, without the gaps); ``gpu_kinds`` divides ``gpu_ms`` by the kinds of kernels
 (``kernel_kinds.py``). ``ms_before_profile`` of the eager model is its wall time before the first profile, ``loss`` the
 one of step ``WARMUP``, and ``setup_s`` the time to make a contestant and to warm it up, compilation included. A
 contestant that fails has ``error`` in the place of figures.
@@ -47,13 +48,20 @@ PROFILED = 2  # steps
 
 
 class Runner:
-    """A contestant with its batch; ``rounds`` has the milliseconds a step of each round."""
+    """A contestant with its batch.
+
+    Attributes:
+        rounds: milliseconds of a step, of each round.
+        passes: milliseconds of a step's forward and backward pass, of each round.
+    """
 
     def __init__(self, contestant: Contestant, model: str, batch: Batch) -> None:
         start = time.perf_counter()
         self.training: Training = contestant.make(MODELS[model])
         self.batch = batch
         self.rounds: list[float] = []
+        self.passes: list[float] = []
+        self._marks: list[tuple[Any, Any]] = []
         for index in range(COMPILED_WARMUP if contestant.compiles else WARMUP):
             loss = self.step()
             if index == WARMUP - 1:
@@ -68,9 +76,11 @@ class Runner:
 
     def step(self) -> Tensor:
         self.training.before()
+        start = _mark()
         with self.training.context():
             loss = loss_of(self.training.model, self.batch)
         loss.backward()
+        self._marks.append((start, _mark()))
         self.training.optimizer.step()
         self.training.optimizer.zero_grad()
         return loss.detach()
@@ -78,11 +88,13 @@ class Runner:
     def round(self, steps: int) -> float:
         """Milliseconds a step."""
         synchronize()
+        self._marks.clear()
         start = time.perf_counter()
         for _ in range(steps):
             self.step()
         synchronize()
         self.rounds.append((time.perf_counter() - start) / steps * 1e3)
+        self.passes.append(statistics.mean(_between(*marks) for marks in self._marks))
         return self.rounds[-1]
 
     def gpu(self) -> dict[str, Any]:
@@ -102,6 +114,20 @@ class Runner:
         return {"gpu_ms": round(sum(kinds.values()), 3), "gpu_kinds": {k: round(ms, 3) for k, ms in kinds.items()}}
 
 
+def _mark() -> Any:
+    """This place in the GPU's work; without a GPU, this moment."""
+    if DEVICE.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    """Milliseconds between two marks."""
+    return float(start.elapsed_time(end)) if DEVICE.type == "cuda" else float(end - start) * 1e3
+
+
 def _milliseconds(rounds: list[float]) -> dict[str, Any]:
     ms, least, most = statistics.median(rounds), min(rounds), max(rounds)
     return {"ms": round(ms, 3), "ms_min": round(least, 3), "ms_max": round(most, 3), "rounds": len(rounds)}
@@ -112,9 +138,13 @@ def _failed(name: str, error: Exception) -> dict[str, Any]:
     return {"name": name, "error": f"{type(error).__name__}: {error}"[:300]}
 
 
-def in_turns(eager: Runner, other: Runner, rounds: int, steps: int) -> float:
-    """Run both, the first one of a round being the second of the next; the median of ``eager`` in milliseconds."""
-    beside = []
+def in_turns(eager: Runner, other: Runner, rounds: int, steps: int) -> tuple[float, float]:
+    """Run both, the first one of a round being the second of the next.
+
+    Returns:
+        ``eager``'s medians: milliseconds of a step, and of its forward and backward pass.
+    """
+    beside, passes = [], []
     for runner in (eager, other):
         runner.step()  # which finds the memory that another contestant had
     for turn in range(rounds):
@@ -122,7 +152,8 @@ def in_turns(eager: Runner, other: Runner, rounds: int, steps: int) -> float:
             ms = runner.round(steps)
             if runner is eager:
                 beside.append(ms)
-    return statistics.median(beside)
+                passes.append(eager.passes[-1])
+    return statistics.median(beside), statistics.median(passes)
 
 
 def measure(
@@ -139,18 +170,20 @@ def measure(
         return
     steps = steps or max(2, math.ceil(seconds * 1e3 / before))
     eager.rounds.clear()
+    eager.passes.clear()
     eager_gpu = eager.gpu()
     for name in chosen:
         if name == EAGER:
             continue
         try:
             other = Runner(CONTESTANTS[name], model, batch)
-            beside = in_turns(eager, other, rounds, steps)
-            figure = _milliseconds(other.rounds)
+            beside, passes_beside = in_turns(eager, other, rounds, steps)
+            figure, passes = _milliseconds(other.rounds), statistics.median(other.passes)
             gpu = other.gpu()
             yield {
                 "name": name, **figure, "steps": steps, "beside_ms": round(beside, 3),
-                "x": round(beside / figure["ms"], 3), **gpu,
+                "x": round(beside / figure["ms"], 3), "passes_ms": round(passes, 3),
+                "passes_x": round(passes_beside / passes, 3), **gpu,
                 "gpu_x": round(eager_gpu["gpu_ms"] / gpu["gpu_ms"], 3) if gpu["gpu_ms"] else None, **other.of_setup(),
             }  # fmt: skip
         except Exception as error:
@@ -161,7 +194,8 @@ def measure(
         for _ in range(rounds - len(eager.rounds)):
             eager.round(steps)
         yield {
-            "name": EAGER, **_milliseconds(eager.rounds), "steps": steps, "x": 1.0, **eager_gpu, "gpu_x": 1.0,
+            "name": EAGER, **_milliseconds(eager.rounds), "steps": steps, "x": 1.0,
+            "passes_ms": round(statistics.median(eager.passes), 3), "passes_x": 1.0, **eager_gpu, "gpu_x": 1.0,
             "ms_before_profile": round(before, 3), **eager.of_setup(),
         }  # fmt: skip
 

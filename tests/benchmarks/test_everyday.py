@@ -57,6 +57,7 @@ def test_a_contestant_that_fails_leaves_the_others(monkeypatch):
     assert list(found) == ["broken", ours, EAGER]
     assert found["broken"] == {"name": "broken", "error": "RuntimeError: no memory"}
     assert found[ours]["x"] == pytest.approx(found[ours]["beside_ms"] / found[ours]["ms"], abs=2e-3)
+    assert all(0 < found[name]["passes_ms"] < found[name]["ms"] for name in (ours, EAGER))
     assert found[ours]["loss"] == pytest.approx(found[EAGER]["loss"], rel=1e-2)
     assert found[ours]["rounds"] == found[EAGER]["rounds"] == 2
 
