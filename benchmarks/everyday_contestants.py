@@ -29,9 +29,13 @@ EAGER = "BF16 autocast"
 OURS = "nemo_lowprec "
 TE_LAYERS = "te.TransformerLayer, FP8"
 LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
-# The end of a contestant's name, and the level's options that it means.
-FP8_HEAD = ", FP8 head"
-OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}, FP8_HEAD: {"head": "fp8"}}
+# The end of a contestant's name, and the level's options that it means; the second ones for large models alone.
+OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}}
+OF_LARGE: dict[str, dict[str, Any]] = {
+    ", FP8 head": {"head": "fp8"},
+    ", fast_accum": {"fast_accum": True},
+    ", FP8 head, fast_accum": {"head": "fp8", "fast_accum": True},
+}
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ def _ours(level: str, options: dict[str, Any], compiled: bool, task: Task) -> Tr
 def _all() -> dict[str, Contestant]:
     ours = {
         f"{OURS}{level}{more}": Contestant(partial(_ours, level, options, False))
-        for more, options in OPTIONS.items()
+        for more, options in (OPTIONS | OF_LARGE).items()
         for level in LEVELS
     }
     compiled = {
@@ -195,7 +199,8 @@ def names(task: Task, holding: list[str] | None, compiled: bool) -> list[str]:
     Args:
         compiled: without ``holding``, those that compile, too.
     """
-    found = [n for n in CONTESTANTS if task.te_layers is not None or not (n == TE_LAYERS or n.endswith(FP8_HEAD))]
+    large = (TE_LAYERS, *OF_LARGE)
+    found = [name for name in CONTESTANTS if task.te_layers is not None or not name.endswith(large)]
     if holding:
         of_names = [name for name in found if name in holding]
         return of_names or [name for name in found if any(part in name for part in holding)]

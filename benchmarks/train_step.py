@@ -178,6 +178,12 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head": ours(
             "bf16_with_fp8_mixed", attention="cudnn", head="fp8"
         ),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head, fast_accum": ours(
+            "msamp_o2", attention="cudnn", head="fp8", fast_accum=True
+        ),
+        "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head, fast_accum": ours(
+            "bf16_with_fp8_mixed", attention="cudnn", head="fp8", fast_accum=True
+        ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": within(
             lambda: prefer_attention("cudnn"), te
         ),

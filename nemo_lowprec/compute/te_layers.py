@@ -53,6 +53,8 @@ def te_recipe(recipe: Recipe) -> Any:
         raise ValueError("Transformer Engine's own layers have no override_linear_precision: leave it (False,) * 3.")
     if recipe.interval != 1:
         raise ValueError("Transformer Engine's own layers renew their scales at every step: leave interval=1.")
+    if recipe.fast_accum:
+        raise ValueError("Transformer Engine's own layers sum in FP32 in backward: leave fast_accum=False.")
     if recipe.fp8_margin and recipe.scaling != "delayed":
         raise ValueError(f"Transformer Engine's own layers take no fp8_margin with {recipe.scaling} scaling: leave 0.")
     fmt = kinds.Format.HYBRID if recipe.fp8 == "hybrid" else kinds.Format.E4M3

@@ -180,6 +180,11 @@ def _check_layers(options: Options) -> None:
         raise ValueError(
             f"interval={recipe.interval}: Transformer Engine 2 computes its scales at every step. Use interval=1."
         )
+    if recipe.fast_accum:
+        raise ValueError(
+            "fast_accum=True: Transformer Engine's layers sum in FP32 in backward. Leave it out, or use "
+            "strategy='lowprec_sharded' with backend='torch'."
+        )
     if recipe.fp8_margin and recipe.scaling != "delayed":
         raise ValueError(
             f"fp8_margin={recipe.fp8_margin}: Transformer Engine's {recipe.scaling} scaling has no margin. Leave it "

@@ -40,8 +40,8 @@ def test_only_who_was_asked_for_takes_part():
     assert not any(CONTESTANTS[name].compiles for name in names(MODELS[LLAMA], None, compiled=False))
     everybody = names(MODELS[LARGEST], None, compiled=True)
     assert everybody == list(CONTESTANTS)
-    of_large_models = {name for name in everybody if name == TE_LAYERS or name.endswith("FP8 head")}
-    assert len(of_large_models) == 3
+    of_large_models = {name for name in everybody if name == TE_LAYERS or "FP8 head" in name or "fast_accum" in name}
+    assert len(of_large_models) == 7
     assert set(everybody) - set(names(MODELS[LLAMA], None, compiled=True)) == of_large_models
     assert names(MODELS[LLAMA], ["msamp_o2, blocks"], False) == [f"{OURS}msamp_o2, blocks compiled"]
 

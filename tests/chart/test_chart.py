@@ -39,9 +39,10 @@ SCALING = {
 }
 FP8_ARGUMENTS = {
     "delayed": {
-        "fp8", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "interval", "override_linear_precision",
+        "fp8", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "interval", "fast_accum",
+        "override_linear_precision",
     },
-    "current": {"fp8", "fp8_margin", "override_linear_precision"},
+    "current": {"fp8", "fp8_margin", "fast_accum", "override_linear_precision"},
     "blockwise": {"fp8", "override_linear_precision"},
     "mxfp8": {"fp8", "override_linear_precision"},
     "nvfp4": {"override_linear_precision"},

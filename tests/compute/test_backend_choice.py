@@ -57,6 +57,12 @@ def test_a_forced_gpu_backend_for_a_model_on_the_cpu_is_an_error():
         choose_backend("torch", recipe("delayed"), CPU)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_backend_has_the_recipes_accumulation(fast):
+    assert choose_backend("auto", Recipe("delayed", fast_accum=fast), CPU).fast_accum is fast
+    assert not choose_backend("auto", None, CPU).fast_accum
+
+
 @pytest.mark.parametrize("name", ["cutlass", "", "TE", None])
 def test_an_unknown_backend_is_a_value_error_that_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=re.escape(f"Unknown backend {name!r}") + ".*auto, torch, te, reference"):

@@ -35,6 +35,8 @@ from nemo_lowprec.tensors import Fp8Weight
         ("interval", 0),
         ("interval", False),
         ("interval", "2"),
+        ("fast_accum", 1),
+        ("fast_accum", "no"),
         ("fp8_params", 1),
         ("fp8_params", "true"),
         ("fp8_params", None),

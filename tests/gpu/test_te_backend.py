@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.backends import BACKENDS
+from nemo_lowprec.compute.backends import BACKENDS, choose_backend
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.gemm_plan import GemmPlan
@@ -35,7 +35,7 @@ def backend_of(name, recipe):
     reason = BACKENDS[name].unavailable(recipe)
     if reason:
         pytest.skip(f"{name}: {reason}")
-    return BACKENDS[name]()
+    return choose_backend(name, recipe, torch.device("cuda"))
 
 
 def operands_of(recipe):
@@ -81,7 +81,7 @@ def relative_error(actual, expected):
 
 
 def tolerance(dtype, fast=False):
-    """Of one GEMM: a rounding to half; the forward GEMM adds Hopper's fast accumulation, with about 14 bits."""
+    """Of one GEMM: a rounding to half; the forward GEMM has Hopper's fast accumulation, of about 14 bits."""
     if fast:
         return 2e-2
     return 5e-3 if dtype == torch.float32 else 8e-3
@@ -308,7 +308,7 @@ def check_layers(name, recipe, steps=2, use_reentrant=None, rows=(3, 37), half=H
         dy = make(*rows, layer.out_features, dtype=half, seed=20 + i)
         theirs, ours = step(layer, x, dy, use_reentrant, half), step(expected, x, dy, use_reentrant, half)
         for j, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            limit = 0.3 if recipe.scaling == "nvfp4" else tolerance(half, fast=j == 0)
+            limit = 0.3 if recipe.scaling == "nvfp4" else tolerance(half, fast=j == 0 or recipe.fast_accum)
             assert a.dtype == b.dtype and a.shape == b.shape
             assert relative_error(a, b) < limit
         if histories is not None:
@@ -337,6 +337,16 @@ def test_layer(name, scaling, fp8, bias, weight_dtype):
 def test_overrides(name, scaling, override):
     recipe = recipe_of(scaling, override_linear_precision=override)
     check_layers(name, recipe, weight_dtype=HALF)
+
+
+@pytest.mark.parametrize("scaling", PER_TENSOR)
+@pytest.mark.parametrize("fast", [False, True])
+def test_fast_accumulation(scaling, fast, monkeypatch):
+    asked, gemm = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or gemm(*a, **k))
+    check_layers("torch", recipe_of(scaling, fast_accum=fast), weight_dtype=HALF)
+    assert asked[:3] == [True, fast, fast]
+    check_layers("te", recipe_of(scaling, fast_accum=fast), weight_dtype=HALF)
 
 
 @pytest.mark.parametrize("name", ["te", "torch"])
@@ -631,7 +641,7 @@ def test_te_state_resumes_bit_for_bit(te, has_run):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"override_linear_precision": (False, False, True)}, {"interval": 2}],
+    [{"override_linear_precision": (False, False, True)}, {"interval": 2}, {"fast_accum": True}],
 )
 def test_te_layers_refuse_what_they_cannot_follow(te, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):

@@ -185,6 +185,7 @@ REFUSED = [
     ("bf16_with_fp8_mixed", {"backend": "torch"}, "backend='torch'.*Use backend='te'"),
     ("te_fp8", {"backend": "reference"}, "backend='reference'.*Use backend='te'"),
     ("bf16_with_fp8_mixed", {"interval": 4}, "interval=4.*Use interval=1"),
+    ("te_fp8", {"fast_accum": True}, "fast_accum=True.*Leave it out, or use strategy='lowprec_sharded'"),
     (
         "bf16_with_fp8_mixed",
         {"override_linear_precision": (False, False, True)},
@@ -229,6 +230,7 @@ def test_what_own_layers_cannot_do_is_refused(case, options, message):
     [
         ("bf16_with_fp8_mixed", {"backend": "reference"}),
         ("bf16_with_fp8_mixed", {"interval": 4}),
+        ("bf16_with_fp8_mixed", {"fast_accum": True}),
         ("bf16_with_fp8_mixed", {"activations": "fp8"}),
         ("bf16_with_fp8_mixed", {"override_linear_precision": (False, False, True)}),
         ("bf16_with_fp8_mixed", {"skip": ["*.q_proj"]}),

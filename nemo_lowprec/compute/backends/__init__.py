@@ -38,7 +38,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
             reason = f"the model trains on {device.type}; use backend='reference' or accelerator='gpu'"
         if reason:
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
-        return BACKENDS[name]()
+        return _made(BACKENDS[name], recipe)
     has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
     if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4") and not has_blackwell:
         raise ValueError(
@@ -58,4 +58,10 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         reasons.append(f"not {kind.name}: {reason}")
     if not (dist.is_initialized() and dist.get_rank()):  # all processes have the same GPUs and packages
         log.info("GEMM backend: %s", chosen.name + (f" ({'; '.join(reasons)})" if reasons else ""))
-    return chosen()
+    return _made(chosen, recipe)
+
+
+def _made(kind: type[Backend], recipe: Recipe | None) -> Backend:
+    backend = kind()
+    backend.fast_accum = recipe is not None and recipe.fast_accum
+    return backend

@@ -169,12 +169,14 @@ class Backend(ABC):
         row_multiple: GEMMs need M to be a multiple of this; the layer pads with zero rows.
         ignores_autocast: whether the FP8 GEMMs give the same results under autocast.
         joins: whether ``quantize_parts`` and ``quantize_weights`` make one ``QuantizedOperand`` of several layers'.
+        fast_accum: see ``Recipe``.
     """
 
     name: str
     row_multiple: int = 1
     ignores_autocast: bool = False
     joins: bool = False
+    fast_accum: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
         return self  # a backend holds nothing of a model, and modules of TE cannot be copied

@@ -155,11 +155,11 @@ class ScaledMMBackend(ReferenceBackend):
         return _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True, bias=half)
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype)
+        dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype, self.fast_accum)
         return dx if total is None else dx.add_(total)  # _scaled_mm adds nothing to its result
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, out=out)
+        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, self.fast_accum, out=out)
 
     def packing(self, operand: Operand) -> Packing | None:
         return TwoCopies()

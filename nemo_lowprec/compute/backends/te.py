@@ -162,7 +162,8 @@ class TEBackend(Backend):
         return storage
 
     # TE's GEMMs take operands as cuBLAS does: A is the operand with the output's last dimension. The accumulators are
-    # those of TE's recipes: fast in fprop, split in the backward GEMMs (and always split with blockwise scales).
+    # those of TE's recipes: fast in fprop, split in the backward GEMMs without ``fast_accum`` (and always split with
+    # blockwise scales).
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         if bias is not None and out_dtype == torch.float32:  # the epilogue adds half biases only
@@ -173,14 +174,20 @@ class TEBackend(Backend):
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
         in_gemm = total is not None and isinstance(weight, self._te.te.Float8TensorStorage)
         dx = self._te.general_gemm(
-            weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=True,
+            weight, grad_output, out_dtype=out_dtype, layout="NN", grad=True, use_split_accumulator=not self.fast_accum,
             out=total if in_gemm else None, accumulate=in_gemm,
         )[0]  # fmt: skip
         return dx if total is None or in_gemm else dx.add_(total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return self._te.general_gemm(
-            x, grad_output, out_dtype=out_dtype, layout="NT", grad=True, use_split_accumulator=True, out=out
+            x,
+            grad_output,
+            out_dtype=out_dtype,
+            layout="NT",
+            grad=True,
+            use_split_accumulator=not self.fast_accum,
+            out=out,
         )[0]
 
     def describe(self, operand: Any) -> str:

@@ -19,6 +19,7 @@ from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.fused_activations import is_faster
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.logits import Logits
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.engine.columns import Columns
@@ -189,7 +190,7 @@ class GpuRules(TorchFunctionMode):
                 args, kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
             elif func in _TO_FP32 and args[0].dtype in _HALVES:
                 kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.float32}
-            elif func is F.cross_entropy:
+            elif func is F.cross_entropy and not isinstance(args[0], Logits):  # whose loss is the backend's
                 args = (args[0].log_softmax(1, dtype=torch.float32), *args[1:])
                 func = _nll_loss
         return func(*args, **kwargs)
