@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support import Net, Overflowing, foreach_adamw, fused_adamw, plugin, train
 from torch.optim import lr_scheduler
 
@@ -94,6 +95,19 @@ def test_schedulers_go_back_with_the_step(case, scheduler, optimizer):
     train(plain, plugin(case), max_steps=5, max_epochs=-1)
     used = skipping.used
     assert used[2] == used[3] == used[4] and used[:2] + used[4:] == plain.used
+
+
+def test_a_checkpoint_right_after_a_skipped_step_has_no_trace_of_it(tmp_path):
+    model = Scheduled(2, scheduler="lambda", optimizer=fused_adamw)
+    every = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    train(model, "bf16_with_fp8_mixed", every, max_steps=5, max_epochs=-1, log_every_n_steps=100)
+    saved = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=False) for step in range(1, 6)]
+    assert [one["lr_schedulers"][0]["last_epoch"] for one in saved] == [1, 2, 2, 3, 4]
+    rates = [one["optimizer_states"][0]["param_groups"][0]["lr"] for one in saved]
+    assert rates == [1e-2 * 0.5**epoch for epoch in (1, 2, 2, 3, 4)]
+    parts = [part for one in saved for part in one.values() if isinstance(part, dict) and "skipped_steps" in part]
+    counts = [part["skipped_steps"] for part in parts]
+    assert counts == [0, 0, 1, 1, 1]
 
 
 class Writes(Net):
