@@ -186,6 +186,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Scales, histories and the loss scale as plain values; weights belong to the model's own state_dict."""
+        self.step.settle()
         state: dict[str, Any] = {"level": self.level.name}
         for column in self.columns:
             state |= column.state_dict()
@@ -195,6 +196,7 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a saved state of this or of another level; values that ``state`` lacks start afresh."""
+        self.step.settle()
         for column in self.columns:
             column.load_state_dict(state)
         scale, saved = self.step.loss_scale, state.get("loss_scale", {})

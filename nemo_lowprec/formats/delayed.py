@@ -198,7 +198,8 @@ class DelayedScaling:
         amax = torch.nan_to_num(found, nan=0.0, posinf=0.0, neginf=0.0)
         self._empty_restarted()
         row, skips = self.history[self.updates % self.history_len], None if skipped is None else skipped > 0
-        cold = [(slot.cold, slot.recorded) for slot in self.slots.values()]
+        begins = any(slot.cold and slot.recorded for slot in self.slots.values())
+        cold = [(slot.cold, slot.recorded) for slot in self.slots.values()] if begins else []
         self._before = None if skips is None else (self.updates, cold)
         row.copy_(amax if skips is None else torch.where(skips, row, amax))
         self.updates += 1
@@ -209,7 +210,7 @@ class DelayedScaling:
         window = self.history.amax(0) if self.algo == "max" else amax
         scale = compute_scale(window, self._fp_max, self.margin, previous=self.scale)
         self.scale.copy_(scale if skips is None else torch.where(skips, self.scale, scale))
-        if any(slot.cold and slot.recorded for slot in self.slots.values()):
+        if begins:
             # The only read-back to the host, until every operand that records amaxes has a history: frozen layers
             # have no gradients, and weights that are stored in FP8 have scales of their own.
             for slot, seen in zip(self.slots.values(), (window > 0).tolist(), strict=True):
@@ -220,12 +221,11 @@ class DelayedScaling:
     @torch.no_grad()
     def take_back(self) -> None:
         """The step of the last ``update``, which has had ``skipped``, was skipped: count the update no more."""
-        if not self.slots:
+        if self._before is None:  # there are no operands, or others since
             return
-        assert self._before is not None
         (self.updates, cold), self._before = self._before, None
-        for slot, (was_cold, recorded) in zip(self.slots.values(), cold, strict=True):
-            slot.cold, slot.recorded = was_cold, recorded
+        for slot, before in zip(self.slots.values(), cold, strict=False):  # a history that began with the update
+            slot.cold, slot.recorded = before
 
     def _empty_restarted(self) -> None:
         restarted = [i for i, slot in enumerate(self.slots.values()) if slot.restarted]

@@ -184,6 +184,17 @@ def test_an_update_that_the_device_may_skip(steps, algo, skipped):
     assert states[0] == states[1]
 
 
+def test_a_history_that_starts_anew_before_the_host_knows_stays_new():
+    scaling = DelayedScaling(history_len=3)
+    slot = added(scaling, "a.input", E4M3)
+    step(scaling, slot, 1.0)
+    slot.record(torch.tensor(math.inf))
+    scaling.update(torch.ones(()))
+    slot.restart()  # the weight of the layer was written
+    scaling.take_back()
+    assert slot.cold and scaling.updates == 1
+
+
 def test_update_without_operands_does_nothing():
     scaling = DelayedScaling()
     scaling.update()
