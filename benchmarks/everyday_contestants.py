@@ -29,8 +29,9 @@ EAGER = "BF16 autocast"
 OURS = "nemo_lowprec "
 TE_LAYERS = "te.TransformerLayer, FP8"
 LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
-# The end of a contestant's name, and the level's options that it means; the second ones for large models alone.
+# The end of a contestant's name, and the level's options that it means.
 OPTIONS: dict[str, dict[str, Any]] = {"": {}, ", no graphs": {"graphs": False}}
+# The same of contestants that take part with large models alone.
 OF_LARGE: dict[str, dict[str, Any]] = {
     ", FP8 head": {"head": "fp8"},
     ", fast_accum": {"fast_accum": True},

@@ -29,7 +29,7 @@ VOCAB, GIB = 128_256, 2**30
 WARMUP, ROUND = 5, 2  # steps: CUDA graphs may come at the fifth
 DEFAULT = [
     "msamp_o2", "msamp_o3", "bf16_mixed", "msamp_o2, activations=fp8+recompute",
-    "msamp_o2, head=fp8, activations=fp8+recompute, recomputed=17", "msamp_o2, head=fp8, activations=recompute",
+    "msamp_o2, head=fp8, activations=fp8+recompute, recomputed=10", "msamp_o2, head=fp8, activations=recompute",
     "msamp_o2, head=fp8, recomputed=0",
 ]  # fmt: skip
 

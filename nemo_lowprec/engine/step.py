@@ -1,8 +1,8 @@
 """Runs optimizer steps for every loop: loss scale, unscale, clip, skip, refresh of weights, amax histories.
 
-The device finds out whether a gradient is not finite, and kernels that read its flag skip the step by themselves. The
-host does not wait for the flag: it goes on with the next forward pass and learns in the next backward pass, from which
-on the outcome counts (``Step.settle``). Whoever asks earlier waits.
+The device finds out whether a gradient is not finite, and kernels that read the flag skip the step by themselves. The
+host does not wait for the flag: the host goes on with the next forward pass, and reads the flag when the next backward
+pass begins (``Step.settle``). Code that asks for the outcome earlier waits.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Step:
         """Learn whether the last step was skipped, and tell the columns and the observers; the host waits.
 
         Raises:
-            ValueError: see ``WeightStore.refuse_written``.
+            RuntimeError: see ``WeightStore.refuse_written``.
         """
         taken, self._taken = self._taken, None
         if taken is not None:

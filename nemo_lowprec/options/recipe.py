@@ -53,8 +53,8 @@ class Recipe:
         fp8_amax_compute_algo: ``max`` over the history or its ``most_recent`` entry.
         fp8_params: whether weights of converted layers are stored in FP8, scaled by their own amax at every refresh.
         interval: steps between two computations of the scales.
-        fast_accum: whether backward GEMMs, too, may sum in the tensor cores alone, as forward GEMMs do. Hopper's keep
-            fewer bits than FP32 there, and take about a tenth less time. Other GPUs and backends sum in FP32.
+        fast_accum: whether backward GEMMs may sum in the tensor cores alone, as forward GEMMs do. Hopper's tensor cores
+            keep fewer bits than FP32, and take less time so. Other GPUs, and the reference backend, sum in FP32.
         override_linear_precision: (fprop, dgrad, wgrad): True runs that GEMM in half precision.
     """
 

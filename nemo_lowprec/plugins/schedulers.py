@@ -1,4 +1,4 @@
-"""Learning-rate schedulers by steps: where an optimizer's step is skipped, its schedulers' step is, too."""
+"""Step-wise learning-rate schedulers: where an optimizer's step is skipped, the step of its schedulers is, too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StepwiseSchedulers(Observer):
     """Makes ``module.lr_scheduler_step`` leave out step-wise schedulers of optimizers whose last step was skipped.
 
     Lightning steps a scheduler right after its optimizer. Where the host does not know yet whether the optimizer's step
-    was skipped, the scheduler steps, and goes back if it was. A wrapped ``scheduler.step`` would be saved in the
-    scheduler's state_dict.
+    was skipped, the scheduler steps, and gets its earlier state back once the host learns of a skipped step. A wrapped
+    ``scheduler.step`` would be saved in the scheduler's state_dict.
 
     Args:
         module: the Trainer's LightningModule.

@@ -49,7 +49,7 @@ class GraphPool:
     Attributes:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
-        clocks: of the last passes without a graph, by what blocks that are alike have in common.
+        clocks: of each block's last pass before its capture, by the block's class and the key of its arguments.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
