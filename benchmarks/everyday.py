@@ -43,7 +43,7 @@ from benchmarks.kernel_kinds import milliseconds
 from benchmarks.measure import DEVICE, release, synchronize
 from benchmarks.record import Record, arguments, earlier
 
-WARMUP, COMPILED_WARMUP = 10, 12  # steps: convert="auto" decides, and graphs of a model or its blocks are captured
+WARMUP = 12  # steps: convert="auto" decides, and graphs of a model or its blocks are captured
 PROFILED = 2  # steps
 
 
@@ -62,11 +62,9 @@ class Runner:
         self.rounds: list[float] = []
         self.passes: list[float] = []
         self._marks: list[tuple[Any, Any]] = []
-        for index in range(COMPILED_WARMUP if contestant.compiles else WARMUP):
+        for _ in range(WARMUP):
             loss = self.step()
-            if index == WARMUP - 1:
-                self.loss = round(loss.item(), 4)
-        synchronize()
+        self.loss = round(loss.item(), 4)
         self.setup_s = round(time.perf_counter() - start, 1)
         release()
 

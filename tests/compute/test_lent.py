@@ -2,7 +2,7 @@
 
 import torch
 
-from nemo_lowprec.compute.graphs.lent import Lent
+from nemo_lowprec.compute.graphs.lent import Lent, Loans
 
 
 class Counter:
@@ -69,3 +69,34 @@ def test_memory_that_is_there_twice_or_that_the_caller_writes_is_never_lent():
     results = Lent([twice, twice, passed_on, own], [passed_on]).written_by(lambda: None)
     assert len({t.data_ptr() for t in (*results, twice, passed_on)}) == 6
     assert results[3].data_ptr() == own.data_ptr()
+
+
+def test_what_a_later_graph_has_lent_outlives_an_earlier_one():
+    """The later graph's result lies where the earlier one has temporary tensors, as the allocator of graphs does."""
+    shared, own = torch.zeros(4), torch.zeros(4)
+    loans, results = Loans(), {1: Lent([own]), 2: Lent([shared])}
+
+    def earlier():
+        shared.fill_(float("nan"))
+        own.fill_(1.0)
+
+    (late,) = loans.written_by(2, results[2], lambda: shared.fill_(2.0))
+    (early,) = loans.written_by(1, results[1], earlier)
+    assert late.eq(2).all() and early.eq(1).all()
+    assert late.data_ptr() == shared.data_ptr()
+    del late
+    (early,) = loans.written_by(1, results[1], earlier)
+    assert shared.isnan().all()  # nobody holds it: nothing is copied
+
+
+def test_a_later_graph_copies_nothing_for_earlier_ones():
+    first, second = torch.zeros(4), torch.zeros(4)
+    loans, results = Loans(), {1: Lent([first]), 2: Lent([second])}
+    (early,) = loans.written_by(1, results[1], lambda: first.fill_(1.0))
+
+    def later():
+        second.fill_(2.0)
+        first.fill_(3.0)  # no graph does so: what is lent stays taken while later ones are captured
+
+    loans.written_by(2, results[2], later)
+    assert early.eq(3).all()

@@ -186,7 +186,7 @@ class CapturedPass:
         """Replay the forward pass. Returns the token of the pass, and the results."""
         for i in self._tensors:
             self._leaves[i].detach().copy_(leaves[i])
-        outputs = self._lent_outputs.written_by(self._forward.replay)
+        outputs = self.pool.results.written_by(self.number, self._lent_outputs, self._forward.replay)
         token = _Waiting(self)
         self._waits = weakref.ref(token)
         self.runs += 1
@@ -201,7 +201,7 @@ class CapturedPass:
             else:
                 static.copy_(grad)
         held = self._held_gradients()
-        found = self._lent_grads.written_by(self._backward.replay)
+        found = self.pool.gradients.written_by(self.number, self._lent_grads, self._backward.replay)
         self._waits = None
         for buffer, values in zip(self._grads, held, strict=True):
             if buffer is None or values is None:

@@ -2,6 +2,10 @@
 
 A graph writes its results to the same memory whenever it runs. Mostly they are read once, by the next block, and gone
 before the graph runs again. A tensor that somebody still holds then keeps its values, and the next results are copies.
+
+The results of a graph may also lie where graphs that were captured before it have temporary tensors. Backward passes
+run in the reverse order, so the gradient of a tensor that several blocks read waits while such graphs run. What
+somebody holds is copied away before, and back afterwards (``Loans``).
 """
 
 from __future__ import annotations
@@ -32,6 +36,13 @@ class Lent:
             t is not None and places[id(t)] == 1 and storage_use_count(t) == _BY_ITSELF for t in tensors
         ]  # fmt: skip
 
+    def held(self) -> list[Tensor]:
+        """The tensors of the graph whose memory somebody else has, too."""
+        return [
+            t for t, lends in zip(self._tensors, self._lends, strict=True)
+            if t is not None and lends and storage_use_count(t) > _BY_ITSELF
+        ]  # fmt: skip
+
     def written_by(self, replay: Callable[[], None]) -> list[Tensor | None]:
         """The results of ``replay``."""
         held = [
@@ -48,6 +59,29 @@ class Lent:
                 t.detach().copy_(before)
             else:
                 found.append(_same_memory(t) if lends else t.detach().clone())
+        return found
+
+
+class Loans:
+    """The results that the graphs of one memory have lent, as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, Lent]] = []
+
+    def written_by(self, number: int, lent: Lent, replay: Callable[[], None]) -> list[Tensor | None]:
+        """The results of ``replay``; those of graphs that were captured later keep their values.
+
+        Args:
+            number: counts the graphs in the order of their capture.
+            lent: the results of the graph that ``replay`` runs.
+        """
+        self._open = [(n, other) for n, other in self._open if other.held()]
+        waiting = [(t, t.clone()) for n, other in self._open if n > number for t in other.held()]
+        found = lent.written_by(replay)
+        for tensor, values in waiting:
+            tensor.detach().copy_(values)
+        if all(other is not lent for _, other in self._open):
+            self._open.append((number, lent))
         return found
 
 
