@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nemo_lowprec.column import Column
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
-from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as, store_in_fp8, take_quantized
 from nemo_lowprec.tensors.marks import Marks
 
 _RELEASED = "gradient_release"
@@ -66,6 +66,7 @@ class Fp8Gradients(Column):
             if param.requires_grad and self._covered.get(param) != id(param):
                 self._covered.add(param, id(param))
                 compute_gradient_as(param, self._computed_as if param.dim() > 1 else None)
+                store_in_fp8(param, param.dim() > 1 and self.release is None and not self._detached)
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
@@ -90,7 +91,8 @@ class Fp8Gradients(Column):
                 )
             return
         if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
-            param.grad = GradientTensor.from_float(grad)
+            quantized = take_quantized(param, grad)
+            param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
         if isinstance(param.grad, GradientTensor):
             for see in self._observers.gradient:
                 see(param, param.grad)
@@ -104,5 +106,6 @@ class Fp8Gradients(Column):
             self._covered.discard(param)
             DETACHED_GRADS.discard(param)
             compute_gradient_as(param, None)
+            store_in_fp8(param, False)
             param.__dict__.pop(_RELEASED, None)
         self._handles.clear()

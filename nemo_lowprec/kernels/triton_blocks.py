@@ -178,6 +178,11 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
     return data, exponent, nonfinite
 
 
+def quantize_into(values: Tensor, fmt: FloatFormat, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> None:
+    """``quantize`` into memory that is there. ``nonfinite`` becomes 1, or stays as it is."""
+    _launch(values, data, exponent, nonfinite, nonfinite, fmt)
+
+
 def accumulate(
     data: Tensor, exponent: Tensor, factor: Tensor, nonfinite: Tensor, values: Tensor, alpha: float, count: int
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.autograd import current_backward
 from nemo_lowprec.formats.block_scale_128 import UNIT, block_grid, dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
@@ -30,6 +31,8 @@ from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 DETACHED_GRADS = Marks("detached_grad")
 
 _COMPUTED_AS = Marks("gradient_computed_as")
+_STORED_IN_FP8 = Marks("gradient_stored_in_fp8")
+_QUANTIZED = Marks("gradient_quantized")
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
@@ -49,6 +52,33 @@ def compute_gradient_as(param: Tensor, dtype: torch.dtype | None) -> None:
         _COMPUTED_AS.discard(param)
     else:
         _COMPUTED_AS.add(param, (id(param), dtype))
+
+
+def store_in_fp8(param: Tensor, stored: bool) -> None:
+    """Note whether a hook of ``param`` stores its gradient in FP8, and does nothing else with it."""
+    if stored:
+        _STORED_IN_FP8.add(param, id(param))
+    else:
+        _STORED_IN_FP8.discard(param)
+
+
+def is_stored_in_fp8(param: Tensor) -> bool:
+    """What ``store_in_fp8`` has noted."""
+    return _STORED_IN_FP8.get(param) == id(param)  # a copy has its original's mark
+
+
+def offer_quantized(param: Tensor, grad: Tensor, quantized: GradientTensor) -> None:
+    """Hand over ``quantized``, made of ``grad``, which the caller's backward pass returns as the gradient of ``param``.
+
+    Who stores the gradient then need not quantize it, unless autograd has added another one.
+    """
+    _QUANTIZED.add(param, (grad.data_ptr(), current_backward(), quantized))
+
+
+def take_quantized(param: Tensor, grad: Tensor) -> GradientTensor | None:
+    """What this backward pass has handed over for ``grad``, the gradient of ``param``."""
+    address, graph, quantized = _QUANTIZED.discard(param) or (None, None, None)
+    return quantized if address == grad.data_ptr() and graph == current_backward() else None
 
 
 _SCALED_BY = {
@@ -85,23 +115,42 @@ class GradientTensor(BlockScaledTensor):
         else:
             data, exponent = quantize_rows(values, E4M3)
             nonfinite = _any_nonfinite(values)
-        return cls(data, exponent, _one(values.device), nonfinite)
+        return cls.of_parts(data, exponent, nonfinite)
 
     @classmethod
-    def empty(cls, like: Tensor) -> GradientTensor:
+    def empty(cls, like: Tensor, nonfinite: Tensor | None = None) -> GradientTensor:
         """An uninitialised gradient of the shape and on the device of ``like``, noted as finite."""
         rows, _, per_row = block_grid(like.shape)
         data = torch.empty(like.shape, dtype=E4M3.dtype, device=like.device)
         exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=like.device)
-        return cls(data, exponent, _one(like.device), torch.zeros(1, device=like.device))
+        return cls.of_parts(data, exponent, torch.zeros(1, device=like.device) if nonfinite is None else nonfinite)
+
+    @classmethod
+    def of_parts(cls, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> GradientTensor:
+        """A gradient of these parts, with a factor of 1."""
+        return cls(data, exponent, _one(data.device), nonfinite)
+
+    def copied(self) -> GradientTensor:
+        """A copy to which additions are rounded as to this tensor."""
+        copy: GradientTensor = self.clone()  # type: ignore[assignment]
+        copy.additions = self.additions
+        return copy
 
     @torch.no_grad()
     def quantize_(self, values: Tensor) -> GradientTensor:
         """Store ``values`` anew."""
-        fresh = self.from_float(values)
-        self.set_blocks_(fresh.data_blocks, fresh.exponent)
-        self.nonfinite.copy_(fresh.nonfinite)
+        self.nonfinite.zero_()
+        self.store_(values)
         return self.written_()
+
+    def store_(self, values: Tensor) -> None:
+        """Write ``values`` into the blocks, and note there that one is not finite, and nothing else."""
+        kernels = block_kernels() if values.is_cuda else None
+        if kernels is not None:
+            kernels.quantize_into(values, E4M3, self.data_blocks, self.exponent, self.nonfinite)
+        else:
+            self.set_blocks_(*quantize_rows(values, E4M3))
+            torch.maximum(self.nonfinite, _any_nonfinite(values), out=self.nonfinite)
 
     @torch.no_grad()
     def accumulate_(self, values: Tensor, alpha: float = 1.0) -> GradientTensor:
@@ -145,6 +194,13 @@ class GradientTensor(BlockScaledTensor):
         if not self.multiplied:
             self.factor, self.multiplied = torch.ones(1, device=self.device), True
         return self.factor
+
+    def renewed_(self) -> GradientTensor:
+        """Note that a graph has stored values in the blocks, and share the factor 1 again."""
+        self.additions = 0
+        if self.multiplied:
+            self.factor, self.multiplied = _one(self.device), False
+        return self
 
     def written_(self, additions: int = 0) -> GradientTensor:
         """Note that values were stored in the blocks, with a factor of 1, after ``additions`` additions."""

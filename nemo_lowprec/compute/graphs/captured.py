@@ -22,6 +22,7 @@ from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flat
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
+from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
 from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers, has_reader
 from nemo_lowprec.tensors import stored_data
 from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype, gradient_dtype
@@ -72,6 +73,7 @@ class CapturedPass:
         twins = [_twin(param) for param in self._all_params]
         own = [twin for twin in twins if twin.requires_grad]
         self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
+        self._in_fp8 = QuantizedGradients(self.params)
         with self._capturing(), _with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own, reads_constants)
             self._grads = as_autograd_computes(self._grads, own)
@@ -156,6 +158,7 @@ class CapturedPass:
                     self._grads[i] = None
                 elif grad.data_ptr() != buffer.data_ptr():  # type: ignore[union-attr]
                     buffer.copy_(grad)  # type: ignore[union-attr]
+            self._in_fp8.quantize(self._grads)
 
     # Passes
 
@@ -201,6 +204,7 @@ class CapturedPass:
             else:
                 static.copy_(grad)
         held = self._held_gradients()
+        self._in_fp8.hold()
         found = self.pool.gradients.written_by(self.number, self._lent_grads, self._backward.replay)
         self._waits = None
         for buffer, values in zip(self._grads, held, strict=True):
@@ -209,6 +213,7 @@ class CapturedPass:
             else:
                 found.append(buffer.clone())
                 buffer.copy_(values)
+        self._in_fp8.offer(found[len(self._trained) :])
         return found
 
     def _held_gradients(self) -> list[Tensor | None]:
