@@ -170,14 +170,15 @@ class WeightState:
 
     def _job(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None] | None:
         """What ``WeightCast`` takes to make ``_kept`` anew in place; None where nothing needs that, or it cannot."""
-        weight, kept = self.weight, self._kept
-        if kept is None or self._kept_as is self._measured or self._measured is None or weight is None:
-            return None
-        if self._measured[0] is None:  # its layer measures first
+        kept, measured = self._kept, self._measured
+        if kept is None or self._kept_as is measured or measured is None or measured[0] is None:
+            return None  # where the first is None its layer measures first
+        weight = self.weight
+        if weight is None:
             return None
         if not _has_own_memory(kept) or not has_number(weight, self._seen):
             return None
-        if self._measured != (self._measured[0], *_state_of(weight)):
+        if measured != (measured[0], *_state_of(weight)):
             return None
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         row, col = (part.data if part is not None else None for part in parts)
@@ -300,9 +301,11 @@ class WeightStates:
         Operands for which there is no kernel are left: their layers quantize the weights themselves.
         """
         kernels = weight_kernels()
+        if kernels is None:
+            return
         jobs = [(state, job) for state in self.states.values() if (job := state._job()) is not None]
         jobs = [(state, job) for state, job in jobs if _kernel_takes(job[0])]
-        if kernels is None or not jobs:
+        if not jobs:
             return
         if self._caster is None:
             self._caster = kernels.WeightCast()
@@ -338,14 +341,20 @@ def _kernel_takes(weight: Tensor) -> bool:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
-    if not isinstance(weight, QuantizedTensor) and not is_sharded(weight):
+    if isinstance(weight, QuantizedTensor):
+        data: Tensor = weight.__dict__[weight.PARTS[0]]
+    elif is_sharded(weight):
+        data = stored_data(local_shard(weight))
+    else:
         return _version_of(weight), weight.data_ptr()
-    data = stored_data(local_shard(weight))
     return _version_of(weight), _version_of(data), data.data_ptr()
 
 
 def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor
+        return -1
 
 
 def take_amax_of_step(local: Tensor) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.tensors import use_count
 from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
+from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.saved_form import MASTER, master_of
@@ -41,6 +42,7 @@ class LowBitWeights(HalfStore):
     def __init__(self, reads_as: torch.dtype, fp8: Callable[[], list[str]] = list, margin: int = 0) -> None:
         super().__init__(fp8, margin)
         self.reads_as = reads_as
+        self._matrices = ChosenParams(is_stored)
 
     @torch.no_grad()
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
@@ -89,6 +91,7 @@ class LowBitWeights(HalfStore):
 
         ``install`` changes no parameter yet, since other columns may still refuse the model.
         """
+        self._matrices.renew()
         in_fp8 = {id(param) for param in self._fp8_params()}
         for module, params in self._own_params():
             self._widened.add_statistics(module)
@@ -139,10 +142,11 @@ class LowBitWeights(HalfStore):
         swap(param, nn.Parameter(stored, requires_grad=param.requires_grad))
         setattr(param, MASTER, master)
 
-    def matrices(self) -> Iterator[nn.Parameter]:
-        return filter(is_stored, self.model.parameters())
+    def matrices(self) -> list[nn.Parameter]:
+        return [param for _, param in self._matrices.of(self.model)]
 
-    stored = matrices
+    def stored(self) -> Iterator[nn.Parameter]:
+        return filter(is_stored, self.model.parameters())
 
     def is_matrix(self, param: Tensor) -> bool:
         return is_stored(param)

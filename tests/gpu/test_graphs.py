@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from nemo_lowprec import prepare
 from nemo_lowprec.compute.graphs import graphed
 from nemo_lowprec.compute.graphs.graphed import GraphedForward
+from nemo_lowprec.tensors import GradientTensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -523,6 +524,18 @@ def test_gradients_that_somebody_holds_keep_their_values(level):
         return found
 
     assert_losses_are_the_same(level, run)
+
+
+@pytest.mark.parametrize("level", ["msamp_o1", "msamp_o2", "msamp_o3"])
+def test_gradients_are_stored_in_fp8_by_the_graph(level, monkeypatch):
+    model, optimizer = made(level, "whole")
+    train(model, optimizer, level, steps=6)
+    assert as_asked(model, "whole"), reasons(model)
+    stored = []
+    store = GradientTensor.from_float
+    monkeypatch.setattr(GradientTensor, "from_float", lambda values: stored.append(values) or store(values))
+    train(model, optimizer, level, steps=3)
+    assert not stored
 
 
 class Ends(Block):

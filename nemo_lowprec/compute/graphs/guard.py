@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -40,10 +41,11 @@ class Guard:
             return False
 
     def _look(self) -> Any:
+        # In each pass of the block: loops in C where there is one.
         return (
-            [len(hooks) for hooks in self._hooks],
-            [id(value) for table in self._tables for value in table.values()],
-            [len(state) for state in self._states],
+            list(map(len, self._hooks)),
+            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
+            list(map(len, self._states)),
             [read(state) for read, state in self._plain],
             [id(state[name]) for state, name in self._tensors],
         )
