@@ -44,7 +44,7 @@ class Guard:
         # In each pass of the block: loops in C where there is one.
         return (
             list(map(len, self._hooks)),
-            list(map(id, chain.from_iterable(map(dict.values, self._tables)))),
+            list(map(id, chain.from_iterable([table.values() for table in self._tables]))),
             list(map(len, self._states)),
             [read(state) for read, state in self._plain],
             [id(state[name]) for state, name in self._tensors],
