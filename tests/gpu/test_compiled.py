@@ -9,7 +9,11 @@ from tests.gpu.test_graphs import LEVELS, Model, train
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SOME = ["bf16_with_fp8_mixed", "msamp_o2"]
-OPTIONS = {"backend": "torch"}  # te breaks graphs
+OPTIONS = {"backend": "torch"}
+OF_TE = [
+    "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "msamp_o2",
+    "msamp_o3",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,39 @@ def test_compiled_blocks_train_bit_for_bit_as_without(level):
     if "subchannel" in level:
         options = {"backend": "reference"}
     assert_losses_are_alike(level, {"backend": "aot_eager"}, 0, **options)
+
+
+@pytest.mark.parametrize("level", OF_TE)
+def test_layers_of_te_train_bit_for_bit_as_without(level):
+    assert_losses_are_alike(level, {"backend": "aot_eager"}, 0, backend="te", skip=["*norm"])
+
+
+@pytest.mark.parametrize("level", OF_TE)
+def test_inductor_over_layers_of_te(level):
+    assert_losses_are_alike(level, {}, 0.03, backend="te")
+
+
+@pytest.mark.parametrize("backend", ["torch", "te"])
+@pytest.mark.parametrize("level", SOME)
+def test_reduce_overhead(level, backend):
+    def run(model, optimizer, level):
+        model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
+        return train(model, optimizer, level, steps=12, evaluate=True)
+
+    assert_losses_are_alike(level, {"mode": "reduce-overhead"}, 0.03, run, backend=backend)
+
+
+@pytest.mark.parametrize("level", SOME)
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=["inductor", "reduce-overhead"])
+def test_a_whole_model(level, options):
+    """With two micro-batches a step."""
+    losses = []
+    for compiled in (False, True):
+        model, optimizer = made(level, None, **OPTIONS)
+        if compiled:
+            model.compile(fullgraph=True, **options)
+        losses.append(torch.tensor(train(model, optimizer, level, steps=10, accumulate=2)))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.03, atol=6e-3)
 
 
 @pytest.mark.parametrize("level", SOME)

@@ -24,8 +24,9 @@ from torch import Tensor
 from nemo_lowprec.compat.transformer_engine import import_te
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends import fused_activations
-from nemo_lowprec.compute.backends.base import Backend, is_transformed
+from nemo_lowprec.compute.backends.base import Backend, Packing, is_transformed
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
+from nemo_lowprec.compute.backends.te_packing import InBlocks, PerTensor
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax
 from nemo_lowprec.kernels.loader import fused_kernels
@@ -205,6 +206,16 @@ class TEBackend(Backend):
         storage.__dict__.update(operand.__dict__)
         return storage
 
+    def packing(self, operand: Operand) -> Packing | None:
+        found = self._te
+        if found.one_copy():
+            return None  # Blackwell's GEMMs read one copy in both orientations, and MXFP8 and NVFP4 pack otherwise
+        dtype = found.dtype[operand.fmt.dtype]
+        if operand.layout is None:
+            return PerTensor(found.te.Float8TensorStorage, dtype)
+        quantizer = _stateless_quantizer(operand.scaling, operand.kind, operand.fmt, True, True, torch.device("cuda"))
+        return InBlocks(found.te.Float8BlockwiseQTensorStorage, dtype, quantizer)
+
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
         if weight is None or x.numel() == 0 or x.shape[-1] % 16 or is_transformed():
             return super().rms_norm(x, weight, eps, zero_centered)
@@ -260,8 +271,12 @@ def _load() -> SimpleNamespace:
         tex=import_te("transformer_engine_torch"),
         general_gemm=import_te("transformer_engine.pytorch.cpp_extensions").general_gemm,
         dtype=import_te("transformer_engine.pytorch.constants").TE_DType,
+        one_copy=import_te("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported,
     )
-    for name in ("Float8Quantizer", "Float8BlockQuantizer", "Float8TensorStorage", "is_fp8_block_scaling_available"):
+    for name in (
+        "Float8Quantizer", "Float8BlockQuantizer", "Float8TensorStorage", "Float8BlockwiseQTensorStorage",
+        "is_fp8_block_scaling_available",
+    ):  # fmt: skip
         getattr(te, name)
     return found
 
