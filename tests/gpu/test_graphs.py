@@ -526,6 +526,19 @@ def test_gradients_that_somebody_holds_keep_their_values(level):
     assert_losses_are_the_same(level, run)
 
 
+def test_layers_that_compute_otherwise_get_another_graph():
+    def run(model, optimizer):
+        losses = train(model, optimizer, "msamp_o2", steps=6)
+        forward = model.__dict__.get("forward")
+        for found in [p for passes in forward._passes.values() for p in passes] if forward is not None else ():
+            found._reads = [object() for _ in found._reads]  # as where they begin to compute as one
+        return losses + train(model, optimizer, "msamp_o2", steps=4)
+
+    model = assert_losses_are_the_same("msamp_o2", run, ways=("whole",))
+    (passes_of_key,) = model.__dict__["forward"]._passes.values()
+    assert [found.runs for found in passes_of_key] == [4]
+
+
 @pytest.mark.parametrize("level", ["msamp_o1", "msamp_o2", "msamp_o3"])
 def test_gradients_are_stored_in_fp8_by_the_graph(level, monkeypatch):
     model, optimizer = made(level, "whole")

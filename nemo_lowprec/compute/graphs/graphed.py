@@ -166,8 +166,10 @@ class GraphedForward:
         if not self._always and not self.pool.has_room():
             self._give_up("less than a quarter of the GPU's memory is free")
             return False
+        reads = self._layers.reads()
         # A block that is called several times before its backward pass, as ALBERT's, needs a pass for each call.
-        return len(self._passes[key]) < _INSTANCES and all(found.waits for found in self._passes[key])
+        fitting = [found for found in self._passes[key] if found.fits(reads)]
+        return len(fitting) < _INSTANCES and all(found.waits for found in fitting)
 
     def _keeps_gpu_busy(self, key: Hashable) -> bool:
         """Whether the GPU takes much longer than the host, and so does not wait for the host."""
@@ -194,7 +196,10 @@ class GraphedForward:
 
     def _capture(self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any) -> CapturedPass:
         self._layers.follow()
-        self._passes[key] = [found for found in self._passes[key] if found.fits(self._layers.reads())]
+        fitting = [found for found in self._passes[key] if found.fits(self._layers.reads())]
+        if len(fitting) < len(self._passes[key]):  # layers compute otherwise now, as one for example
+            self._passes[key] = fitting
+            self._changed[key] += 1
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self._forward(block, *args, **kwargs)
