@@ -11,17 +11,17 @@ from benchmarks.pictures import Bar, Bars, Picture
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["everyday", "everyday_picture", "figures"]
+__all__ = ["everyday", "everyday_picture", "figures", "large", "others"]
 
 _RESULTS = RESULTS / "everyday.jsonl"
 DEFAULT = "bf16_with_fp8_mixed"  # the level of prepare()
-_COLUMNS = {  # contestant to its column's title
-    f"{EAGER}, blocks compiled": "BF16, compiled",
-    f"{EAGER}, blocks compiled, reduce-overhead": "BF16, reduce-overhead",
+_OTHERS = {  # contestant to its column's title
     "te.Linear, FP8": "te.Linear",
-    TE_LAYERS: "te.TransformerLayer",
-    "torchao float8, blocks compiled": "torchao, compiled",
+    f"{EAGER}, blocks compiled": "compiled",
+    f"{EAGER}, blocks compiled, reduce-overhead": "with graphs",
+    "torchao float8, blocks compiled": "torchao",
 }
+_LARGEST = "8B-shaped"
 _PICTURED = ("timm ViT-L", "Swin-1.0B", "BERT-large", "Llama 1.1B, 4 x 2048", "Llama 8B-shaped")
 
 
@@ -38,14 +38,13 @@ def _gains(found: dict[str, dict[str, dict[str, Any]]], name: str) -> list[float
     return [of[name]["x"] for of in found.values() if "x" in of.get(name, {})]
 
 
-def _cell(figure: dict[str, Any] | None) -> str:
-    """Wall time's gain, and GPU time's in brackets."""
+def _cell(figure: dict[str, Any] | None, gpu: bool = False) -> str:
+    """Wall time's gain; with ``gpu`` GPU time's in brackets."""
     if figure is None:
         return "–"
     if "error" in figure:
         return failure(figure)
-    gpu = figure["gpu_x"]
-    return f"{figure['x']:.2f}" + ("" if gpu is None else f" ({gpu:.2f})")
+    return f"{figure['x']:.2f}" + (f" ({figure['gpu_x']:.2f})" if gpu and figure["gpu_x"] is not None else "")
 
 
 def _ms(figure: dict[str, Any]) -> str:
@@ -55,8 +54,12 @@ def _ms(figure: dict[str, Any]) -> str:
     return f"{figure['ms']:.1f}" + ("" if gpu is None else f" ({gpu:.1f})")
 
 
+def _origin() -> str:
+    return origin(read(_RESULTS)[0], "transformers", "timm", "torchao")
+
+
 def everyday() -> str:
-    """Milliseconds of BF16 autocast, and how many times as fast the others are."""
+    """Milliseconds of BF16 autocast, and how many times as fast two levels are with default arguments."""
     found = figures()
     said = []
     for level in LEVELS:
@@ -66,14 +69,49 @@ def everyday() -> str:
             f"``{level}`` with default arguments is {geometric_mean(gains):.2f} × as fast as BF16 autocast in the "
             f"geometric mean of {len(gains)} models, and not slower on {faster} of them"
         )
-    ours = dict.fromkeys(name for of in found.values() for name in of if name.startswith(OURS))
-    columns = {name: title for name, title in _COLUMNS.items() if any(name in of for of in found.values())}
-    columns |= {name: name.removeprefix(OURS) for name in ours}
     table = simple_table(
-        ("Model", "BF16 autocast, ms (GPU)", *(f"{title}, ×" for title in columns.values())),
-        [(model, _ms(of[EAGER]), *(_cell(of.get(name)) for name in columns)) for model, of in found.items()],
+        ("Model", "BF16, ms (GPU)", *LEVELS),
+        [
+            (model, _ms(of[EAGER]), *(_cell(of.get(OURS + level), True) for level in LEVELS))
+            for model, of in found.items()
+        ],
     )
-    return block(f"{'; '.join(said)}.", table, origin(read(_RESULTS)[0], "transformers", "timm", "torchao"))
+    return block(f"{'; '.join(said)}.", table, _origin())
+
+
+def others() -> str:
+    """How many times as fast as BF16 autocast the others are, and the fastest of this project's contestants."""
+    found = {model: of for model, of in figures().items() if any(name in of for name in _OTHERS)}
+    rows, gains = [], []
+    for model, of in found.items():
+        ours = _best(of, [name for name in of if name.startswith(OURS)])
+        bf16 = _best(of, [name for name in of if name.startswith(EAGER)])
+        gains.append(ours["x"] / bf16["x"])
+        rows.append((model, *(_cell(of.get(name)) for name in _OTHERS), f"{ours['x']:.2f}"))
+    said = (
+        f"The fastest of this project's contestants is between {min(gains):.2f} and {max(gains):.2f} × as fast as the "
+        "fastest of BF16 autocast, eager, with compiled blocks and with CUDA graphs of these."
+    )
+    return block(said, simple_table(("× BF16 autocast, eager", *_OTHERS.values(), "ours"), rows), _origin())
+
+
+def large() -> str:
+    """Everybody at the 8B shape: whole steps, forward and backward, and the kernels that are neither of three kinds."""
+    (of,) = (of for model, of in figures().items() if _LARGEST in model)
+    ours = [name for name in of if name.startswith(OURS)]
+    best, layers = max((of[name] for name in ours), key=lambda f: f["passes_x"]), of.get(TE_LAYERS)
+    said = f"Forward and backward take {best['passes_ms']:.1f} ms at {best['name'].removeprefix(OURS)}"
+    if layers is not None:
+        said += f", and {layers['passes_ms']:.1f} where the model is rewritten in Transformer Engine's layers"
+    names = sorted((name for name in of if "x" in of[name]), key=lambda name: of[name]["ms"])
+    rows = [
+        (
+            name.removeprefix(OURS), f"{f['ms']:.1f}", f"{f['x']:.2f}", f"{f['passes_ms']:.1f}", f"{f['passes_x']:.2f}",
+            f"{f['gpu_kinds']['other']:.1f}" if "gpu_kinds" in f else "–",
+        )
+        for name, f in ((name, of[name]) for name in names)
+    ]  # fmt: skip
+    return block(f"{said}.", simple_table(("Contestant", "step", "×", "passes", "×", "rest"), rows), _origin())
 
 
 def _best(of: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks import (
+    everyday_tables,
     fault_tables,
     headline_tables,
     kernel_tables,
@@ -59,6 +60,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
     "headlines": headline_tables.headlines,
     "headline_picture": _shown("throughput_picture", "benchmarks/results"),
+    "everyday": everyday_tables.everyday,
+    "everyday_8b": everyday_tables.large,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
     "parity": loss_tables.parity,

@@ -62,12 +62,27 @@ def test_a_contestant_that_fails_leaves_the_others(monkeypatch):
     assert found[ours]["rounds"] == found[EAGER]["rounds"] == 2
 
 
-def test_the_table_has_gains_and_errors(results):
+def test_the_tables_have_gains_and_errors(results):
     sentence, table, *_ = everyday_tables.everyday().split("\n\n")
     assert "``msamp_o2`` with default arguments is 1.80 ×" in " ".join(sentence.split())
     header, *rows = (line for line in table.splitlines() if "===" not in line)
-    assert header.startswith("Model") and "msamp_o2, ×" in header and len(rows) == 2
-    assert rows[0].split("  ")[0] == "timm ViT-L, batch 64" and "1.20 (1.25)" in rows[0] and "out of memory" in rows[0]
+    assert header.split() == ["Model", "BF16,", "ms", "(GPU)", "bf16_with_fp8_mixed", "msamp_o2"] and len(rows) == 2
+    assert rows[0].split("  ")[0] == "timm ViT-L, batch 64" and rows[0].endswith("1.80 (1.25)")
+    sentence, table, *_ = everyday_tables.others().split("\n\n")
+    assert "between 1.50 and 1.50 × as fast as the fastest of BF16 autocast" in " ".join(sentence.split())
+    assert table.splitlines()[3].split("  ")[-1].strip() == "1.80"
+    assert "1.20" in table and "out of memory" in table
+
+
+def test_the_table_of_the_8b_shape_has_passes(results):
+    record = Record(results)
+    for name, passes in ((EAGER, 200.0), (TE_LAYERS, 110.0), (f"{OURS}msamp_o2, FP8 head", 95.0)):
+        more = {"passes_ms": passes, "passes_x": 200.0 / passes, "gpu_kinds": {"other": 13.0}}
+        record.add(benchmark="everyday", model=LARGEST, **figure(name, 200.0 / passes), **more)
+    sentence, table, *_ = everyday_tables.large().split("\n\n")
+    expected = "Forward and backward take 95.0 ms at msamp_o2, FP8 head, and 110.0 where the model is rewritten"
+    assert expected in " ".join(sentence.split())
+    assert table.splitlines()[3].split() == ["msamp_o2,", "FP8", "head", "47.5", "2.11", "95.0", "2.11", "13.0"]
 
 
 def test_the_picture_has_pairs_of_bars(results, tmp_path):
