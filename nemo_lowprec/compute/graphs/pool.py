@@ -76,6 +76,7 @@ class GraphPool:
         """The number of a pass that is about to be captured."""
         if not self._passes:
             self.renew()  # memory whose last graph is gone cannot be used again
+            self.results, self.gradients = Loans(), Loans()
         self._passes.add(captured)
         self._captured += 1
         return self._captured
