@@ -26,8 +26,8 @@ class PerTensor(Packing):
         self._storage, self._dtype = storage, dtype
 
     def pack(self, operand: Any) -> list[Tensor]:
-        data = [part for part in (operand._data, operand._transpose) if part is not None]
-        return [*data, operand._scale_inv]
+        parts = operand.get_metadata()
+        return _there(parts, "data", "data_transpose", "fp8_scale_inv")
 
     def unpack(self, tensors: list[Tensor], rowwise: bool, columnwise: bool) -> Any:
         *data, scale_inv = tensors
@@ -58,10 +58,8 @@ class InBlocks(Packing):
         self._storage, self._dtype, self._quantizer = storage, dtype, quantizer
 
     def pack(self, operand: Any) -> list[Tensor]:
-        parts = (
-            operand._rowwise_data, operand._rowwise_scale_inv, operand._columnwise_data, operand._columnwise_scale_inv,
-        )  # fmt: skip
-        return [part for part in parts if part is not None]
+        parts = operand.get_metadata()
+        return _there(parts, "rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
     def unpack(self, tensors: list[Tensor], rowwise: bool, columnwise: bool) -> Any:
         row = tensors[:2] if rowwise else (None, None)
@@ -80,3 +78,8 @@ class InBlocks(Packing):
 
     def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
         return tensors[2:] if rowwise else tensors
+
+
+def _there(parts: dict[str, Any], *names: str) -> list[Tensor]:
+    """Those of ``parts`` with these names that are there."""
+    return [parts[name] for name in names if parts[name] is not None]
