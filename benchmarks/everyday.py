@@ -13,7 +13,7 @@ to their last kernel, and ``gpu_x`` of ``gpu_ms``, the time that kernels and cop
 (torch.profiler's durations, without the gaps); ``gpu_kinds`` divides ``gpu_ms`` by the kinds of kernels
 (``kernel_kinds.py``). ``ms_before_profile`` of the eager model is its wall time before the first profile, ``loss`` the
 one of step ``WARMUP``, and ``setup_s`` the time to make a contestant and to warm it up, compilation included. A
-contestant that fails has ``error`` in the place of figures.
+contestant that fails, or whose loss is not finite, has ``error`` in the place of figures.
 
 Without ``--contestants`` those that compile run only with ``--compiled``; ``--continue`` keeps the figures of the file
 of results and measures those that are missing. Without a GPU the models are small.
@@ -43,7 +43,7 @@ from benchmarks.kernel_kinds import milliseconds
 from benchmarks.measure import DEVICE, release, synchronize
 from benchmarks.record import Record, arguments, earlier
 
-WARMUP = 12  # steps: convert="auto" decides, and graphs of a model or its blocks are captured
+WARMUP = 16  # steps: convert="auto" decides, and graphs come at the 13th at the latest: a model, its body, its blocks
 PROFILED = 2  # steps
 
 
@@ -65,6 +65,8 @@ class Runner:
         for _ in range(WARMUP):
             loss = self.step()
         self.loss = round(loss.item(), 4)
+        if not math.isfinite(self.loss):
+            raise ArithmeticError(f"the loss is {self.loss} after {WARMUP} steps")
         self.setup_s = round(time.perf_counter() - start, 1)
         release()
 

@@ -96,7 +96,7 @@ def others() -> str:
 
 
 def large() -> str:
-    """Everybody at the 8B shape: whole steps, forward and backward, and the kernels that are neither of three kinds."""
+    """Everybody at the 8B shape: whole steps, forward and backward, and the rest of the kernels (``kernel_kinds``)."""
     (of,) = (of for model, of in figures().items() if _LARGEST in model)
     ours = [name for name in of if name.startswith(OURS)]
     best, layers = max((of[name] for name in ours), key=lambda f: f["passes_x"]), of.get(TE_LAYERS)

@@ -341,20 +341,14 @@ def _kernel_takes(weight: Tensor) -> bool:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
-    if isinstance(weight, QuantizedTensor):
-        data: Tensor = weight.__dict__[weight.PARTS[0]]
-    elif is_sharded(weight):
-        data = stored_data(local_shard(weight))
-    else:
+    if not isinstance(weight, QuantizedTensor) and not is_sharded(weight):
         return _version_of(weight), weight.data_ptr()
+    data = stored_data(local_shard(weight))
     return _version_of(weight), _version_of(data), data.data_ptr()
 
 
 def _version_of(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # an inference tensor
-        return -1
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def take_amax_of_step(local: Tensor) -> Tensor | None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nemo_lowprec.column import Column
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
-from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as, store_in_fp8, take_quantized
+from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as, note_stored_in_fp8, take_quantized
 from nemo_lowprec.tensors.marks import Marks
 
 _RELEASED = "gradient_release"
@@ -66,7 +66,7 @@ class Fp8Gradients(Column):
             if param.requires_grad and self._covered.get(param) != id(param):
                 self._covered.add(param, id(param))
                 compute_gradient_as(param, self._computed_as if param.dim() > 1 else None)
-                store_in_fp8(param, param.dim() > 1 and self.release is None and not self._detached)
+                note_stored_in_fp8(param, param.dim() > 1 and self.release is None and not self._detached)
                 self._handles[param] = param.register_post_accumulate_grad_hook(self._store)
                 if self.release is not None:
                     setattr(param, _RELEASED, True)
@@ -106,6 +106,6 @@ class Fp8Gradients(Column):
             self._covered.discard(param)
             DETACHED_GRADS.discard(param)
             compute_gradient_as(param, None)
-            store_in_fp8(param, False)
+            note_stored_in_fp8(param, False)
             param.__dict__.pop(_RELEASED, None)
         self._handles.clear()

@@ -54,7 +54,7 @@ def compute_gradient_as(param: Tensor, dtype: torch.dtype | None) -> None:
         _COMPUTED_AS.add(param, (id(param), dtype))
 
 
-def store_in_fp8(param: Tensor, stored: bool) -> None:
+def note_stored_in_fp8(param: Tensor, stored: bool) -> None:
     """Note whether a hook of ``param`` stores its gradient in FP8, and does nothing else with it."""
     if stored:
         _STORED_IN_FP8.add(param, id(param))
@@ -63,20 +63,20 @@ def store_in_fp8(param: Tensor, stored: bool) -> None:
 
 
 def is_stored_in_fp8(param: Tensor) -> bool:
-    """What ``store_in_fp8`` has noted."""
+    """Whether a hook of ``param`` stores its gradient in FP8, as ``note_stored_in_fp8`` was told."""
     return _STORED_IN_FP8.get(param) == id(param)  # a copy has its original's mark
 
 
 def offer_quantized(param: Tensor, grad: Tensor, quantized: GradientTensor) -> None:
     """Hand over ``quantized``, made of ``grad``, which the caller's backward pass returns as the gradient of ``param``.
 
-    Who stores the gradient then need not quantize it, unless autograd has added another one.
+    The hook that stores the gradient then need not quantize ``grad``, unless autograd has added another gradient.
     """
     _QUANTIZED.add(param, (grad.data_ptr(), current_backward(), quantized))
 
 
 def take_quantized(param: Tensor, grad: Tensor) -> GradientTensor | None:
-    """What this backward pass has handed over for ``grad``, the gradient of ``param``."""
+    """The quantized ``grad``, the gradient of ``param``, that this backward pass has handed over; None for nothing."""
     address, graph, quantized = _QUANTIZED.discard(param) or (None, None, None)
     return quantized if address == grad.data_ptr() and graph == current_backward() else None
 
@@ -140,11 +140,14 @@ class GradientTensor(BlockScaledTensor):
     def quantize_(self, values: Tensor) -> GradientTensor:
         """Store ``values`` anew."""
         self.nonfinite.zero_()
-        self.store_(values)
+        self.store_(values.to(self.device))
         return self.written_()
 
     def store_(self, values: Tensor) -> None:
-        """Write ``values`` into the blocks, and note there that one is not finite, and nothing else."""
+        """Write ``values`` into the blocks, and set ``nonfinite`` where an element is not finite.
+
+        Nothing else changes: a graph may be captured that does the same. ``values`` are on this tensor's device.
+        """
         kernels = block_kernels() if values.is_cuda else None
         if kernels is not None:
             kernels.quantize_into(values, E4M3, self.data_blocks, self.exponent, self.nonfinite)

@@ -143,6 +143,7 @@ class LowBitWeights(HalfStore):
         setattr(param, MASTER, master)
 
     def matrices(self) -> list[nn.Parameter]:
+        # Asked for before each forward pass: no walk through the model.
         return [param for _, param in self._matrices.of(self.model)]
 
     def stored(self) -> Iterator[nn.Parameter]:

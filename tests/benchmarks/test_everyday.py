@@ -62,6 +62,18 @@ def test_a_contestant_that_fails_leaves_the_others(monkeypatch):
     assert found[ours]["rounds"] == found[EAGER]["rounds"] == 2
 
 
+@pytest.mark.skipif(not everyday_models.SMALL, reason="models are small without a GPU only")
+def test_a_contestant_whose_loss_is_not_finite_has_no_figures(monkeypatch):
+    def diverged(task):
+        training = CONTESTANTS[EAGER].make(task)
+        training.optimizer.param_groups[0]["lr"] = float("nan")
+        return training
+
+    monkeypatch.setitem(CONTESTANTS, "diverged", everyday.Contestant(diverged))
+    (found,) = everyday.measure(LLAMA, ["diverged"], rounds=1, steps=1)
+    assert found == {"name": "diverged", "error": "ArithmeticError: the loss is nan after 16 steps"}
+
+
 def test_the_tables_have_gains_and_errors(results):
     sentence, table, *_ = everyday_tables.everyday().split("\n\n")
     assert "``msamp_o2`` with default arguments is 1.80 ×" in " ".join(sentence.split())

@@ -112,7 +112,7 @@ def test_what_somebody_holds_keeps_its_values(graph, params, hold):
     assert torch.equal(read(held), read(before))
     del held
     graph.backward()
-    assert params[0].grad is graph.quantized._lent[0].tensor  # nobody holds it: no copies any more
+    assert params[0].grad is graph.quantized._stored[0].tensor  # nobody holds it: no copies any more
 
 
 def test_a_parameter_that_others_read_too(graph, params):
@@ -136,10 +136,10 @@ def test_parameters_whose_gradients_are_stored_otherwise_are_left_alone():
     vector, matrix, plain = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
     column = Fp8Gradients()
     column.cover([vector, matrix])
-    assert list(QuantizedGradients([vector, matrix, plain])._lent) == [1]
+    assert list(QuantizedGradients([vector, matrix, plain])._stored) == [1]
     column.remove()
-    assert not QuantizedGradients([vector, matrix, plain])._lent
+    assert not QuantizedGradients([vector, matrix, plain])._stored
     released = Fp8Gradients(release=lambda param: None)
     released.cover([matrix])
-    assert not QuantizedGradients([matrix])._lent
+    assert not QuantizedGradients([matrix])._stored
     released.remove()

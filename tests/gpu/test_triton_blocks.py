@@ -282,3 +282,13 @@ def test_shards_are_gathered_as_by_the_reference(kernels, kind, shape):
             sent, along = shard.gathered()
             assert_same(sent.view(torch.float8_e4m3fn), cast(shard.dequantize(torch.float32) * shard.scale, E4M3))
             assert along is shard.scale_inv
+
+
+def test_a_gradient_takes_values_from_another_device():
+    values = torch.randn(4, 256)
+    for stored, given in (("cuda", "cpu"), ("cpu", "cuda")):
+        grad = GradientTensor.from_float(torch.zeros(4, 256, device=stored))
+        grad.copy_(values.to(given))
+        assert torch.equal(grad.dequantize().cpu(), GradientTensor.from_float(values).dequantize())
+        grad.copy_(torch.full((4, 256), float("inf"), device=given))
+        assert grad.nonfinite.item() == 1

@@ -4,8 +4,8 @@ A graph writes its results to the same memory whenever it runs. Mostly they are 
 before the graph runs again. A tensor that somebody still holds then keeps its values, and the next results are copies.
 
 The results of a graph may also lie where graphs that were captured before it have temporary tensors. Backward passes
-run in the reverse order, so the gradient of a tensor that several blocks read waits while such graphs run. What
-somebody holds is copied away before, and back afterwards (``Loans``).
+run in the reverse order, so the gradient of a tensor that several blocks read waits while such graphs run. Results
+that somebody holds are copied away before an earlier graph runs, and back afterwards (``Loans``).
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class Loans:
             number: counts the graphs in the order of their capture.
             lent: the results of the graph that ``replay`` runs.
         """
-        self._open = [(n, other) for n, other in self._open if other.held()]
-        waiting = [(t, t.clone()) for n, other in self._open if n > number for t in other.held()]
+        held = [(n, other, other.held()) for n, other in self._open]
+        waiting = [(t, t.clone()) for n, _, tensors in held if n > number for t in tensors]
         found = lent.written_by(replay)
         for tensor, values in waiting:
             tensor.detach().copy_(values)
-        if all(other is not lent for _, other in self._open):
-            self._open.append((number, lent))
+        self._open = [(n, other) for n, other, tensors in held if tensors and other is not lent]
+        self._open.append((number, lent))
         return found
 
 

@@ -19,8 +19,8 @@ log = logging.getLogger("nemo_lowprec")
 class Clock:
     """Host and GPU time of one forward pass, which begins now.
 
-    The host waits for the GPU before: behind a full queue of launches each launch takes as long as a kernel, and the
-    host would seem to be as slow as the GPU.
+    The host waits for the GPU before the pass: behind a full queue of launches each launch takes as long as a kernel,
+    and the host would seem to be as slow as the GPU.
 
     Attributes:
         host: in seconds.
@@ -50,12 +50,12 @@ class GraphPool:
     Graphs that are captured later may take memory in which earlier ones have their temporary tensors, which are dead
     once a graph has run. What a graph keeps from forward to backward is never given away. So a forward pass may run
     as long as no graph that was captured after it waits for its backward pass. Forward and backward graphs have memory
-    of their own, since backward passes run in the reverse order. What later graphs have lent is kept by ``Loans``.
+    of their own, since backward passes run in the reverse order. ``Loans`` keeps the results that graphs have lent.
 
     Attributes:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
-        results, gradients: what forward and backward graphs have lent.
+        results, gradients: the results that forward graphs and backward graphs have lent.
         clocks: of each block's last pass before its capture, by the block's class and the key of its arguments.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """

@@ -1,8 +1,8 @@
 """Gradients that the level stores in FP8, quantized by the backward graph that computes them.
 
-Without it a hook of each parameter would quantize the gradient after the graph, which takes the host 40 µs a parameter.
-The graph writes the same memory whenever it runs, and its tensors are handed out again and again. Where somebody still
-holds such a tensor, it keeps its values, and the next gradient is a copy.
+Otherwise a hook of each parameter quantizes the gradient after the graph, which takes the host 40 µs a parameter. The
+graph writes the same memory whenever the graph runs, and the same tensors are handed out again and again. A tensor that
+somebody still holds keeps its values, and the next gradient is a copy.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ class QuantizedGradients:
         self._params = params
         chosen = [i for i, param in enumerate(params) if is_stored_in_fp8(param)]
         self._flags = torch.zeros(len(chosen), device=params[0].device if chosen else "cpu")
-        self._lent = {
-            i: _Lent(GradientTensor.empty(params[i], self._flags[at : at + 1])) for at, i in enumerate(chosen)
+        self._stored = {
+            i: _Stored(GradientTensor.empty(params[i], self._flags[at : at + 1])) for at, i in enumerate(chosen)
         }
 
     def quantize(self, grads: Sequence[Tensor | None]) -> None:
-        """Store ``grads``, which belong to the parameters; a graph is captured that does so whenever it runs."""
-        self._lent = {i: lent for i, lent in self._lent.items() if grads[i] is not None}
-        if self._lent:
+        """Store ``grads``, one for each parameter. Called in the capture of a graph, which does so whenever it runs."""
+        self._stored = {i: stored for i, stored in self._stored.items() if grads[i] is not None}
+        if self._stored:
             self._flags.zero_()
-        for i, lent in self._lent.items():
-            lent.quantize(grads[i])  # type: ignore[arg-type]
+        for i, stored in self._stored.items():
+            stored.quantize(grads[i])  # type: ignore[arg-type]
 
     def hold(self) -> None:
-        """The graph is about to run: keep what somebody holds."""
-        for i, lent in self._lent.items():
-            if self._params[i].grad is lent.tensor:
-                self._params[i].grad = lent.tensor.copied()  # of an earlier micro-batch, to which autograd adds
-            lent.hold()
+        """The graph is about to run: copy the gradients that somebody holds."""
+        for i, stored in self._stored.items():
+            if self._params[i].grad is stored.tensor:
+                self._params[i].grad = stored.tensor.copied()  # of an earlier micro-batch, to which autograd adds
+            stored.hold()
 
     def offer(self, grads: Sequence[Tensor | None]) -> None:
-        """The graph has run: hand the gradients over, for those that autograd gets as ``grads``."""
-        for i, lent in self._lent.items():
-            quantized, grad, param = lent.take(), grads[i], self._params[i]
+        """The graph has run: hand the quantized gradients over. Autograd gets ``grads``, one for each parameter."""
+        for i, stored in self._stored.items():
+            quantized, grad, param = stored.take(), grads[i], self._params[i]
             if grad is not None and param.grad is None:
                 offer_quantized(param, grad, quantized)
 
 
-class _Lent:
+class _Stored:
     """A tensor in memory that a graph writes."""
 
     def __init__(self, tensor: GradientTensor) -> None:
