@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -104,16 +104,16 @@ def _bf16(task: Task) -> Training:
     return Training(model, _adam(model), _autocast)
 
 
-def _bf16_compiled(task: Task) -> Training:
-    training = _bf16(task)
+def _compiled(make: Callable[[Task], Training], task: Task) -> Training:
+    training = make(task)
     _compile(training.model)
     return training
 
 
-def _bf16_graphs(task: Task) -> Training:
-    model = _new(task.model)
-    _compile(model, mode="reduce-overhead")
-    return Training(model, _adam(model), _autocast, torch.compiler.cudagraph_mark_step_begin)
+def _reduce_overhead(make: Callable[[Task], Training], task: Task) -> Training:
+    training = make(task)
+    _compile(training.model, mode="reduce-overhead")
+    return replace(training, before=torch.compiler.cudagraph_mark_step_begin)
 
 
 def _convertible(model: nn.Module) -> dict[str, nn.Linear]:
@@ -159,31 +159,31 @@ def _torchao(task: Task) -> Training:
     return Training(model, _adam(model), _autocast)
 
 
-def _ours(level: str, options: dict[str, Any], compiled: bool, task: Task) -> Training:
+def _ours(level: str, options: dict[str, Any], task: Task) -> Training:
     model = _new(task.model)
     model, optimizer = prepare(model, _adam(model), level, **options)
-    if compiled:
-        _compile(model)
     return Training(model, optimizer, _autocast)
+
+
+COMPILED = {"blocks compiled": _compiled, "blocks compiled, reduce-overhead": _reduce_overhead}
 
 
 def _all() -> dict[str, Contestant]:
     ours = {
-        f"{OURS}{level}{more}": Contestant(partial(_ours, level, options, False))
+        f"{OURS}{level}{more}": Contestant(partial(_ours, level, options))
         for more, options in (OPTIONS | OF_LARGE).items()
         for level in LEVELS
     }
     compiled = {
-        f"{OURS}{level}, blocks compiled": Contestant(partial(_ours, level, {}, True), compiles=True)
-        for level in LEVELS
+        f"{name}, {how}": Contestant(partial(compile_, make), compiles=True)
+        for how, compile_ in COMPILED.items()
+        for name, make in {EAGER: _bf16, **{f"{OURS}{level}": partial(_ours, level, {}) for level in LEVELS}}.items()
     }
     return {
         EAGER: Contestant(_bf16),
         **ours,
         "te.Linear, FP8": Contestant(_te_linear),
         TE_LAYERS: Contestant(_te_layers),
-        f"{EAGER}, blocks compiled": Contestant(_bf16_compiled, compiles=True),
-        f"{EAGER}, blocks compiled, reduce-overhead": Contestant(_bf16_graphs, compiles=True),
         "torchao float8, blocks compiled": Contestant(_torchao, compiles=True),
         **compiled,
     }

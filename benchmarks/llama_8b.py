@@ -5,14 +5,16 @@
 A level may have options: those of the level, as ``msamp_o2, activations=fp8+recompute``, and ``recomputed``, the number
 of layers that are recomputed in backward: all of them without it, and none with ``activations``. The peak counts from
 the second step on, when everything that training keeps is there; those of setting up and of the first step stand beside
-it.
+it. Each level has a process of its own.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.measure import Watch, release, reset_peak, stay_on_gpu
+from benchmarks.measure import Watch, stay_on_gpu
 from benchmarks.record import Record, arguments
 from nemo_lowprec.models import CausalLM
 from nemo_lowprec.plugins import LEVELS
@@ -86,6 +88,25 @@ def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: W
     return sum(p.numel() for p in module.parameters())
 
 
+def measure(level: str, preset: str, config: dict[str, Any], sequence: int, rounds: int) -> dict[str, Any]:
+    """The figures of a level, or its error."""
+    watch = Watch(rounds, every=ROUND, warmup=WARMUP, settled=1)
+    try:
+        count = run(level, preset, config, sequence, watch)
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    seconds = statistics.median(watch.rounds)
+    return {
+        "parameters": count, "tokens_per_s": round(sequence / seconds), "ms": round(seconds * 1e3, 1),
+        "ms_min": round(min(watch.rounds) * 1e3, 1), "ms_max": round(max(watch.rounds) * 1e3, 1),
+        "rounds": len(watch.rounds), "peak_gib": round(watch.peak / GIB, 2),
+        "peak_reserved_gib": round(watch.peak_reserved / GIB, 2), "setup_peak_gib": round(watch.setup_peak / GIB, 2),
+        "first_step_peak_gib": round(watch.first_steps_peak / GIB, 2), "skipped_steps": watch.skipped,
+        "gib_at_peak": {k: round(v / GIB, 2) for k, v in watch.columns.items()},
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "llama_8b_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=DEFAULT)
@@ -96,26 +117,11 @@ def main() -> None:
     args = parser.parse_args()
     config = {} if args.layers is None else {"num_hidden_layers": args.layers}
     record = Record(args.out)
-    for level in args.levels:
-        watch = Watch(args.rounds, every=ROUND, warmup=WARMUP, settled=1)
-        release()
-        reset_peak()
-        about = {"benchmark": "llama_8b", "level": level, "sequence": args.sequence}
-        try:
-            count = run(level, args.preset, config, args.sequence, watch)
-        except Exception as error:
-            traceback.print_exc()
-            record.add(**about, error=f"{type(error).__name__}: {error}"[:300])
-            continue
-        seconds = statistics.median(watch.rounds)
-        record.add(
-            **about, parameters=count, tokens_per_s=round(args.sequence / seconds), ms=round(seconds * 1e3, 1),
-            ms_min=round(min(watch.rounds) * 1e3, 1), ms_max=round(max(watch.rounds) * 1e3, 1),
-            rounds=len(watch.rounds), peak_gib=round(watch.peak / GIB, 2),
-            peak_reserved_gib=round(watch.peak_reserved / GIB, 2), setup_peak_gib=round(watch.setup_peak / GIB, 2),
-            first_step_peak_gib=round(watch.first_steps_peak / GIB, 2), skipped_steps=watch.skipped,
-            gib_at_peak={k: round(v / GIB, 2) for k, v in watch.columns.items()},
-        )  # fmt: skip
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:  # what is not torn down ends with its process
+        for level in args.levels:
+            found = pool.submit(measure, level, args.preset, config, args.sequence, args.rounds).result()
+            record.add(benchmark="llama_8b", level=level, sequence=args.sequence, **found)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def test_only_who_was_asked_for_takes_part():
     of_large_models = {name for name in everybody if name == TE_LAYERS or "FP8 head" in name or "fast_accum" in name}
     assert len(of_large_models) == 7
     assert set(everybody) - set(names(MODELS[LLAMA], None, compiled=True)) == of_large_models
-    assert names(MODELS[LLAMA], ["msamp_o2, blocks"], False) == [f"{OURS}msamp_o2, blocks compiled"]
+    compiled = f"{OURS}msamp_o2, blocks compiled"
+    assert names(MODELS[LLAMA], ["msamp_o2, blocks"], False) == [compiled, f"{compiled}, reduce-overhead"]
 
 
 @pytest.mark.skipif(not everyday_models.SMALL, reason="models are small without a GPU only")
