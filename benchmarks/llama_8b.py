@@ -118,7 +118,8 @@ def main() -> None:
     config = {} if args.layers is None else {"num_hidden_layers": args.layers}
     record = Record(args.out)
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:  # what is not torn down ends with its process
+    # A trained model is not torn down: the end of its process frees its memory.
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         for level in args.levels:
             found = pool.submit(measure, level, args.preset, config, args.sequence, args.rounds).result()
             record.add(benchmark="llama_8b", level=level, sequence=args.sequence, **found)
