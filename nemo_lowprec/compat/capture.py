@@ -8,6 +8,10 @@ from contextlib import contextmanager
 
 import torch
 
+is_capturing = (  # whether the current stream is captured; a tenth of the host time of torch.cuda's own
+    torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else lambda: False
+)
+
 _KNOW = ("torch", "triton", "nemo_lowprec")
 
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.formats.block_scale_128 import block_grid
 
 TILES = 16  # tiles per entry of the table of tensors, which a program waits for before it reads anything else
@@ -84,7 +85,7 @@ class PointerTable:
             host = torch.frombuffer(array("q", addresses), dtype=torch.int64).view(rows, -1).pin_memory()
             table = host.to(device, non_blocking=True)
             # A CUDA graph copies from the pinned memory whenever it is replayed: tables made in a capture are kept.
-            captured = torch.cuda.is_current_stream_capturing()
+            captured = is_capturing()
             self._tables = [*self._tables, host, table] if captured else [host, table]
             self._addresses = addresses
             self.aligned = not any(address % 16 for address in large)

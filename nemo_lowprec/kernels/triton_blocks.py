@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
@@ -154,7 +155,7 @@ _flags: dict[torch.device, list[Tensor]] = {}
 
 def _flag(device: torch.device) -> Tensor:
     """A zero, FP32 [1]; made 256 at a time, since one launch costs as much as quantizing a small tensor."""
-    if torch.cuda.is_current_stream_capturing():  # a CUDA graph zeroes its flag whenever it is replayed
+    if is_capturing():  # a CUDA graph zeroes its flag whenever it is replayed
         return torch.zeros(1, device=device)
     there = _flags.setdefault(device, [])
     if not there:

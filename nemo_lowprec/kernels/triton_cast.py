@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
 
@@ -144,7 +145,7 @@ def make_scalars_alone() -> None:
 
 def _scalar(device: int) -> Tensor:
     """An uninitialised FP32 [1] at a multiple of 16 bytes; made 256 at a time, which takes less host time."""
-    if _alone or torch.cuda.is_current_stream_capturing():  # a CUDA graph has memory of its own
+    if _alone or is_capturing():  # a CUDA graph has memory of its own
         return torch.empty(1, device=torch.device("cuda", device))
     there = _scalars.setdefault(device, [])
     if not there:

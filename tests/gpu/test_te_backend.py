@@ -9,13 +9,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.backends import BACKENDS, choose_backend
+from nemo_lowprec.compute.backends import BACKENDS, choose_backend, scaled_mm
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaledMatrix, decode, dequantize_blocks
+from nemo_lowprec.kernels import fp8_gemm
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
@@ -342,8 +343,8 @@ def test_overrides(name, scaling, override):
 @pytest.mark.parametrize("scaling", PER_TENSOR)
 @pytest.mark.parametrize("fast", [False, True])
 def test_fast_accumulation(scaling, fast, monkeypatch):
-    asked, gemm = [], torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: asked.append(k["use_fast_accum"]) or gemm(*a, **k))
+    asked, gemm = [], fp8_gemm.gemm
+    monkeypatch.setattr(scaled_mm, "gemm", lambda *a: asked.append(a[5]) or gemm(*a))
     check_layers("torch", recipe_of(scaling, fast_accum=fast), weight_dtype=HALF)
     assert asked[:3] == [True, fast, fast]
     check_layers("te", recipe_of(scaling, fast_accum=fast), weight_dtype=HALF)

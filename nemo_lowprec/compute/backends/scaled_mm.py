@@ -1,4 +1,4 @@
-"""The ``torch`` backend: ``torch._scaled_mm`` on NVIDIA GPUs of compute capability 8.9 and up, without TE."""
+"""The ``torch`` backend: the FP8 GEMMs of ``torch._scaled_mm`` on NVIDIA GPUs of compute capability 8.9 and up."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.kernels.fp8_gemm import gemm
 from nemo_lowprec.kernels.loader import fused_kernels, join_kernels, norm_kernels, sum_kernels
 from nemo_lowprec.options import Recipe
 
@@ -155,8 +156,7 @@ class ScaledMMBackend(ReferenceBackend):
         return _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True, bias=half)
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        dx = _gemm(grad_output.rowwise, weight.columnwise, out_dtype, self.fast_accum)
-        return dx if total is None else dx.add_(total)  # _scaled_mm adds nothing to its result
+        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype, self.fast_accum, total=total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return _gemm(grad_output.columnwise, x.columnwise, out_dtype, self.fast_accum, out=out)
@@ -211,9 +211,7 @@ def _gemm(
     fast_accum: bool = False,
     bias: Tensor | None = None,
     out: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
-    how: dict[str, Any] = {} if out is None else {"out": out}
-    return torch._scaled_mm(
-        a.data, b.data.t(), a.scale_inv, b.scale_inv, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum, **how
-    )
+    return gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, fast_accum, bias, out, total)
