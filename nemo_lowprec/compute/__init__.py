@@ -1,6 +1,6 @@
 """Column Computation (GEMM): which layers are converted, the FP8 recipe, and the backends that run it."""
 
-from nemo_lowprec.compute.amaxes import AmaxState, DelayedAmaxes, TEAmaxes
+from nemo_lowprec.compute.amaxes import AmaxState, CurrentAmaxes, DelayedAmaxes, TEAmaxes
 from nemo_lowprec.compute.backends import BACKENDS, Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.class_swap import is_converted, revert_layers
@@ -16,6 +16,7 @@ __all__ = [
     "Backend",
     "Computation",
     "Conversion",
+    "CurrentAmaxes",
     "DelayedAmaxes",
     "LowPrecisionConv1D",
     "LowPrecisionLinear",

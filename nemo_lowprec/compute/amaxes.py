@@ -21,7 +21,7 @@ class AmaxState:
 
     Attributes:
         histories: ``DelayedScaling``, the amax histories of inputs and output gradients; None without delayed scaling.
-        weights: which weights were written, and the quantized weights; with delayed scaling ``WeightScales``.
+        weights: which weights were written, and the quantized weights; with scales per tensor ``WeightScales``.
         choice: what ``convert="auto"`` has decided; None before it has.
         groups: the names of layers that compute as one (``group.py``).
         reduce_amax: the argument of ``share``.
@@ -101,8 +101,10 @@ class AmaxState:
         """Load a saved state; values that ``state`` lacks start afresh."""
 
 
-class DelayedAmaxes(AmaxState):
-    """Amax histories and weight scales of the layers that this package has converted, with delayed scaling.
+class CurrentAmaxes(AmaxState):
+    """Weight scales of the layers that this package has converted, with a scale per tensor from the tensor at hand.
+
+    A weight is the same tensor for a whole step, so that all weights are measured, and quantized, in one pass a step.
 
     Args:
         recipe: the recipe of the level.
@@ -111,9 +113,32 @@ class DelayedAmaxes(AmaxState):
 
     def __init__(self, recipe: Recipe, renews: bool = True) -> None:
         super().__init__()
-        self.histories = new_histories(recipe)
         self.weights: WeightScales = WeightScales(operand_of(recipe, "weight").fmt, recipe.fp8_margin)
         self._renews = renews
+
+    def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
+        super().share(reduce_amax, of_weights)
+        self.weights.reduce_amax = reduce_amax if of_weights else None
+
+    def after_step(self, skipped: bool | Tensor) -> None:
+        if skipped is True:
+            return
+        if self._renews:
+            self.weights.renew()
+        else:
+            self.weights.forget()
+
+    def leave(self) -> None:
+        super().leave()
+        self.share(None)
+
+
+class DelayedAmaxes(CurrentAmaxes):
+    """``CurrentAmaxes`` with amax histories of the layers' inputs and output gradients: delayed scaling."""
+
+    def __init__(self, recipe: Recipe, renews: bool = True) -> None:
+        super().__init__(recipe, renews)
+        self.histories = new_histories(recipe)
 
     def settle(self, device: torch.device, gathered_as: torch.dtype | None = None) -> None:
         self.histories.to(device)
@@ -122,7 +147,6 @@ class DelayedAmaxes(AmaxState):
     def share(self, reduce_amax: Callable[[Tensor], None] | None, of_weights: bool = False) -> None:
         super().share(reduce_amax, of_weights)
         self.histories.reduce_amax = reduce_amax
-        self.weights.reduce_amax = reduce_amax if of_weights else None
 
     def expect(self, growth: float) -> None:
         self.histories.rescale("grad_output", growth)
@@ -143,19 +167,12 @@ class DelayedAmaxes(AmaxState):
     def after_step(self, skipped: bool | Tensor) -> None:
         if skipped is True:
             self.histories.discard()
-            return
-        self.histories.update(None if skipped is False else skipped)
-        if self._renews:
-            self.weights.renew()
         else:
-            self.weights.forget()
+            self.histories.update(None if skipped is False else skipped)
+        super().after_step(skipped)
 
     def take_back(self) -> None:
         self.histories.take_back()
-
-    def leave(self) -> None:
-        super().leave()
-        self.share(None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"fp8": self.histories.state_dict()}

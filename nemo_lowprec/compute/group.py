@@ -158,7 +158,7 @@ class LayerGroup:
         if joint:
             wanted = any(weight.requires_grad for weight in weights)
             sums = any(bias is not None and bias.requires_grad for bias in biases)
-            GradReader(plan, outs[0], x.requires_grad, wanted, sums, record)
+            GradReader.add(plan, outs[0], x.requires_grad, wanted, sums, record)
         return outs
 
     # Called by ``GroupFunction``

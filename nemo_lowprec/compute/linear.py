@@ -125,7 +125,9 @@ def linear(
     if given_out is not None:
         plan.inputs.give_out(x, gradient, given_out)  # type: ignore[arg-type]
     if grad and plan.fp8 == _ALL and plan.operands["grad_output"].slot is not None:
-        GradReader(plan, out, x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad, record)
+        GradReader.add(
+            plan, out, x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad, record
+        )
     return out
 
 

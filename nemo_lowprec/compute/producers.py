@@ -191,21 +191,28 @@ class GradReader:
         record: whether the amax enters ``operand.slot``.
     """
 
-    __slots__ = ("_version", "backend", "columnwise", "half", "operand", "record", "rowwise", "sums")
+    __slots__ = ("backend", "columnwise", "half", "operand", "record", "rowwise", "sums")
 
-    def __init__(self, plan: Any, output: Tensor, rowwise: bool, columnwise: bool, sums: bool, record: bool) -> None:
+    def __init__(self, plan: Any, rowwise: bool, columnwise: bool, sums: bool, record: bool) -> None:
         self.backend: Backend = plan.backend
         self.operand: Operand = plan.operands["grad_output"]
         self.half: torch.dtype = plan.half
         self.rowwise, self.columnwise, self.sums, self.record = rowwise, columnwise, sums, record
-        self._version = output._version
-        output.__dict__[_GRAD_READER] = self
+
+    @staticmethod
+    def add(plan: Any, output: Tensor, rowwise: bool, columnwise: bool, sums: bool, record: bool) -> None:
+        """Let who makes the gradient of ``output`` find the layer of ``plan``."""
+        there: GradReader | None = plan.grad_reader
+        wanted = rowwise, columnwise, sums, record
+        if there is None or (there.rowwise, there.columnwise, there.sums, there.record) != wanted:
+            there = plan.grad_reader = GradReader(plan, *wanted)
+        output.__dict__[_GRAD_READER] = there, output._version
 
     @staticmethod
     def of(tensor: Tensor) -> GradReader | None:
         """The reader of the gradient of ``tensor``; None where none is known."""
-        found: GradReader | None = tensor.__dict__.get(_GRAD_READER)
-        return found if found is not None and found._version == tensor._version else None
+        found: tuple[GradReader, int] | None = tensor.__dict__.get(_GRAD_READER)
+        return found[0] if found is not None and found[1] == tensor._version else None
 
     def wants(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether the layer takes a quantized gradient of [rows, out_features] in ``dtype``; asked in backward."""

@@ -50,6 +50,8 @@ class InputGradient:
         readers: the ``GemmPlan``s of the layers, in the order of their calls.
     """
 
+    __slots__ = ("_pass", "_sum", "readers")
+
     def __init__(self) -> None:
         self.readers: list[Any] = []
         self._sum: Tensor | None = None
@@ -78,66 +80,78 @@ def no_values(source: Tensor) -> Tensor:
 
 
 class Latest:
-    """A value that belongs to one tensor, until the tensor is freed, is changed, or another one takes its place."""
+    """A value for each of the two tensors that were asked for last, until the tensor is freed or changed in place."""
+
+    __slots__ = ("_before", "_last")
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self, _: Any = None) -> None:
-        self._source: Any = None
-        self._version = -1
-        self._value: Any = None
+        # (weak reference to the tensor, its version, the value)
+        self._last: tuple[Any, int, Any] | None = None
+        self._before: tuple[Any, int, Any] | None = None
 
     def get(self, source: Tensor) -> Any:
-        there = self._source is not None and self._source() is source and self._version == source._version
-        return self._value if there else None
+        last = self._last
+        if last is not None and last[0]() is source:
+            return last[2] if last[1] == source._version else None
+        before = self._before
+        if before is None or before[0]() is not source or before[1] != source._version:
+            return None
+        self._last, self._before = before, last
+        return before[2]
 
     def set(self, source: Tensor, value: Any) -> None:
-        self._source, self._version, self._value = ref(source, self._forget), source._version, value
+        last = self._last
+        if last is not None and last[0]() is not source:
+            self._before = last
+        self._last = ref(source, self._forget), source._version, value
 
-
-class _Recent:
-    """``Latest`` for the two tensors that were asked for last."""
-
-    def __init__(self) -> None:
-        self._last, self._before = Latest(), Latest()
-
-    def get(self, source: Tensor) -> Any:
-        found = self._last.get(source)
-        if found is None and (found := self._before.get(source)) is not None:
-            self._last, self._before = self._before, self._last
-        return found
-
-    def set(self, source: Tensor, value: Any) -> None:
-        if self._last.get(source) is None:
-            self._last, self._before = self._before, self._last
-        self._last.set(source, value)
+    def _forget(self, freed: Any) -> None:
+        if self._last is not None and self._last[0] is freed:
+            self._last = None
+        elif self._before is not None and self._before[0] is freed:
+            self._before = None
 
 
 class _Quantized(NamedTuple):
     """An operand that was made of a tensor.
 
     Attributes:
-        key: what a reader must have in common with the maker.
+        backend: the class of the maker's backend.
+        shape, dtype: of the values that were quantized.
         operand: the maker's, whose slot has recorded the amax.
+        record: whether the maker trains.
         data: the backend's quantized operand.
         rowwise, columnwise: orientations of ``data``.
         delayed: whether the scale came from a history.
         reader: of the producer that has made the operand; None where a layer has.
     """
 
-    key: tuple[Any, ...]
+    backend: type[Backend]
+    shape: torch.Size
+    dtype: torch.dtype
     operand: Operand
+    record: bool
     data: Any
     rowwise: bool
     columnwise: bool
     delayed: bool
     reader: Reader | None
 
-    def fits(self, key: tuple[Any, ...], rowwise: bool, columnwise: bool) -> bool:
+    def fits(
+        self, backend: Backend, values: Tensor, operand: Operand, record: bool, rowwise: bool, columnwise: bool
+    ) -> bool:
         """Whether a reader can use ``data``, and the history behind a delayed scale is still in use."""
-        oriented = self.rowwise >= rowwise and self.columnwise >= columnwise
-        return self.key == key and oriented and not (self.delayed and self.operand.slot.cold)
+        own = self.operand
+        return (
+            self.rowwise >= rowwise
+            and self.columnwise >= columnwise
+            and self.backend is type(backend)
+            and self.shape == values.shape
+            and self.dtype == values.dtype
+            and (own.scaling, own.fmt, own.margin, self.record)
+            == (operand.scaling, operand.fmt, operand.margin, record)
+            and not (self.delayed and own.slot.cold)
+        )
 
 
 class SharedInput:
@@ -160,8 +174,8 @@ class SharedInput:
 
     def __init__(self, histories: DelayedScaling | None = None) -> None:
         self.histories = histories
-        self._quantized = _Recent()
-        self._gradient = _Recent()
+        self._quantized = Latest()
+        self._gradient = Latest()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, ()  # no engine renews the scales of a copied model
@@ -180,12 +194,11 @@ class SharedInput:
         """
         if may_change_unseen(source):
             return backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
-        key = _key(backend, values.shape, values.dtype, operand, record)
         there: _Quantized | None = self._quantized.get(source)
         reader = reader_of(source)
         if there is not None and there.reader is not None and not there.reader.knows(operand):
             there = None  # quantized for the layers at another place of the same producer
-        if there is not None and there.fits(key, rowwise, columnwise):
+        if there is not None and there.fits(backend, values, operand, record, rowwise, columnwise):
             first = there.operand.slot
             if record and operand.slot is not None and first is not None and self.histories is not None:
                 self.histories.share(operand.slot, first)
@@ -199,7 +212,7 @@ class SharedInput:
         there_at_last = computed(source)
         values = values if there_at_last is source else there_at_last.reshape(values.shape)
         data = backend.quantize(values, operand, rowwise=rowwise, columnwise=columnwise, record=record)
-        self._keep(source, key, operand, data, rowwise, columnwise)
+        self._keep(source, backend, values.shape, values.dtype, operand, record, data, rowwise, columnwise, None)
         return backend.copy_operand(data)
 
     def offer(
@@ -224,15 +237,15 @@ class SharedInput:
             reader: is told when the operand is read.
         """
         if not may_change_unseen(source):
-            key = _key(backend, torch.Size(shape), dtype, operand, record)
-            self._keep(source, key, operand, data, rowwise, columnwise, reader)
+            self._keep(source, backend, torch.Size(shape), dtype, operand, record, data, rowwise, columnwise, reader)
 
     def _keep(
-        self, source: Tensor, key: tuple[Any, ...], operand: Operand, data: Any, rowwise: bool, columnwise: bool,
-        reader: Reader | None = None,
+        self, source: Tensor, backend: Backend, shape: torch.Size, dtype: torch.dtype, operand: Operand, record: bool,
+        data: Any, rowwise: bool, columnwise: bool, reader: Reader | None,
     ) -> None:  # fmt: skip
         delayed = operand.slot is not None and not operand.slot.cold
-        self._quantized.set(source, _Quantized(key, operand, data, rowwise, columnwise, delayed, reader))
+        made = _Quantized(type(backend), shape, dtype, operand, record, data, rowwise, columnwise, delayed, reader)
+        self._quantized.set(source, made)
 
     def gradient(self, source: Tensor) -> tuple[InputGradient, Tensor | None]:
         """The sum of the gradient of ``source``, and the handle; None for the first layer that reads ``source``."""
@@ -244,10 +257,6 @@ class SharedInput:
         # Nothing that the handle's graph holds may hold the handle: such a circle is never freed. A leaf is held.
         if not source.is_leaf:
             self._gradient.set(source, (gradient, handle))
-
-
-def _key(backend: Backend, shape: torch.Size, dtype: torch.dtype, operand: Operand, record: bool) -> tuple[Any, ...]:
-    return type(backend), shape, dtype, operand.scaling, operand.fmt, operand.margin, record
 
 
 def may_change_unseen(source: Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""Scales of weights under delayed scaling: each is computed from the weight's present amax, not from a history.
+"""Scales of weights, one per tensor: each is computed from the weight's present amax, also under delayed scaling.
 
 The amax of a weight is known when the optimizer has stepped. A fused step stores the amax on the weight
 (``amax_of_step``); one pass measures the other weights. A weight that something else has written (``load_state_dict``,
-``copy_``, a callback) is measured when its layer runs next, and the layer's input and output gradient start new
-histories, since the old histories belong to the old weight.
+``copy_``, a callback) is measured when its layer runs next, and the histories of the layer's input and output
+gradient start anew, since the old histories belong to the old weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 
 
 class WeightScale(WeightState):
-    """Scale of one weight under delayed scaling, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).
+    """Scale of one weight, the ``slot`` of its layer's weight operand (compare ``AmaxSlot``).
 
     A weight that is stored in FP8 has its own scale.
 

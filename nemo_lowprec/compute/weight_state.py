@@ -7,7 +7,7 @@ byte for weights that are stored in FP8.
 
 Where the kept form is made anew in place, it has the meaning of the weight that ``nn.Linear`` saves for backward:
 autograd refuses a backward pass of a graph that was made before the weight was written. Without such a kernel (on CPUs,
-with scales that are computed from the weight itself, on the ``te`` backend) the graph reads the form that it has saved.
+with scales of blocks, on the ``te`` backend) the graph reads the form that it has saved.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WeightState:
         """The quantized operand that is kept, if it is the present weight's and has these orientations; else None."""
         if self._kept is None or self.table is None or self._form[0] < rowwise or self._form[1] < columnwise:
             return None
-        if self._kept_as is not self._measured:
+        if self._kept_as is not self._measured and self._is_cast_in_place:
             self.table.cast()
         if self._kept_as is not self._measured:
             self.drop()  # the layer makes another one, which may take its memory
@@ -159,10 +159,13 @@ class WeightState:
     @property
     def in_place(self) -> Any:
         """The kept operand, if it is the present weight's and is made anew in the same memory; else None."""
-        if self._kept_as is not self._measured or not _has_own_memory(self._kept):
-            return None
+        return self._kept if self._kept_as is self._measured and self._is_cast_in_place else None
+
+    @property
+    def _is_cast_in_place(self) -> bool:
+        """Whether ``WeightCast`` can make the kept operand anew; asked before all weights are looked at."""
         has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
-        return self._kept if has_scale and weight_kernels() is not None else None
+        return has_scale and weight_kernels() is not None and _has_own_memory(self._kept)
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -341,7 +344,7 @@ def _kernel_takes(weight: Tensor) -> bool:
 
 def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
-    if not isinstance(weight, QuantizedTensor) and not is_sharded(weight):
+    if type(weight) is nn.Parameter or not (isinstance(weight, QuantizedTensor) or is_sharded(weight)):
         return _version_of(weight), weight.data_ptr()
     data = stored_data(local_shard(weight))
     return _version_of(weight), _version_of(data), data.data_ptr()

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.column import Column
 from nemo_lowprec.comm import Averaging, ShardAveraging, reduce_amax
-from nemo_lowprec.compute import AmaxState, Computation, DelayedAmaxes
+from nemo_lowprec.compute import AmaxState, Computation, CurrentAmaxes, DelayedAmaxes
 from nemo_lowprec.engine.columns import Columns
 from nemo_lowprec.grads import Fp8Gradients
 from nemo_lowprec.observers import Observers
@@ -48,8 +48,10 @@ class Sharding:
 
 
 def new_amaxes(recipe: Recipe | None, renews: bool = True) -> AmaxState:
-    """The amaxes of a model's FP8 operands: histories and weight scales with delayed scaling, else no state."""
-    return DelayedAmaxes(recipe, renews) if recipe is not None and recipe.scaling == "delayed" else AmaxState()
+    """The amaxes of a model's FP8 operands: histories with delayed scaling, weight scales with scales per tensor."""
+    kinds = {"delayed": DelayedAmaxes, "current": CurrentAmaxes}
+    kind = kinds.get(recipe.scaling) if recipe is not None else None
+    return AmaxState() if recipe is None or kind is None else kind(recipe, renews)
 
 
 def check_row(row: PrecisionLevel) -> None:

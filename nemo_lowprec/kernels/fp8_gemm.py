@@ -98,6 +98,7 @@ class _Form:
         return call
 
 
+_LIBRARY = cublas.library() is not None
 _forms: dict[tuple[Any, ...], _Form] = {}
 _workspaces: dict[tuple[int, int], Tensor] = {}
 
@@ -121,10 +122,18 @@ def gemm(
         fast_accum: whether the tensor cores may add products up in fewer bits than FP32 has.
         bias: [N] in ``out_dtype``.
         out: [M, N] in ``out_dtype``, contiguous within a row, for the result.
-        total: like ``out``, in the place of ``out``: the product is added to it, and rounded once.
+        total: like ``out``, in the place of ``out``: the product is added to it.
     """
     given = out if total is None else total
-    if not _fits(a, b, given):
+    m, k = a.shape
+    n, (ld_a, a_along), (ld_b, b_along) = b.shape[0], a.stride(), b.stride()
+    at_a, at_b = a.data_ptr(), b.data_ptr()
+    even = not (k % 16 or n % 16 or (at_a | at_b) % 16) and m > 0 and a_along == b_along == 1
+    # Who watches the operations of torch, or traces them, sees torch's own GEMM.
+    direct = even and _LIBRARY and type(a) is Tensor and type(b) is Tensor and not has_dispatch_mode()
+    if direct and given is not None:
+        direct = not given.data_ptr() % 16 and given.stride(1) == 1
+    if not direct:
         result = torch._scaled_mm(
             a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
             **({} if out is None else {"out": out}),
@@ -134,12 +143,10 @@ def gemm(
     if device != current_device():  # type: ignore[misc]
         with torch.cuda.device(device):
             return gemm(a, b, scale_a, scale_b, out_dtype, fast_accum, bias, out, total)
-    m, k = a.shape
-    n = b.shape[0]
     into = a.new_empty((m, n), dtype=out_dtype) if given is None else given
-    at_a, at_b, at_out = a.data_ptr(), b.data_ptr(), into.data_ptr()
+    at_out = into.data_ptr()
     bits = at_a | at_b | at_out | _ALIGNMENT
-    strides = a.stride(0), b.stride(0), into.stride(0)
+    strides = ld_a, ld_b, n if given is None else given.stride(0)
     key = device, m, n, k, strides, a.dtype, b.dtype, out_dtype, fast_accum, bias is not None, bits & -bits
     form = _forms.get(key)
     if form is None:
@@ -151,21 +158,9 @@ def gemm(
         at_a, at_b, scale_a.data_ptr(), scale_b.data_ptr(), 0 if bias is None else bias.data_ptr(), at_out,
         _ADDRESS_OF_ZERO if total is None else _ADDRESS_OF_ONE, _workspace(device, stream, form.workspace), stream,
     )  # fmt: skip
-    cublas.check(status)
+    if status:
+        cublas.check(status)
     return into
-
-
-def _fits(a: Tensor, b: Tensor, out: Tensor | None) -> bool:
-    """Whether the tensors are plain ones, which nobody watches, in an order that cuBLASLt reads."""
-    if type(a) is not Tensor or type(b) is not Tensor or has_dispatch_mode() or cublas.library() is None:
-        return False
-    addresses = a.data_ptr() | b.data_ptr()
-    if out is not None:
-        if out.stride(1) != 1:
-            return False
-        addresses |= out.data_ptr()
-    even = not (a.shape[1] % 16 or b.shape[0] % 16 or addresses % 16)
-    return even and a.stride(1) == 1 and b.stride(1) == 1 and a.shape[0] > 0
 
 
 def _workspace(device: int, stream: int, size: int) -> int:

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax, saturate
+from nemo_lowprec.kernels.scalars import uninitialised
+from nemo_lowprec.kernels.triton_cast import raise_amax, saturate
 
 # In the kernels' numbers.
 KINDS = ("gelu", "gelu_tanh", "silu", "relu", "quick_gelu")
@@ -445,7 +446,7 @@ def _allocate(like: Tensor, rows: int, cols: int, target: Target | None, tile: T
         out,
         like.new_empty((rows, cols), dtype=target.fmt.dtype) if target.rowwise else None,
         like.new_empty((cols, rows), dtype=target.fmt.dtype) if target.columnwise else None,
-        _scalar(like.get_device()),
+        uninitialised(like.get_device()),
         like.new_empty((-(-rows // tile.rows), cols), dtype=torch.float32) if target.sums else None,
     )
 

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
+from nemo_lowprec.kernels.scalars import zero
 from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
@@ -150,20 +150,6 @@ def _constants(fmt: FloatFormat, positive: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_flags: dict[torch.device, list[Tensor]] = {}
-
-
-def _flag(device: torch.device) -> Tensor:
-    """A zero, FP32 [1]; made 256 at a time, since one launch costs as much as quantizing a small tensor."""
-    if is_capturing():  # a CUDA graph zeroes its flag whenever it is replayed
-        return torch.zeros(1, device=device)
-    there = _flags.setdefault(device, [])
-    if not there:
-        with torch.inference_mode(False):
-            there.extend(torch.zeros(256, device=device).split(1))
-    return there.pop()
-
-
 def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize a CUDA tensor of any shape and strides in one pass; ``positive`` as in ``quantize_rows``.
 
@@ -174,7 +160,7 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
     rows, _, per_row = block_grid(values.shape)
     data = values.new_empty(values.shape, dtype=fmt.dtype)
     exponent = values.new_empty((rows, per_row), dtype=torch.uint8)
-    nonfinite = _flag(values.device)
+    nonfinite = zero(values.get_device())
     _launch(values, data, exponent, nonfinite, nonfinite, fmt, positive=positive)
     return data, exponent, nonfinite
 

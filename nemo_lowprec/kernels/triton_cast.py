@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
+from nemo_lowprec.kernels.scalars import uninitialised, zero
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 _TILE = {"BM": _TILE_ROWS, "BN": _TILE_COLS}
@@ -60,7 +60,7 @@ def _amax_kernel(x_ptr, amax_ptr, rows, cols, stride_m, stride_n, BM: tl.constex
     n = (pid % tiles_n) * BN + tl.arange(0, BN)
     inside = (m < rows)[:, None] & (n < cols)[None, :]
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
-    raise_amax(amax_ptr, x)
+    raise_amax(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), x)
 
 
 # Scales and amaxes are entries of a table: the alignment of their addresses must not multiply the compiled variants.
@@ -123,35 +123,20 @@ _amax = Launcher(_amax_kernel, num_warps=_WARPS)
 _cast = Launcher(_cast_kernel, num_warps=_WARPS)
 
 
+def _tile() -> dict[str, int]:
+    return _TILE
+
+
 def amax(values: Tensor) -> Tensor:
     """Largest magnitude of a 2-D CUDA tensor as FP32 [1]: 0 for no element, NaN where one is NaN."""
-    bits = torch.zeros(1, dtype=torch.int32, device=values.device)
+    device = values.get_device()
+    largest = zero(device)
     if values.numel():
-        key = values.dtype if _is_even(values) else None
-        args = values, bits, *values.shape, *values.stride()
-        _amax(values.get_device(), key, _programs(values), args, lambda: _TILE)
-    return bits.view(torch.float32)
-
-
-_scalars: dict[int, list[Tensor]] = {}
-_alone = False
-
-
-def make_scalars_alone() -> None:
-    """From now on each scale has memory of its own, as the results of operators in ``torch.compile``'s graphs must."""
-    global _alone
-    _alone = True
-
-
-def _scalar(device: int) -> Tensor:
-    """An uninitialised FP32 [1] at a multiple of 16 bytes; made 256 at a time, which takes less host time."""
-    if _alone or is_capturing():  # a CUDA graph has memory of its own
-        return torch.empty(1, device=torch.device("cuda", device))
-    there = _scalars.setdefault(device, [])
-    if not there:
-        with torch.inference_mode(False):  # later ones are saved for backward
-            there.extend(torch.empty(256, 4, device=torch.device("cuda", device))[:, 0].split(1))
-    return there.pop()
+        rows, cols = values.shape
+        even = not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
+        programs = -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
+        _amax(device, values.dtype if even else None, programs, (values, largest, rows, cols, *values.stride()), _tile)
+    return largest
 
 
 def quantize(
@@ -184,7 +169,8 @@ def quantize(
         [rows, cols], its transpose [cols, rows] (None where not wanted) and 1 / scale, FP32 [1].
     """
     rows, cols = values.shape
-    if columnwise and values.dtype == torch.float32:
+    dtype = values.dtype
+    if columnwise and dtype == torch.float32:
         # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
         row, _, inverse = quantize(values, scale, fmt, True, False, record, margin, out, scale_inv=scale_inv)
         assert row is not None
@@ -195,21 +181,23 @@ def quantize(
         row = values.new_empty((rows, cols), dtype=fmt.dtype)
     if columnwise and col is None:
         col = values.new_empty((cols, rows), dtype=fmt.dtype)
-    if not values.numel():
+    if not rows or not cols:
         if sums is not None:
             sums.zero_()
         return row, col, torch.ones(1, device=values.device) if scale_inv is None else scale_inv.fill_(1.0)
     device = values.get_device()
-    scale_inv = _scalar(device) if scale_inv is None else scale_inv
+    scale_inv = uninitialised(device) if scale_inv is None else scale_inv
     records, from_amax, adds = record is not None, margin is not None, sums is not None
+    stride_m, stride_n = values.stride()
     key = None
-    if _is_even(values) and _are_even(out, flipped_out):
-        key = values.dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
+    even = not (rows % 16 or cols % 16 or values.data_ptr() % 16) and stride_n == 1 and stride_m == cols
+    if even and ((out is None and flipped_out is None) or _are_even(out, flipped_out)):
+        key = dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
     _cast(
-        device, key, _programs(values),
+        device, key, -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS),
         (
             values, scale, scale_inv, col if row is None else row, row if col is None else col,
-            record if records else scale, sums if adds else scale, rows, cols, *values.stride(),
+            record if records else scale, sums if adds else scale, rows, cols, stride_m, stride_n,
             cols if row is None else row.stride(0), rows if col is None else col.stride(0), 2.0 ** -(margin or 0),
         ),
         lambda: {
@@ -239,17 +227,6 @@ def new_sums(values: Tensor) -> Tensor:
     return torch.empty(1, -(-rows // _TILE_ROWS), cols, dtype=torch.float32, device=values.device)
 
 
-def _is_even(values: Tensor) -> bool:
-    """Whether Triton compiles the kernels for ``values`` as for all such tensors of the same dtype."""
-    rows, cols = values.shape
-    return not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
-
-
 def _are_even(*results: Tensor | None) -> bool:
     """Whether the addresses and strides of results are multiples of 16, for which Triton compiles a form of its own."""
     return not any(t is not None and (t.data_ptr() % 16 or t.stride(0) % 16) for t in results)
-
-
-def _programs(values: Tensor) -> int:
-    rows, cols = values.shape
-    return -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)

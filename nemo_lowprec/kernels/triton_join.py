@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.triton_cast import _scalar, raise_amax
+from nemo_lowprec.kernels.scalars import uninitialised
+from nemo_lowprec.kernels.triton_cast import raise_amax
 from nemo_lowprec.kernels.triton_sums import add_up
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 64, 4
@@ -154,7 +155,7 @@ def _launch(
     device, (tile_rows, tile_cols) = q.get_device(), tile
     tiles = -(-rows // tile_rows)
     added = torch.empty(1, tiles, 3 * width, dtype=torch.float32, device=q.device) if sums else None
-    scale_inv = out if scale is None else _scalar(device)
+    scale_inv = out if scale is None else uninitialised(device)
     unread = out if scale is None else scale
     strides = [s for part in parts for s in part.stride()[:3]]
     key = None

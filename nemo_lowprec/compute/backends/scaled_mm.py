@@ -122,10 +122,13 @@ class ScaledMMBackend(ReferenceBackend):
         slot, fmt = operand.slot, operand.fmt
         if slot is None:
             row, col, scale_inv = kernels.quantize_current(values, fmt, operand.margin, rowwise, columnwise, sums=sums)
-        else:  # ``operand.scale`` records the amax of a cold slot, the kernel any other amax
-            scale = operand.scale(kernels.amax(values), record) if slot.cold else slot.scale
-            recorded = slot.amax if record and not slot.cold else None
-            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, recorded, sums=sums)
+        elif slot.cold:  # ``operand.scale`` records its amax, the kernel any other amax
+            scale = operand.scale(kernels.amax(values), record)
+            row, col, scale_inv = kernels.quantize(values, scale, fmt, rowwise, columnwise, sums=sums)
+        else:
+            row, col, scale_inv = kernels.quantize(
+                values, slot.scale, fmt, rowwise, columnwise, slot.amax if record else None, sums=sums
+            )
         return _oriented(row, col, scale_inv)
 
     def fuses(self, activation: Activation) -> bool:
