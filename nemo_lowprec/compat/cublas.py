@@ -46,20 +46,30 @@ class Candidate(ctypes.Structure):
         return value.value
 
 
-@lru_cache(maxsize=1)
-def library() -> Any:
-    """The library; None where torch was built without CUDA, or it is another version than 12 or 13."""
+def _load(kind: type[ctypes.CDLL]) -> Any:
     major = (torch.version.cuda or "").split(".")[0]
     if major not in ("12", "13"):
         return None
     try:
-        found = ctypes.CDLL(f"libcublasLt.so.{major}")
+        found = kind(f"libcublasLt.so.{major}")
     except OSError:
         return None
     pointer = ctypes.c_void_p
     found.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
     found.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
     return found
+
+
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The library; None where torch was built without CUDA, or it is another version than 12 or 13."""
+    return _load(ctypes.CDLL)
+
+
+@lru_cache(maxsize=1)
+def quick_library() -> Any:
+    """The library for calls that last microseconds, in which no other thread of Python need run."""
+    return _load(ctypes.PyDLL)
 
 
 def check(status: int) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "backward_hooks", "base_of",
-    "disabled_torch_function", "has_dispatch_mode",
+    "disabled_torch_function", "dispatch_modes", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
     "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
     "without_dispatch_modes", "without_torch_function",
@@ -41,6 +41,9 @@ class PlainSubclass(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are on
 
 
 def has_dispatch_mode() -> bool:

@@ -70,6 +70,11 @@ def again_of(source: Tensor, attention: bool) -> tuple[Again, Sequence[Tensor]] 
     return None
 
 
+def is_computed_again(source: Tensor, attention: bool) -> bool:
+    """Whether ``again_of`` may answer; asked for each call of a layer."""
+    return attention or _AGAIN in source.__dict__
+
+
 _VIEWS = frozenset(f"{op}Backward0" for op in ("View", "Transpose", "Permute", "Unsqueeze", "ReshapeAlias", "Alias"))
 
 

@@ -24,6 +24,7 @@ from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
+from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
@@ -235,6 +236,7 @@ class Computation(Column):
         for module in self._model.modules() if self._model is not None else ():
             for plan in gemm_plans(module).values():
                 plan.keeps_weight = plan.keeps_weight and not self._frees_weights and not again
+                plan.is_flat = is_flat(plan)
                 plan.entry.renew()  # CUDA graphs that torch.compile has recorded read the tables of before
         self._join()
         self._capture_blocks()

@@ -43,6 +43,7 @@ class GemmPlan:
         ends_branch: whether the layer ends a branch of a residual block (``residual.py``).
         read_by: the ``NormCall`` of the norm that reads the sum behind such a branch; None for an unknown one.
         group: the ``LayerGroup`` of the layer; None for a layer that computes by itself.
+        is_flat: whether calls of the layer may take few steps on the host (``flat_linear.py``).
         grad_reader: the layer's ``GradReader``, once there is one.
     """
 
@@ -64,6 +65,7 @@ class GemmPlan:
     ends_branch: bool = field(init=False, default=False, repr=False, compare=False)
     read_by: Any = field(init=False, default=None, repr=False, compare=False)
     group: Any = field(init=False, default=None, repr=False, compare=False)
+    is_flat: bool = field(init=False, default=False, repr=False, compare=False)
     grad_reader: Any = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from nemo_lowprec.compat.autograd import apply_function, is_tracing, unwrap_if_d
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.compiled import has_own_weight, read_parameter, read_storage, sink_of, traced_plan
+from nemo_lowprec.compute.flat_linear import flat_call
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphParameter
 from nemo_lowprec.compute.half_linear import compiled_half_linear, half_linear
@@ -110,6 +111,10 @@ def linear(
     x, weight = unwrap_if_dead(x), unwrap_if_dead(weight)
     source, gradient, gives_out = x, None, False
     grad = torch.is_grad_enabled()  # ctx.needs_input_grad does not know of no_grad
+    if plan.is_flat and record and grad and not transposed and part is None:
+        flat = flat_call(x, weight, bias, plan, out_dtype)
+        if flat is not None:
+            return flat
     if grad and plan.recipe is not None and x.requires_grad:
         gradient, handle = plan.inputs.gradient(x)
         gradient.readers.append(plan)

@@ -215,6 +215,14 @@ class SharedInput:
         self._keep(source, backend, values.shape, values.dtype, operand, record, data, rowwise, columnwise, None)
         return backend.copy_operand(data)
 
+    def is_new(self, source: Tensor) -> bool:
+        """Whether there is no operand of ``source`` yet, and no producer that asks who reads ``source``."""
+        return self._quantized.get(source) is None and reader_of(source) is None
+
+    def keep(self, backend: Backend, source: Tensor, data: Any, operand: Operand, shape: tuple[int, int]) -> None:
+        """Keep ``data``, both orientations of ``source`` that a layer which trains has made, for later readers."""
+        self._keep(source, backend, torch.Size(shape), source.dtype, operand, True, data, True, True, None)
+
     def offer(
         self, backend: Backend, source: Tensor, data: Any, operand: Operand, *, shape: tuple[int, int],
         dtype: torch.dtype, rowwise: bool, columnwise: bool, record: bool, reader: Reader | None = None,

@@ -90,12 +90,12 @@ class Fp8Gradients(Column):
                     "(create_graph=True). Leave one of them out."
                 )
             return
-        if grad is not None and param.dim() > 1 and not isinstance(grad, GradientTensor) and not grad.is_sparse:
+        if grad is not None and not isinstance(grad, GradientTensor) and param.dim() > 1 and not grad.is_sparse:
             quantized = take_quantized(param, grad)
-            param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
-        if isinstance(param.grad, GradientTensor):
+            grad = param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
+        if self._observers.gradient and isinstance(grad, GradientTensor):
             for see in self._observers.gradient:
-                see(param, param.grad)
+                see(param, grad)
         if self.release is not None:
             self.release(param)
 

@@ -19,11 +19,15 @@ class Launcher:
     Args:
         kernel: a function of ``triton.jit``.
         options: as ``num_warps``.
+
+    Attributes:
+        forms: the compiled forms by (device, key): functions of the grid's size and the kernel's arguments, for calls
+            while that device is the current one.
     """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self._kernel, self._options = kernel, options
-        self._forms: dict[Hashable, Callable[..., None]] = {}
+        self.forms: dict[Hashable, Callable[..., None]] = {}
 
     def __call__(
         self, device: int, key: Hashable, programs: int, args: tuple[Any, ...], constants: Callable[[], dict[str, Any]]
@@ -41,11 +45,11 @@ class Launcher:
         if device != current_device():  # type: ignore[misc]
             with torch.cuda.device(device):
                 return self(device, key, programs, args, constants)
-        form = self._forms.get((device, key)) if key is not None else None
+        form = self.forms.get((device, key)) if key is not None else None
         if form is not None:
             form(programs, *args)
             return
         values = constants()
         compiled = self._kernel[(programs,)](*args, **values, **self._options)
         if key is not None:
-            self._forms[device, key] = launch_of(compiled, tuple(values.values()))
+            self.forms[device, key] = launch_of(compiled, tuple(values.values()))

@@ -27,11 +27,19 @@ def make_scalars_alone() -> None:
 
 def uninitialised(device: int) -> Tensor:
     """FP32 [1]."""
+    if not (_alone or is_capturing()):
+        there = _uninitialised.get((device, current_stream(device)))  # type: ignore[misc]
+        if there:
+            return there.pop()
     return _one(device, _uninitialised, torch.empty)
 
 
 def zero(device: int) -> Tensor:
     """FP32 [1], 0."""
+    if not (_alone or is_capturing()):
+        there = _zeros.get((device, current_stream(device)))  # type: ignore[misc]
+        if there:
+            return there.pop()
     return _one(device, _zeros, torch.zeros)
 
 

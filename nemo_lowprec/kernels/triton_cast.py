@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nemo_lowprec.compat.triton import current_device
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
+from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.kernels.scalars import uninitialised, zero
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
@@ -169,7 +171,11 @@ def quantize(
         [rows, cols], its transpose [cols, rows] (None where not wanted) and 1 / scale, FP32 [1].
     """
     rows, cols = values.shape
-    dtype = values.dtype
+    dtype, device = values.dtype, values.get_device()
+    records, from_amax, adds = record is not None, margin is not None, sums is not None
+    key = None
+    if not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous():
+        key = dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
     if columnwise and dtype == torch.float32:
         # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly (half of its elements; seen on an H200).
         row, _, inverse = quantize(values, scale, fmt, True, False, record, margin, out, scale_inv=scale_inv)
@@ -185,25 +191,40 @@ def quantize(
         if sums is not None:
             sums.zero_()
         return row, col, torch.ones(1, device=values.device) if scale_inv is None else scale_inv.fill_(1.0)
-    device = values.get_device()
     scale_inv = uninitialised(device) if scale_inv is None else scale_inv
-    records, from_amax, adds = record is not None, margin is not None, sums is not None
-    stride_m, stride_n = values.stride()
-    key = None
-    even = not (rows % 16 or cols % 16 or values.data_ptr() % 16) and stride_n == 1 and stride_m == cols
-    if even and ((out is None and flipped_out is None) or _are_even(out, flipped_out)):
-        key = dtype, fmt.dtype, from_amax, rowwise, columnwise, records, adds
     _cast(
-        device, key, -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS),
+        device, key if _are_even(out, flipped_out) else None, -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS),
         (
             values, scale, scale_inv, col if row is None else row, row if col is None else col,
-            record if records else scale, sums if adds else scale, rows, cols, stride_m, stride_n,
+            record if records else scale, sums if adds else scale, rows, cols, *values.stride(),
             cols if row is None else row.stride(0), rows if col is None else col.stride(0), 2.0 ** -(margin or 0),
         ),
         lambda: {
             "FP8_MAX": fmt.max, "FROM_AMAX": from_amax, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
             "RECORD": records, "SUMS": adds, **_TILE,
         },
+    )  # fmt: skip
+    return row, col, scale_inv
+
+
+def quantize_again(
+    values: Tensor, rows: int, cols: int, scale: Tensor, fmt: FloatFormat, record: Tensor | None, margin: int | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """``quantize`` in both orientations, in few steps; None where the kernel was not compiled for such values.
+
+    Args:
+        values: half [..., cols], contiguous, of ``rows`` in all; ``rows`` and ``cols`` are multiples of 16.
+        scale, record, margin: as for ``quantize``.
+    """
+    device, dtype, records = values.get_device(), fmt.dtype, record is not None
+    launch = _cast.forms.get((device, (values.dtype, dtype, margin is not None, True, True, records, False)))
+    if launch is None or values.data_ptr() % 16 or device != current_device():  # type: ignore[misc]
+        return None
+    row, col = new(device, (rows, cols), dtype), new(device, (cols, rows), dtype)
+    scale_inv = uninitialised(device)
+    launch(
+        -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS), values, scale, scale_inv, row, col,
+        record if records else scale, scale, rows, cols, cols, 1, cols, rows, 2.0**-margin if margin else 1.0,
     )  # fmt: skip
     return row, col, scale_inv
 

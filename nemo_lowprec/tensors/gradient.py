@@ -77,7 +77,10 @@ def offer_quantized(param: Tensor, grad: Tensor, quantized: GradientTensor) -> N
 
 def take_quantized(param: Tensor, grad: Tensor) -> GradientTensor | None:
     """The quantized ``grad``, the gradient of ``param``, that this backward pass has handed over; None for nothing."""
-    address, graph, quantized = _QUANTIZED.discard(param) or (None, None, None)
+    found = _QUANTIZED.discard(param)
+    if found is None:
+        return None
+    address, graph, quantized = found
     return quantized if address == grad.data_ptr() and graph == current_backward() else None
 
 

@@ -39,9 +39,8 @@ class Marks:
 
     def discard(self, tensor: Tensor) -> Any:
         """Take the mark off ``tensor``. Returns its value; None where the tensor is not marked."""
-        value = self.get(tensor)
-        tensor.__dict__.pop(self._name, None)
-        return value
+        owner, value = tensor.__dict__.pop(self._name, (None, None))
+        return value if owner == self._owner else None
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self.get(tensor) is not None

@@ -38,9 +38,9 @@ def test_the_library_is_there():
 def test_result(shape, fast, dtype, a):
     given = operands(*shape, a)
     expected = by_torch(*given, dtype, fast)
-    forms = len(fp8_gemm._forms)
+    forms = len(fp8_gemm._calls)
     torch.testing.assert_close(gemm(*given, dtype, fast), expected, rtol=1e-5 if dtype == torch.float32 else 0, atol=0)
-    assert len(fp8_gemm._forms) > forms or forms == fp8_gemm._KEPT
+    assert len(fp8_gemm._calls) > forms or forms == fp8_gemm._KEPT
     buffer = torch.empty(shape[0], 2 * shape[1], dtype=dtype, device="cuda")[:, : shape[1]]
     assert gemm(*given, dtype, fast, out=buffer) is buffer
     torch.testing.assert_close(buffer, expected, rtol=1e-5 if dtype == torch.float32 else 0, atol=0)
@@ -55,13 +55,13 @@ def test_bias(shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_a_total_is_rounded_once(shape, dtype):
+def test_a_total_is_added_to(shape, dtype):
     given = operands(*shape, E5M2)
     total = torch.randn(shape[:2], dtype=dtype, device="cuda")
-    expected = (by_torch(*given, torch.float32) + total.float()).to(dtype)
+    product, start = by_torch(*given, torch.float32), total.float()
+    expected = product + start
     assert gemm(*given, dtype, total=total) is total
-    torch.testing.assert_close(total, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
-    assert (total != expected).float().mean() < 0.01
+    assert ((total.float() - expected).abs() <= torch.finfo(dtype).eps * (product.abs() + start.abs())).all()
 
 
 def test_slices_that_start_anywhere():
@@ -113,10 +113,10 @@ def test_a_dispatch_mode_sees_the_gemm():
     assert counter.get_total_flops() == 2 * 64 * 32 * 128
 
 
-def test_forms_are_dropped_when_there_are_many(monkeypatch):
-    monkeypatch.setattr(fp8_gemm, "_forms", {})
+def test_calls_are_dropped_when_there_are_many(monkeypatch):
+    monkeypatch.setattr(fp8_gemm, "_calls", {})
     monkeypatch.setattr(fp8_gemm, "_KEPT", 3)
     for rows in range(16, 160, 16):
         given = operands(rows, 32, 64)
         assert torch.equal(gemm(*given, torch.float32), by_torch(*given, torch.float32))
-        assert len(fp8_gemm._forms) <= 3
+        assert len(fp8_gemm._calls) <= 3

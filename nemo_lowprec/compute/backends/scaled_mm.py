@@ -152,17 +152,20 @@ class ScaledMMBackend(ReferenceBackend):
         return [(made.half, None if made.scale_inv is None else _operand(made), made.sums) for made in found]
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        a, b = x.rowwise, weight.rowwise
         if bias is None or out_dtype == torch.float32:  # the epilogue adds half biases only
-            out = _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True)
+            out = gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, True)
             return out if bias is None else out + bias.float()
         half = bias if bias.dtype == out_dtype else bias.to(out_dtype)
-        return _gemm(x.rowwise, weight.rowwise, out_dtype, fast_accum=True, bias=half)
+        return gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, True, half)
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype, self.fast_accum, total=total)
+        a, b = grad_output.rowwise, weight.columnwise
+        return gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, self.fast_accum, None, None, total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, self.fast_accum, out=out)
+        a, b = grad_output.columnwise, x.columnwise
+        return gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, self.fast_accum, None, out)
 
     def packing(self, operand: Operand) -> Packing | None:
         return TwoCopies()
@@ -205,16 +208,3 @@ def _new_operand(
 
 def _split(data: Tensor | None, sizes: list[int], dim: int) -> Sequence[Tensor | None]:
     return [None] * len(sizes) if data is None else data.split(sizes, dim)
-
-
-def _gemm(
-    a: Orientation | None,
-    b: Orientation | None,
-    out_dtype: torch.dtype,
-    fast_accum: bool = False,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-    total: Tensor | None = None,
-) -> Tensor:
-    assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
-    return gemm(a.data, b.data, a.scale_inv, b.scale_inv, out_dtype, fast_accum, bias, out, total)
