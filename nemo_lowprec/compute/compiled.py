@@ -26,7 +26,7 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry, GraphParameter, kind_of
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.shared_input import SharedInput
-from nemo_lowprec.kernels.scalars import make_scalars_alone
+from nemo_lowprec.kernels.memory import keep_nothing
 from nemo_lowprec.tensors import Fp8Weight
 
 _inputs: Any = WeakIdKeyDictionary()  # by the models' tags, as the recording sees them
@@ -95,7 +95,7 @@ def traced_plan(
     kind, keeps = kind_of(signature)
     if records_cuda_graphs() and not GraphEntry.recorded:
         GraphEntry.recorded = True
-        make_scalars_alone()
+        keep_nothing()
     if kind.recipe is None:
         return kind
     backend = TracedBackend(kind, tag, signature, training)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat import cublas
-from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.compat.tensors import dispatch_modes
 from nemo_lowprec.compat.triton import current_device
+from nemo_lowprec.kernels.memory import workspace
 
 _WORKSPACE = 32 << 20  # bytes that an algorithm may use, as in torch on Hopper
 _PROPOSALS = 8  # for fast accumulation
@@ -72,7 +72,7 @@ def _new_call(
 
     def call(a: int, b: int, scale_of_a: int, scale_of_b: int, bias: int, out: int, beta: int) -> int:
         stream = current_stream(device)  # type: ignore[misc]
-        memory = _workspace(device, stream, size) if algorithm.workspace else 0
+        memory = workspace(device, stream, size) if algorithm.workspace else 0
         with lock:  # two threads must not set the addresses of one GEMM
             scale_b.value, scale_a.value = scale_of_b, scale_of_a
             set_attribute(described, cublas.A_SCALE, at_b, 8)
@@ -91,7 +91,6 @@ def _new_call(
 
 _LIBRARY = cublas.library() is not None
 _calls: dict[tuple[Any, ...], Callable[..., int]] = {}
-_workspaces: dict[tuple[int, int], Tensor] = {}
 
 
 def is_supported() -> bool:
@@ -170,14 +169,3 @@ def gemm_at(
     if status:
         cublas.check(status)
     return True
-
-
-def _workspace(device: int, stream: int, size: int) -> int:
-    """The address of ``size`` bytes for a GEMM on ``stream``, where GEMMs run one after another."""
-    if is_capturing():  # a CUDA graph has memory of its own; what follows may take it
-        return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device)).data_ptr()
-    there = _workspaces.get((device, stream))
-    if there is None or there.numel() < size:
-        there = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-        _workspaces[device, stream] = there
-    return there.data_ptr()

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.scalars import uninitialised
+from nemo_lowprec.kernels.memory import uninitialised
 from nemo_lowprec.kernels.triton_cast import raise_amax, saturate
 
 # In the kernels' numbers.

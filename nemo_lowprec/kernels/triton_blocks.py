@@ -19,9 +19,8 @@ from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import rounding_rule
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.memory import new
+from nemo_lowprec.kernels.memory import new, zero
 from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
-from nemo_lowprec.kernels.scalars import zero
 from nemo_lowprec.kernels.triton_cast import saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from nemo_lowprec.compat.triton import current_device
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.memory import new
-from nemo_lowprec.kernels.scalars import uninitialised, zero
+from nemo_lowprec.kernels.memory import new, uninitialised, zero
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 _TILE = {"BM": _TILE_ROWS, "BN": _TILE_COLS}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.scalars import uninitialised
+from nemo_lowprec.kernels.memory import uninitialised
 from nemo_lowprec.kernels.triton_cast import raise_amax
 from nemo_lowprec.kernels.triton_sums import add_up
 
