@@ -40,6 +40,13 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def makes_cuda_graphs(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has compiled ``module`` for CUDA graphs, as ``mode="reduce-overhead"`` does."""
+    compiled: Any = module if "_orig_mod" in module._modules else module._compiled_call_impl
+    config = getattr(compiled, "get_compiler_config", lambda: None)()
+    return bool(config and config.get("triton.cudagraphs"))
+
+
 def has_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` was registered by ``register_state_dict_post_hook``."""
     return hook in module._state_dict_hooks.values()

@@ -148,6 +148,16 @@ def test_what_cannot_be_captured():
     assert obstacle(nn.Sequential(nn.SyncBatchNorm(4))) == "0 is a SyncBatchNorm"
 
 
+def test_blocks_of_which_torch_makes_cuda_graphs_are_in_no_other_graph():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].compile()
+    assert obstacle(model) is None
+    model[1].compile(mode="reduce-overhead")
+    assert obstacle(model) == "torch.compile makes CUDA graphs of 1"
+    wrapped = torch.compile(nn.Linear(4, 4), options={"triton.cudagraphs": True})
+    assert obstacle(nn.Sequential(wrapped)) == "torch.compile makes CUDA graphs of 0"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -65,12 +65,13 @@ def test_inductor_over_layers_of_te(level):
 
 @pytest.mark.parametrize("backend", ["torch", "te"])
 @pytest.mark.parametrize("level", SOME)
-def test_reduce_overhead(level, backend):
+@pytest.mark.parametrize("graphs", [False, "auto"])
+def test_reduce_overhead(level, backend, graphs):
     def run(model, optimizer, level):
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
         return train(model, optimizer, level, steps=12, evaluate=True)
 
-    assert_losses_are_alike(level, {"mode": "reduce-overhead"}, 0.03, run, backend=backend)
+    assert_losses_are_alike(level, {"mode": "reduce-overhead"}, 0.03, run, graphs, backend=backend)
 
 
 @pytest.mark.parametrize("level", SOME)

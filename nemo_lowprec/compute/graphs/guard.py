@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.modules import all_hooks, global_hooks
+from nemo_lowprec.compat.modules import all_hooks, global_hooks, makes_cuda_graphs
 from nemo_lowprec.compat.tensors import backward_hooks
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -60,6 +60,8 @@ def obstacle(block: nn.Module) -> str | None:
                     return f"{name} has a hook"
         if isinstance(module, nn.SyncBatchNorm) or type(module).__module__.startswith("transformer_engine."):
             return f"{name or 'it'} is a {type(module).__name__}"
+        if makes_cuda_graphs(module):  # which no capture may hold
+            return f"torch.compile makes CUDA graphs of {name or 'it'}"
     for name, param in block.named_parameters():
         if backward_hooks(param)[0]:
             return f"{name} has a gradient hook"
