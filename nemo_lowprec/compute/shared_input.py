@@ -19,7 +19,8 @@ equal. The amax is recorded once, in the slot of the operand's maker; ``DelayedS
 histories of the other readers.
 
 When the operand is dropped: when the tensor is freed or changed in place, when two other tensors were read since, or
-when the history behind a delayed scale was ended. Tensors that may change without a trace have no operand here:
+when the history behind a delayed scale was ended. In the next step the tensor is quantized anew, so that each step
+records its amax. Tensors that may change without a trace have no operand here:
 inference tensors, parameters, and leaves that require a gradient. Every layer quantizes such tensors for itself.
 
 What backward adds up: to autograd the later layers read the handle, not the tensor, so that the first layer's backward
@@ -120,6 +121,7 @@ class _Quantized(NamedTuple):
         shape, dtype: of the values that were quantized.
         operand: the maker's, whose slot has recorded the amax.
         record: whether the maker trains.
+        step: of the histories that have recorded the amax.
         data: the backend's quantized operand.
         rowwise, columnwise: orientations of ``data``.
         delayed: whether the scale came from a history.
@@ -131,6 +133,7 @@ class _Quantized(NamedTuple):
     dtype: torch.dtype
     operand: Operand
     record: bool
+    step: int
     data: Any
     rowwise: bool
     columnwise: bool
@@ -138,14 +141,22 @@ class _Quantized(NamedTuple):
     reader: Reader | None
 
     def fits(
-        self, backend: Backend, values: Tensor, operand: Operand, record: bool, rowwise: bool, columnwise: bool
+        self,
+        backend: Backend,
+        values: Tensor,
+        operand: Operand,
+        record: bool,
+        step: int,
+        rowwise: bool,
+        columnwise: bool,
     ) -> bool:
-        """Whether a reader can use ``data``, and the history behind a delayed scale is still in use."""
+        """Whether a reader can use ``data``, whose amax counts in this step and whose history is still in use."""
         own = self.operand
         return (
             self.rowwise >= rowwise
             and self.columnwise >= columnwise
             and self.backend is type(backend)
+            and self.step == step
             and self.shape == values.shape
             and self.dtype == values.dtype
             and (own.scaling, own.fmt, own.margin, self.record)
@@ -177,6 +188,10 @@ class SharedInput:
         self._quantized = Latest()
         self._gradient = Latest()
 
+    @property
+    def _step(self) -> int:
+        return 0 if self.histories is None else self.histories.steps
+
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, ()  # no engine renews the scales of a copied model
 
@@ -198,7 +213,7 @@ class SharedInput:
         reader = reader_of(source)
         if there is not None and there.reader is not None and not there.reader.knows(operand):
             there = None  # quantized for the layers at another place of the same producer
-        if there is not None and there.fits(backend, values, operand, record, rowwise, columnwise):
+        if there is not None and there.fits(backend, values, operand, record, self._step, rowwise, columnwise):
             first = there.operand.slot
             if record and operand.slot is not None and first is not None and self.histories is not None:
                 self.histories.share(operand.slot, first)
@@ -217,7 +232,7 @@ class SharedInput:
 
     def is_new(self, source: Tensor) -> bool:
         """Whether there is no operand of ``source`` yet, and no producer that asks who reads ``source``."""
-        return self._quantized.get(source) is None and reader_of(source) is None
+        return reader_of(source) is None and self._quantized.get(source) is None
 
     def keep(self, backend: Backend, source: Tensor, data: Any, operand: Operand, shape: tuple[int, int]) -> None:
         """Keep ``data``, both orientations of ``source`` that a layer which trains has made, for later readers."""
@@ -252,7 +267,9 @@ class SharedInput:
         data: Any, rowwise: bool, columnwise: bool, reader: Reader | None,
     ) -> None:  # fmt: skip
         delayed = operand.slot is not None and not operand.slot.cold
-        made = _Quantized(type(backend), shape, dtype, operand, record, data, rowwise, columnwise, delayed, reader)
+        made = _Quantized(
+            type(backend), shape, dtype, operand, record, self._step, data, rowwise, columnwise, delayed, reader
+        )
         self._quantized.set(source, made)
 
     def gradient(self, source: Tensor) -> tuple[InputGradient, Tensor | None]:

@@ -104,6 +104,7 @@ class DelayedScaling:
 
     Attributes:
         reduce_amax: makes amaxes the maxima over the processes that train together, in place; None for one process.
+        steps: how many steps have ended: amaxes that were recorded before belong to an earlier step.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class DelayedScaling:
         self.margin = margin
         self.interval = interval
         self.reduce_amax: Callable[[Tensor], None] | None = None
-        self.updates = 0
+        self.updates = self.steps = 0
         self.slots: dict[str, AmaxSlot] = {}
         self._reduced: Tensor | None = None
         self._shared: dict[int, tuple[AmaxSlot, AmaxSlot]] = {}
@@ -188,6 +189,7 @@ class DelayedScaling:
             skipped: FP32 scalar on the device of a step that the device may skip, not 0 where the device does. The
                 history and the scales then stay; ``take_back`` has to follow once the host knows.
         """
+        self.steps += 1
         if not self.slots:
             return
         if self._reduced is None and self.reduce_amax is not None:
@@ -278,6 +280,7 @@ class DelayedScaling:
 
     def discard(self) -> None:
         """Forget this step's amaxes: the step was skipped."""
+        self.steps += 1
         self._reduced = None
         self.amax.zero_()
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from nemo_lowprec.compat.capture import hidden_capture
+from nemo_lowprec.compat.capture import hidden_capture, is_capturing
 
 ASK = "import torch\ndef ask(): return torch.cuda.is_current_stream_capturing()"
 
@@ -34,3 +34,17 @@ def test_the_answer_is_put_back_after_an_error():
     with pytest.raises(ValueError), hidden_capture():
         raise ValueError
     assert torch.cuda.is_current_stream_capturing is before
+
+
+def test_no_stream_is_captured():
+    assert not is_capturing()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_captured_stream():
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert is_capturing()
+        with hidden_capture():
+            assert is_capturing()
+    assert not is_capturing()

@@ -140,6 +140,15 @@ def test_compiled_modules():
     assert modules.is_compiled(module)
 
 
+def test_who_makes_cuda_graphs():
+    module = nn.Linear(2, 2)
+    assert not modules.makes_cuda_graphs(module)
+    for options, graphs in (({}, False), ({"backend": "eager"}, False), ({"mode": "reduce-overhead"}, True)):
+        assert modules.makes_cuda_graphs(torch.compile(module, **options)) == graphs
+        module.compile(**options)
+        assert modules.makes_cuda_graphs(module) == graphs
+
+
 def test_hooks_before_a_step_are_found():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     before = len(modules.step_pre_hooks(optimizer))  # those of all optimizers

@@ -127,9 +127,9 @@ def test_hooks_are_kept_while_the_storage_changes():
 
 
 def test_a_dispatch_mode_is_seen():
-    assert not tensors.has_dispatch_mode()
+    assert not tensors.has_dispatch_mode() and not tensors.dispatch_modes()
     with torch.utils.flop_counter.FlopCounterMode(display=False):
-        assert tensors.has_dispatch_mode()
+        assert tensors.has_dispatch_mode() and tensors.dispatch_modes() == 1
     assert not tensors.has_dispatch_mode()
 
 

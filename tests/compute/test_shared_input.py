@@ -69,6 +69,25 @@ def test_sharing_changes_no_number(scaling):
                 assert torch.equal(*(torch.as_tensor(o[key]) for o in (operand, want_state["operands"][name]))), name
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_tensor_that_is_read_in_each_step_is_measured_in_each_step(skipped):
+    """A fixed batch: the scale of the step before is not used again, and the history has no step without an amax."""
+    states = []
+    for cloned in (False, True):
+        block, _, histories = converted("delayed", fp8_amax_history_len=4)
+        fixed = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+        for step in range(6):
+            out = block.q(fixed.clone() if cloned else fixed)
+            out.float().sum().backward()
+            if skipped and step == 4:
+                histories.discard()
+            else:
+                histories.update()
+        states.append([histories.state_dict()["operands"]["q.input"]["amax_history"], out.detach()])
+    assert (states[0][0] > 0).all()
+    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+
+
 def test_a_tensor_that_was_changed_in_place_is_quantized_again():
     block, backend, _ = converted("current")
     with torch.no_grad():

@@ -13,7 +13,7 @@ from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.group import LayerGroup
 from nemo_lowprec.observers import Observer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LEVELS = ["bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "msamp_o1", "msamp_o2", "bf16_with_fp8_current_scaling_mixed"]
 
 

@@ -10,7 +10,7 @@ from nemo_lowprec.compat import cublas
 from nemo_lowprec.kernels import fp8_gemm
 from nemo_lowprec.kernels.fp8_gemm import gemm
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(16, 16, 16), (64, 256, 128), (208, 1040, 592), (512, 2048, 11264), (4096, 6144, 1024)]
 HALVES = [torch.bfloat16, torch.float16]
