@@ -40,7 +40,8 @@ class WeightState:
     """
 
     __slots__ = (
-        "_form", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered", "histories", "name", "table",
+        "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered", "histories",
+        "name", "table",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class WeightState:
         self.layer, self.name, self.histories, self.table = layer, name, histories, table
         self.gathered = False
         self._kept: Any = None  # the weight as a quantized operand of the layer's backend
+        self._has_own_memory = False  # of ``_kept``
         self._form = (False, False, False)  # of ``_kept``: rowwise, columnwise, whether of the weight's transpose
         # The state at which the weight was measured, and the one of which ``_kept`` was made: the same object, as long
         # as ``_kept`` is the present weight.
@@ -150,6 +152,7 @@ class WeightState:
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
         self._kept, self._kept_as, self._form = operand, self._measured, (rowwise, columnwise, transposed)
+        self._has_own_memory = _has_own_memory(operand)
 
     def refresh(self) -> None:
         """Make the kept operand anew, in place, where the weight was measured since."""
@@ -165,7 +168,7 @@ class WeightState:
     def _is_cast_in_place(self) -> bool:
         """Whether ``WeightCast`` can make the kept operand anew; asked before all weights are looked at."""
         has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
-        return has_scale and weight_kernels() is not None and _has_own_memory(self._kept)
+        return has_scale and weight_kernels() is not None and self._kept is not None and self._has_own_memory
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -179,7 +182,7 @@ class WeightState:
         weight = self.weight
         if weight is None:
             return None
-        if not _has_own_memory(kept) or not has_number(weight, self._seen):
+        if not self._has_own_memory or not has_number(weight, self._seen):
             return None
         if measured != (measured[0], *_state_of(weight)):
             return None
