@@ -58,8 +58,10 @@ def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, ou
     if (slot is not None and slot.cold) or not state.keeps:
         return None
     w8 = state.kept(True, True)
-    x8 = None if w8 is None else _quantized_input(x, rows, plan, operand)
-    if x8 is None:
+    if not _is_whole(w8):
+        return None
+    x8 = _quantized_input(x, rows, plan, operand)
+    if not _is_whole(x8):
         return None
     gradient, handle = plan.inputs.gradient(x)
     gradient.readers.append(plan)
@@ -97,6 +99,14 @@ def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> Quanti
         return None
     row, col, scale_inv = made
     return QuantizedOperand(Orientation(row, scale_inv, None), Orientation(col, scale_inv, None))
+
+
+def _is_whole(operand: QuantizedOperand | None) -> bool:
+    """Whether both orientations are there, as matrices that a GEMM reads by their addresses."""
+    if operand is None or operand.rowwise is None or operand.columnwise is None:
+        return False
+    row, col = operand.rowwise.data, operand.columnwise.data
+    return row.is_contiguous() and col.is_contiguous() and not (row.data_ptr() | col.data_ptr()) % 16
 
 
 class FlatLinear(torch.autograd.Function):
@@ -147,6 +157,8 @@ class FlatLinear(torch.autograd.Function):
         there = offered(dy, operand)
         if there is not None:
             dy8, sums = there
+            if not _is_whole(dy8):
+                return _general_backward(ctx, dy)
         elif need_sums:
             computed(dy)
             dy8, sums = plan.backend.quantize_grad(

@@ -40,8 +40,8 @@ class WeightState:
     """
 
     __slots__ = (
-        "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered", "histories",
-        "name", "table",
+        "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered",
+        "histories", "name", "table",
     )  # fmt: skip
 
     def __init__(

@@ -120,19 +120,14 @@ def gemm(
         total: like ``out``, in the place of ``out``: the product is added to it.
     """
     given = out if total is None else total
-    # Who watches the operations of torch, or traces them, sees torch's own GEMM.
-    plain = type(a) is Tensor and type(b) is Tensor and not dispatch_modes() and a.is_contiguous() and b.is_contiguous()
-    if plain and (given is None or (given.stride(1) == 1 and not given.data_ptr() % 16)):
+    if _are_plain(a, b) and (given is None or (given.stride(1) == 1 and not given.data_ptr() % 16)):
         (m, k), n = a.shape, b.shape[0]
         into = a.new_empty((m, n), dtype=out_dtype) if given is None else given
-        stride = n if given is None else given.stride(0)
-        adds = total is not None
-        done = gemm_at(
-            a.get_device(), m, n, k, a.dtype, b.dtype, a.data_ptr(), b.data_ptr(), scale_a, scale_b, into, stride,
-            fast_accum, bias, adds,
+        gemm_at(
+            a.get_device(), m, n, k, a.dtype, b.dtype, a.data_ptr(), b.data_ptr(), scale_a, scale_b, into,
+            n if given is None else given.stride(0), fast_accum, bias, total is not None,
         )  # fmt: skip
-        if done:
-            return into
+        return into
     result = torch._scaled_mm(
         a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
         **({} if out is None else {"out": out}),
@@ -140,25 +135,36 @@ def gemm(
     return result if total is None else total.add_(result)
 
 
+def _are_plain(a: Tensor, b: Tensor) -> bool:
+    """Whether ``gemm_at`` takes the matrices. Who watches torch's operations, or traces them, sees torch's own GEMM."""
+    if type(a) is not Tensor or type(b) is not Tensor or dispatch_modes() or not _LIBRARY:
+        return False
+    (m, k), n = a.shape, b.shape[0]
+    even = m > 0 and not (k % 16 or n % 16 or (a.data_ptr() | b.data_ptr()) % 16)
+    return even and a.is_contiguous() and b.is_contiguous()
+
+
 def gemm_at(
     device: int, m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype, a: int, b: int, scale_a: Tensor,
     scale_b: Tensor, into: Tensor, stride: int, fast_accum: bool, bias: Tensor | None = None, adds: bool = False,
-) -> bool:  # fmt: skip
-    """``gemm`` of contiguous matrices at the addresses ``a`` and ``b``, into memory [m, n] whose rows are ``stride``
-    elements apart; with ``adds`` the product is added to it. Returns whether cuBLASLt takes such operands.
+) -> None:  # fmt: skip
+    """``gemm`` in few steps on the host, for matrices that cuBLASLt takes: ``is_supported``, and as follows.
+
+    Args:
+        m, n, k: at least 1; ``n`` and ``k`` are multiples of 16.
+        a_dtype, b_dtype, a, b: of contiguous matrices, and their addresses, which are multiples of 16.
+        into: memory for the result, whose rows are ``stride`` elements apart.
+        adds: whether the product is added to what is there.
     """
     if device != current_device():  # type: ignore[misc]
         with torch.cuda.device(device):
-            return gemm_at(
-                device, m, n, k, a_dtype, b_dtype, a, b, scale_a, scale_b, into, stride, fast_accum, bias, adds
-            )
+            gemm_at(device, m, n, k, a_dtype, b_dtype, a, b, scale_a, scale_b, into, stride, fast_accum, bias, adds)
+            return
     out = into.data_ptr()
     bits = a | b | out | _ALIGNMENT
     key = device, m, n, k, a_dtype, b_dtype, into.dtype, stride, fast_accum, bias is None, bits & -bits
     call = _calls.get(key)
     if call is None:
-        if not _LIBRARY or m == 0 or k % 16 or n % 16 or (a | b) % 16:
-            return False
         if len(_calls) >= _KEPT:
             _calls.clear()
         call = _calls[key] = _new_call(*key)
@@ -168,4 +174,3 @@ def gemm_at(
     )  # fmt: skip
     if status:
         cublas.check(status)
-    return True

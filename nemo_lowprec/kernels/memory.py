@@ -45,7 +45,7 @@ def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     key = device, shape, dtype
     like = _like.get(key)
     if like is None:
-        if _alone:
+        if _alone or is_capturing():
             return torch.empty(shape, dtype=dtype, device=_on(device))
         if len(_like) >= _KEPT:
             _like.clear()
