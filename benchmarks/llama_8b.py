@@ -15,6 +15,7 @@ import statistics
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,11 +119,14 @@ def main() -> None:
     config = {} if args.layers is None else {"num_hidden_layers": args.layers}
     record = Record(args.out)
     spawn = multiprocessing.get_context("spawn")
-    # A trained model is not torn down: the end of its process frees its memory.
-    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
-        for level in args.levels:
-            found = pool.submit(measure, level, args.preset, config, args.sequence, args.rounds).result()
-            record.add(benchmark="llama_8b", level=level, sequence=args.sequence, **found)
+    for level in args.levels:
+        # A trained model is not torn down: the end of its process frees its memory.
+        with ProcessPoolExecutor(1, spawn) as pool:
+            try:
+                found = pool.submit(measure, level, args.preset, config, args.sequence, args.rounds).result()
+            except BrokenProcessPool:  # killed, for memory of the host for example
+                found = {"error": "its process was killed"}
+        record.add(benchmark="llama_8b", level=level, sequence=args.sequence, **found)
 
 
 if __name__ == "__main__":
