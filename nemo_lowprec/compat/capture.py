@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-is_capturing = (  # whether the current stream is captured; a tenth of the host time of torch.cuda's own
+is_capturing = (  # whether the current stream is captured; ``hidden_capture`` hides nothing from it
     torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else lambda: False
 )
 

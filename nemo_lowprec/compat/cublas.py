@@ -46,30 +46,23 @@ class Candidate(ctypes.Structure):
         return value.value
 
 
-def _load(kind: type[ctypes.CDLL]) -> Any:
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """The library; None where torch was built without CUDA, or for another version than 12 or 13.
+
+    Its functions last microseconds, so that no other thread of Python runs meanwhile (``PyDLL``).
+    """
     major = (torch.version.cuda or "").split(".")[0]
     if major not in ("12", "13"):
         return None
     try:
-        found = kind(f"libcublasLt.so.{major}")
+        found = ctypes.PyDLL(f"libcublasLt.so.{major}")
     except OSError:
         return None
     pointer = ctypes.c_void_p
     found.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
     found.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
     return found
-
-
-@lru_cache(maxsize=1)
-def library() -> Any:
-    """The library; None where torch was built without CUDA, or it is another version than 12 or 13."""
-    return _load(ctypes.CDLL)
-
-
-@lru_cache(maxsize=1)
-def quick_library() -> Any:
-    """The library for calls that last microseconds, in which no other thread of Python need run."""
-    return _load(ctypes.PyDLL)
 
 
 def check(status: int) -> None:
@@ -125,7 +118,7 @@ def destroy(description: int, layouts: Sequence[int]) -> None:
 def candidates(
     handle: int, description: int, layouts: tuple[int, int, int, int], workspace: int, alignment: int, count: int
 ) -> list[Candidate]:
-    """The algorithms that the heuristic proposes, the first one it thinks the fastest.
+    """The algorithms that the heuristic proposes, by the time that it expects, the shortest first.
 
     Args:
         layouts: of A, B, C and D.

@@ -43,12 +43,12 @@ class PlainSubclass(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are on
+dispatch_modes = torch._C._len_torch_dispatch_stack  # the number of ``TorchDispatchMode``s that are on
 
 
 def has_dispatch_mode() -> bool:
     """Whether a ``TorchDispatchMode`` sees the operations, as a counter of FLOPs does."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return dispatch_modes() > 0
 
 
 def is_plain(tensor: Any) -> bool:

@@ -1,7 +1,8 @@
 """The passes of a converted linear layer in few steps on the host, for most calls of training.
 
-``linear_function`` defines the passes, and computes every other call. Here are the same kernels in the same order, so
-that the results are equal bit for bit. What a call must have is in ``flat_call``, and at the top of ``backward``.
+``linear_function`` defines the passes. This file launches the same kernels in the same order, so that the results are
+equal bit for bit. ``flat_call`` and the top of ``FlatLinear.backward`` list the conditions; where a condition does not
+hold, ``linear_function`` computes the pass.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def is_flat(plan: GemmPlan) -> bool:
 
 
 def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, out_dtype: torch.dtype) -> Tensor | None:
-    """The layer's output for ``x`` [..., in_features], whose amaxes enter the histories; None for a call of other kind.
+    """The layer's output for ``x`` [..., in_features], whose amaxes enter the histories; None where a condition fails.
 
     Args:
         weight: [out_features, in_features].
@@ -78,7 +79,10 @@ def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> 
     if plan.inputs.is_new(x):
         made = _quantized(x, rows, x.shape[-1], operand)
         if made is not None:
-            plan.inputs.keep(plan.backend, x, made, operand, (rows, x.shape[-1]))
+            plan.inputs.offer(
+                plan.backend, x, made, operand, shape=(rows, x.shape[-1]), dtype=x.dtype, rowwise=True, columnwise=True,
+                record=True,
+            )  # fmt: skip
         return made
     values = x if x.dim() == 2 else x.view(rows, -1)
     return plan.inputs.quantize(  # type: ignore[no-any-return]
@@ -182,7 +186,7 @@ class FlatLinear(torch.autograd.Function):
             fast, None, total is not None,
         )  # fmt: skip
         dw = grad_buffer_of(weight)
-        if dw is None:
+        if dw is None or dw.stride(1) != 1:
             dw = new(device, (outs, ins), computed_dtype(weight))
         gemm_at(
             device, outs, ins, rows, fmt, x_col.dtype, col.data_ptr(), x_col.data_ptr(), scale_inv, x_scale_inv, dw,

@@ -210,11 +210,9 @@ class LinearFunction(torch.autograd.Function):
             if there is None:
                 computed(grad_output)
             device = "cuda" if dy.is_cuda else dy.device.type
-            if again or torch.is_autocast_enabled(device):  # a loop may call backward() under autocast
-                with AutocastOff(device):
-                    dx, dw, db = differentiable_backward(ctx, dy) if again else _backward(ctx, dy, there)
-            else:
-                dx, dw, db = _backward(ctx, dy, there)
+            # A loop may call backward() under autocast.
+            with AutocastOff(device):
+                dx, dw, db = differentiable_backward(ctx, dy) if again else _backward(ctx, dy, there)
         if dx is not None and len(ctx.shape) != 2:
             dx = dx.reshape(ctx.shape)
         return dx, dw, db, None

@@ -141,28 +141,17 @@ class _Quantized(NamedTuple):
     reader: Reader | None
 
     def fits(
-        self,
-        backend: Backend,
-        values: Tensor,
-        operand: Operand,
-        record: bool,
-        step: int,
-        rowwise: bool,
+        self, backend: Backend, values: Tensor, operand: Operand, record: bool, step: int, rowwise: bool,
         columnwise: bool,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Whether a reader can use ``data``, whose amax counts in this step and whose history is still in use."""
         own = self.operand
         return (
-            self.rowwise >= rowwise
-            and self.columnwise >= columnwise
-            and self.backend is type(backend)
-            and self.step == step
-            and self.shape == values.shape
-            and self.dtype == values.dtype
-            and (own.scaling, own.fmt, own.margin, self.record)
-            == (operand.scaling, operand.fmt, operand.margin, record)
-            and not (self.delayed and own.slot.cold)
-        )
+            self.rowwise >= rowwise and self.columnwise >= columnwise
+            and self.backend is type(backend) and self.shape == values.shape and self.dtype == values.dtype
+            and own.scaling == operand.scaling and own.fmt == operand.fmt and own.margin == operand.margin
+            and self.record == record and self.step == step and not (self.delayed and own.slot.cold)
+        )  # fmt: skip
 
 
 class SharedInput:
@@ -233,10 +222,6 @@ class SharedInput:
     def is_new(self, source: Tensor) -> bool:
         """Whether there is no operand of ``source`` yet, and no producer that asks who reads ``source``."""
         return reader_of(source) is None and self._quantized.get(source) is None
-
-    def keep(self, backend: Backend, source: Tensor, data: Any, operand: Operand, shape: tuple[int, int]) -> None:
-        """Keep ``data``, both orientations of ``source`` that a layer which trains has made, for later readers."""
-        self._keep(source, backend, torch.Size(shape), source.dtype, operand, True, data, True, True, None)
 
     def offer(
         self, backend: Backend, source: Tensor, data: Any, operand: Operand, *, shape: tuple[int, int],

@@ -166,7 +166,7 @@ class WeightState:
 
     @property
     def _is_cast_in_place(self) -> bool:
-        """Whether ``WeightCast`` can make the kept operand anew; asked before all weights are looked at."""
+        """Whether ``WeightCast`` can make the kept operand anew: whether ``cast`` is worth its look at all weights."""
         has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
         return has_scale and weight_kernels() is not None and self._kept is not None and self._has_own_memory
 

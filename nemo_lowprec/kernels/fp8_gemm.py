@@ -1,9 +1,10 @@
-"""FP8 GEMMs by cuBLASLt, which ``torch._scaled_mm`` calls, too: less host time, and a better algorithm on Hopper.
+"""FP8 GEMMs by cuBLASLt, which ``torch._scaled_mm`` calls, too: less host time, and a faster algorithm on Hopper.
 
 ``torch._scaled_mm`` asks the heuristic of cuBLASLt for an algorithm at every call, and takes the first proposal. For
-fast accumulation on Hopper the first proposal is often one of the kind that exact accumulation takes. Algorithms of the
-other kind give equal results in 4 to 22 % less time; the heuristic proposes them, too, and here they come first. And a
-GEMM adds to its result (``total``), where torch needs a pass of its own.
+fast accumulation on Hopper the first proposal is often an algorithm whose custom option has the bit ``_EXACT_OPTION``,
+as all algorithms for exact accumulation of large matrices have. Algorithms without the bit give equal results in less
+time. So the first proposal without the bit is taken here. A GEMM also adds to its result (``total``); with torch an
+addition is a pass of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from nemo_lowprec.kernels.memory import workspace
 
 _WORKSPACE = 32 << 20  # bytes that an algorithm may use, as in torch on Hopper
 _PROPOSALS = 8  # for fast accumulation
-_EXACT_OPTION = 4  # the bit of an algorithm's custom option that fast accumulation does not need
+_EXACT_OPTION = 4
 _ALIGNMENT = 256  # of addresses, at most
-_KEPT = 4096  # forms
+_KEPT = 4096  # shapes
 
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 _ADDRESS_OF_ONE, _ADDRESS_OF_ZERO = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
@@ -64,15 +65,16 @@ def _new_call(
         raise RuntimeError(f"cuBLASLt has no algorithm for [{m}, {k}] x [{n}, {k}].T in {a}, {b} and {out}")
     quick = (one for one in found if not one.option(cublas.CUSTOM_OPTION) & _EXACT_OPTION)
     algorithm = next(quick, found[0]) if chooses else found[0]
-    at_algorithm, size = ctypes.addressof(algorithm), algorithm.workspace
+    at_algorithm = ctypes.addressof(algorithm)
     at_b, at_a, at_bias = map(ctypes.addressof, (scale_b, scale_a, biases))
-    library = cublas.quick_library()
+    library = cublas.library()
     matmul, set_attribute = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
     lock, current_stream = Lock(), cublas.current_stream
 
     def call(a: int, b: int, scale_of_a: int, scale_of_b: int, bias: int, out: int, beta: int) -> int:
         stream = current_stream(device)  # type: ignore[misc]
-        memory = workspace(device, stream, size) if algorithm.workspace else 0
+        size = algorithm.workspace  # ``call`` holds the algorithm, whose address it hands over
+        memory = workspace(device, stream, size) if size else 0
         with lock:  # two threads must not set the addresses of one GEMM
             scale_b.value, scale_a.value = scale_of_b, scale_of_a
             set_attribute(described, cublas.A_SCALE, at_b, 8)

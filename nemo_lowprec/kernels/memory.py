@@ -1,8 +1,9 @@
 """GPU memory that kernels write into, at little host time.
 
-``new``                      an uninitialised tensor, at two thirds of the host time of ``Tensor.new_empty``
-``uninitialised``, ``zero``  an FP32 number: 256 at a time are made, since one takes an allocation or a launch. A number
-                             is handed out once, on the stream that it was made on, at a multiple of 16 bytes.
+``new``                      an uninitialised tensor, at less host time than ``Tensor.new_empty`` takes
+``uninitialised``, ``zero``  an FP32 number, [1], on a device: 256 at a time are made, since one takes an allocation or
+                             a launch. A number is handed out once, on the stream that it was made on, at a multiple of
+                             16 bytes.
 ``workspace``                scratch memory of GEMMs on one stream, which run one after another
 
 In the capture of a CUDA graph each piece has memory of its own, and a zero is zeroed whenever the graph is replayed.
@@ -11,6 +12,7 @@ In the capture of a CUDA graph each piece has memory of its own, and a zero is z
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -54,31 +56,21 @@ def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
-def uninitialised(device: int) -> Tensor:
-    """FP32 [1]."""
-    if not (_alone or is_capturing()):
-        there = _uninitialised.get((device, current_stream(device)))  # type: ignore[misc]
-        if there:
-            return there.pop()
-    return _number(device, _uninitialised, torch.empty)
-
-
-def zero(device: int) -> Tensor:
-    """FP32 [1], 0."""
-    if not (_alone or is_capturing()):
-        there = _zeros.get((device, current_stream(device)))  # type: ignore[misc]
-        if there:
-            return there.pop()
-    return _number(device, _zeros, torch.zeros)
-
-
-def _number(device: int, pool: dict[tuple[int, int], list[Tensor]], make: Callable[..., Tensor]) -> Tensor:
+def _number(pool: dict[tuple[int, int], list[Tensor]], make: Callable[..., Tensor], device: int) -> Tensor:
     if _alone or is_capturing():
         return make(1, device=_on(device))
-    with torch.inference_mode(False):  # later ones are saved for backward
-        numbers = list(make(256, 4, device=_on(device))[:, 0].split(1))
-    pool[device, current_stream(device)] = numbers  # type: ignore[misc]
-    return numbers.pop()
+    key = device, current_stream(device)  # type: ignore[misc]
+    try:
+        return pool[key].pop()
+    except (KeyError, IndexError):
+        with torch.inference_mode(False):  # later numbers are saved for backward
+            numbers = list(make(256, 4, device=_on(device))[:, 0].split(1))
+        pool[key] = numbers
+        return numbers.pop()
+
+
+uninitialised = partial(_number, _uninitialised, torch.empty)
+zero = partial(_number, _zeros, torch.zeros)
 
 
 def workspace(device: int, stream: int, size: int) -> int:

@@ -167,20 +167,9 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
             data, exponent = new(device, shape, fmt.dtype), new(device, (rows, per_row), torch.uint8)
             nonfinite, total = zero(device), rows * per_row
             launch(
-                -(-total // _BLOCKS),
-                values,
-                data,
-                exponent,
-                nonfinite,
-                nonfinite,
-                1.0,
-                0,
-                cols,
-                per_row,
-                total,
-                cols,
+                -(-total // _BLOCKS), values, data, exponent, nonfinite, nonfinite, 1.0, 0, cols, per_row, total, cols,
                 1,
-            )
+            )  # fmt: skip
             return data, exponent, nonfinite
     data = values.new_empty(shape, dtype=fmt.dtype)
     exponent = values.new_empty((rows, per_row), dtype=torch.uint8)

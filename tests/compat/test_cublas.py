@@ -12,7 +12,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")
 def test_there_is_none_without_cuda():
-    assert cublas.library() is None and cublas.quick_library() is None and cublas.current_stream is None
+    assert cublas.library() is None and cublas.current_stream is None
 
 
 def test_a_status_that_is_not_success_is_an_error():
@@ -30,8 +30,7 @@ def test_a_candidate_is_laid_out_as_in_the_header():
 @needs_gpu
 def test_proposals_for_a_gemm():
     torch.cuda.init()
-    for library in (cublas.library(), cublas.quick_library()):
-        assert library.cublasLtGetVersion() >= 120000
+    assert cublas.library().cublasLtGetVersion() >= 120000
     described, handle = cublas.description(), cublas.handle(torch.cuda.current_device())
     assert cublas.handle(torch.cuda.current_device()) == handle
     cublas.set_attribute(described, cublas.TRANSA, ctypes.c_int32(1))
