@@ -92,7 +92,11 @@ def _mean(param: Any, is_mine: bool, unreduced: dict[int, Tensor]) -> Tensor | N
         unreduced: whole gradients that FSDP2 has not reduced, to be added to the gradients of the shards.
     """
     mine = unreduced.get(id(param)) if is_sharded(param) else param.grad
-    total = torch.zeros(param.shape, device=param.device) if mine is None or not is_mine else _values(mine).clone()
+    total = (
+        torch.zeros(param.shape, device=param.device, dtype=torch.float32)
+        if mine is None or not is_mine
+        else _values(mine).clone()
+    )
     total /= dist.get_world_size()
     if not is_sharded(param):
         dist.reduce(total, 0)

@@ -47,7 +47,7 @@ class Bucket(ABC):
         return True
 
     def _zeros(self, param: Tensor) -> Tensor:
-        return GradientTensor.from_float(torch.zeros(param.shape, device=param.device))
+        return GradientTensor.from_float(torch.zeros(param.shape, device=param.device, dtype=torch.float32))
 
     def forget(self, param: Tensor) -> None:
         """Remove the mean of a parameter of which no process has a gradient."""
@@ -186,7 +186,7 @@ class _Replicas:
         self._layout = Messages.in_turn([blocks], dist.get_world_size(group))
         self._packer = Packer(self._layout)
         self._buffers = CollectiveBuffers(self._layout, group, device, observers)
-        self._nonfinite = torch.zeros(1, device=device)
+        self._nonfinite = torch.zeros(1, device=device, dtype=torch.float32)
 
     def _row(self, message: Tensor) -> Row:
         data, exponent = self._message.parts(message.view(1, -1))

@@ -36,5 +36,5 @@ def give_back_to_ddp(model: nn.Module) -> None:
 
 def take_from_ddp(ddp: DistributedDataParallel) -> None:
     """Give DDP's reducer a dummy scalar that never gets a gradient, in the place of its one parameter."""
-    stand_in = torch.zeros(1, device=ddp.device, requires_grad=True)
+    stand_in = torch.zeros(1, device=ddp.device, requires_grad=True, dtype=torch.float32)
     reduce_only(ddp, stand_in)

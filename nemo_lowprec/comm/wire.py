@@ -143,7 +143,7 @@ def mean_of_messages(received: Tensor, layout: Messages, out: Tensor, own: tuple
         received = received.clone()
         received[own[0]] = own[1]
     data, exponents = layout.parts(received)
-    total = torch.zeros(layout.chunk, BLOCK, device=received.device)
+    total = torch.zeros(layout.chunk, BLOCK, device=received.device, dtype=torch.float32)
     for i in range(layout.world):
         total += dequantize_rows(data[i].view(torch.float8_e4m3fn), exponents[i].reshape(-1, 1))
     mean, exponent = quantize_rows(total * (1.0 / layout.world), E4M3)

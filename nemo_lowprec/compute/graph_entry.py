@@ -222,7 +222,7 @@ class _Sink(torch.autograd.Function):
 
 
 def _new_tag(device: torch.device) -> Tensor:
-    tag = torch.empty(1, device=device)
+    tag = torch.empty(1, device=device, dtype=torch.float32)
     keep_address(tag)
     _tags.append(tag)
     return tag

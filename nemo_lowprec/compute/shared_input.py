@@ -71,7 +71,7 @@ class InputGradient:
 
 @lru_cache(maxsize=16)
 def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(0, device=device)
+    return torch.empty(0, device=device, dtype=torch.float32)
 
 
 def no_values(source: Tensor) -> Tensor:

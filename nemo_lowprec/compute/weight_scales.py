@@ -105,7 +105,10 @@ class WeightScales(WeightStates):
 
     def _allocate(self, device: torch.device) -> None:
         n, self._largest = len(self.states), None
-        self.scale, self.amax = torch.ones(n, device=device), torch.zeros(n, device=device)
+        self.scale, self.amax = (
+            torch.ones(n, device=device, dtype=torch.float32),
+            torch.zeros(n, device=device, dtype=torch.float32),
+        )
         for i, one in enumerate(self.states.values()):
             one.scale, one.amax = self.scale[i : i + 1], self.amax[i : i + 1]
 
@@ -134,7 +137,7 @@ class WeightScales(WeightStates):
         if self._largest is None:
             at = {id(one): i for i, one in enumerate(self.states.values())}
             first = [at.get(id(one.beside[0]), i) if one.beside else i for i, one in enumerate(self.states.values())]
-            self._largest = torch.tensor(first, device=amax.device)
+            self._largest = torch.tensor(first, device=amax.device, dtype=torch.int64)
         return torch.zeros_like(amax).scatter_reduce_(0, self._largest, amax, "amax")[self._largest]
 
     @torch.no_grad()
@@ -145,7 +148,7 @@ class WeightScales(WeightStates):
         if not self.states:
             return
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-        norms = [torch.zeros((), device=self.amax.device)] * len(self.states)
+        norms = [torch.zeros((), device=self.amax.device, dtype=torch.float32)] * len(self.states)
         for i, scale in enumerate(self.states.values()):
             weight = scale.weight
             if weight is None:  # a parametrization computes the weight for each forward

@@ -85,7 +85,10 @@ def _receive(
     fmt: FloatFormat, margin: int, scale: list[float], amax: list[float], device: Any, cold: bool, recorded: bool
 ) -> AmaxSlot:
     slot = AmaxSlot(fmt, margin)
-    slot.scale, slot.amax = torch.tensor(scale, device=device), torch.tensor(amax, device=device)
+    slot.scale, slot.amax = (
+        torch.tensor(scale, device=device, dtype=torch.float32),
+        torch.tensor(amax, device=device, dtype=torch.float32),
+    )
     slot.cold, slot.recorded = cold, recorded
     return slot
 
@@ -160,7 +163,7 @@ class DelayedScaling:
             leaders = list(range(len(self.slots)))
             for follower, leader in self._shared.values():
                 leaders[position[id(follower)]] = position[id(leader)]
-            self._shared_index = torch.tensor(leaders, device=self.amax.device)
+            self._shared_index = torch.tensor(leaders, device=self.amax.device, dtype=torch.int64)
         torch.maximum(self.amax, self.amax[self._shared_index], out=self.amax)
 
     def to(self, device: torch.device) -> None:
@@ -173,10 +176,10 @@ class DelayedScaling:
     def _allocate(self, device: torch.device) -> None:
         n = len(self.slots)
         self._shared_index = self._before = None
-        self.scale = torch.ones(n, device=device)
-        self.amax = torch.zeros(n, device=device)
-        self.history = torch.zeros(self.history_len, n, device=device)
-        self._fp_max = torch.tensor([s.fmt.max for s in self.slots.values()], device=device)
+        self.scale = torch.ones(n, device=device, dtype=torch.float32)
+        self.amax = torch.zeros(n, device=device, dtype=torch.float32)
+        self.history = torch.zeros(self.history_len, n, device=device, dtype=torch.float32)
+        self._fp_max = torch.tensor([s.fmt.max for s in self.slots.values()], device=device, dtype=torch.float32)
         for i, slot in enumerate(self.slots.values()):
             slot.scale, slot.amax = self.scale[i : i + 1], self.amax[i : i + 1]
             slot.cold = True
@@ -240,7 +243,7 @@ class DelayedScaling:
     def rescale(self, kind: str, factor: float) -> None:
         """Adapt histories and scales of the operands named ``*.kind`` to values ``factor`` times as large."""
         chosen = [name.endswith(f".{kind}") for name in self.slots]
-        factors = torch.where(torch.tensor(chosen, device=self.scale.device), factor, 1.0)
+        factors = torch.where(torch.tensor(chosen, device=self.scale.device, dtype=torch.bool), factor, 1.0)
         self.history *= factors
         self.scale /= factors
 
@@ -317,8 +320,11 @@ class DelayedScaling:
         """
         self.updates = int(state["updates"])
         oldest = self.updates % self.history_len
-        columns = torch.zeros(self.history.shape)
-        scale, amax = torch.ones(len(self.slots)), torch.zeros(len(self.slots))
+        columns = torch.zeros(self.history.shape, dtype=torch.float32)
+        scale, amax = (
+            torch.ones(len(self.slots), dtype=torch.float32),
+            torch.zeros(len(self.slots), dtype=torch.float32),
+        )
         for i, (name, slot) in enumerate(self.slots.items()):
             saved = state["operands"].get(name)
             if saved is None:

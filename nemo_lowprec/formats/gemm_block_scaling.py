@@ -87,7 +87,7 @@ def _pow2_scale_inv(amax: Tensor, fmt: FloatFormat, layout: BlockLayout) -> Tens
 
 @lru_cache(maxsize=16)
 def _grid(device: torch.device) -> Tensor:
-    return torch.tensor(_E2M1_GRID, device=device)
+    return torch.tensor(_E2M1_GRID, device=device, dtype=torch.float32)
 
 
 def _round_e2m1(values: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -99,7 +99,7 @@ def _round_e2m1(values: Tensor, generator: torch.Generator | None) -> Tensor:
     gap = torch.where(high > low, high - low, torch.ones_like(high))
     fraction = (magnitude - low) / gap
     if generator is not None:
-        up = torch.rand(values.shape, generator=generator, device=values.device) < fraction
+        up = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32) < fraction
     else:
         # To nearest, ties to the even mantissa: even positions of the grid have mantissa 0.
         up = (fraction > 0.5) | ((fraction == 0.5) & (upper % 2 == 0))

@@ -48,7 +48,7 @@ def clip_grad_norm_(
         raise ValueError("gradient_release=True has stepped these parameters already. Leave it out, or the clipping.")
     grads = [p.grad for p in params if p.grad is not None]
     if not grads:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
         local = local_shard(grad)

@@ -26,12 +26,12 @@ class FoundInf:
         self._on_host = on_device
         self._copied: torch.cuda.Event | None = None
         if on_device.is_cuda:
-            self._on_host = torch.empty((), pin_memory=True).copy_(on_device, non_blocking=True)
+            self._on_host = torch.empty((), pin_memory=True, dtype=torch.float32).copy_(on_device, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(on_device.device))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FoundInf, (torch.tensor(float(bool(self))),)
+        return FoundInf, (torch.tensor(float(bool(self)), dtype=torch.float32),)
 
     def __bool__(self) -> bool:
         if self._copied is not None:

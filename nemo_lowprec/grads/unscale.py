@@ -41,8 +41,10 @@ def unscale_(params: Iterable[Tensor], scale: float, device: torch.device) -> Te
             grads[grad.device, grad.dtype].append(local_shard(grad))
     found = [_nonfinite(halves, device)]
     for (place, _), tensors in grads.items():
-        one = torch.zeros((), device=place)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, one, torch.full((), 1.0 / scale, device=place))
+        one = torch.zeros((), device=place, dtype=torch.float32)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            tensors, one, torch.full((), 1.0 / scale, device=place, dtype=torch.float32)
+        )
         found.append(one.to(device))
     return torch.stack(found).amax()
 
@@ -90,6 +92,6 @@ def _nonfinite(grads: list[Tensor], device: torch.device) -> Tensor:
         largest = torch.stack(torch._foreach_norm(tensors, math.inf))
         found.append((~(largest < math.inf).all()).float())
     if not found:
-        return torch.zeros((), device=device)
+        return torch.zeros((), device=device, dtype=torch.float32)
     found = [flag.to(device) for flag in found]
     return torch.stack(found).amax() if len(found) > 1 else found[0]

@@ -58,13 +58,13 @@ def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def _number(pool: dict[tuple[int, int], list[Tensor]], make: Callable[..., Tensor], device: int) -> Tensor:
     if _alone or is_capturing():
-        return make(1, device=_on(device))
+        return make(1, dtype=torch.float32, device=_on(device))
     key = device, current_stream(device)  # type: ignore[misc]
     try:
         return pool[key].pop()
     except (KeyError, IndexError):
         with torch.inference_mode(False):  # later numbers are saved for backward
-            numbers = list(make(256, 4, device=_on(device))[:, 0].split(1))
+            numbers = list(make(256, 4, dtype=torch.float32, device=_on(device))[:, 0].split(1))
         pool[key] = numbers
         return numbers.pop()
 

@@ -47,7 +47,7 @@ class TileTable:
         self.tiles = first
         self.grid = torch.tensor(grid, dtype=torch.int64).to(device)
         index = torch.arange(len(counts), dtype=torch.int32)
-        self.tensor_of = index.repeat_interleave(torch.tensor(counts)).to(device)
+        self.tensor_of = index.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(device)
 
 
 @lru_cache(maxsize=64)

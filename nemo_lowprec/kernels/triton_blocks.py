@@ -305,14 +305,14 @@ def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """
     device = gradients[0][0].device
     full = [i for i, (data, _, _) in enumerate(gradients) if data.numel()]
-    found = torch.zeros(len(gradients), device=device)
+    found = torch.zeros(len(gradients), device=device, dtype=torch.float32)
     if full:
         chosen = [gradients[i] for i in full]
         table = tile_table(tuple(data.shape for data, _, _ in chosen), _NORM_BLOCKS, device)
         addresses = PointerTable().get([g[:2] for g in chosen], device)
         factors = PointerTable().get([g[2:] for g in chosen], device)
-        partial = torch.empty(table.tiles, device=device)
-        out = found if len(full) == len(gradients) else torch.empty(len(full), device=device)
+        partial = torch.empty(table.tiles, device=device, dtype=torch.float32)
+        out = found if len(full) == len(gradients) else torch.empty(len(full), device=device, dtype=torch.float32)
         constants: dict[str, Any] = {"BLOCKS": _NORM_BLOCKS, "num_warps": _NORM_WARPS}
         with torch.cuda.device(device):
             _squares_kernel[(table.tiles,)](
@@ -320,5 +320,5 @@ def norms(gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
             )
             _sum_kernel[(len(full),)](partial, table.grid, table.tiles, factors, out, WIDTH=1024)
         if out is not found:
-            found[torch.tensor(full, device=device)] = out
+            found[torch.tensor(full, device=device, dtype=torch.int64)] = out
     return list(found.unbind())

@@ -189,7 +189,11 @@ def quantize(
     if not rows or not cols:
         if sums is not None:
             sums.zero_()
-        return row, col, torch.ones(1, device=values.device) if scale_inv is None else scale_inv.fill_(1.0)
+        return (
+            row,
+            col,
+            torch.ones(1, device=values.device, dtype=torch.float32) if scale_inv is None else scale_inv.fill_(1.0),
+        )
     scale_inv = uninitialised(device) if scale_inv is None else scale_inv
     _cast(
         device, key if _are_even(out, flipped_out) else None, -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS),

@@ -81,7 +81,7 @@ class _Tables:
         self.aligned = all(side % 16 == 0 for shape in shapes for side in shape)
         self.grid = torch.tensor(grid, dtype=torch.int32).to(device)
         index = torch.arange(len(counts), dtype=torch.int32)
-        self.tensor_of = index.repeat_interleave(torch.tensor(counts)).to(device)
+        self.tensor_of = index.repeat_interleave(torch.tensor(counts, dtype=torch.int64)).to(device)
         self._made_for = shapes, device
 
 

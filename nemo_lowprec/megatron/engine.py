@@ -298,7 +298,7 @@ class MegatronEngine:
 
     def _nobody_has_scales(self) -> bool:
         """Whether ``_has_no_scales`` on all processes: a process without FP8 layers has none."""
-        flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device())
+        flag = torch.tensor(float(self._has_no_scales()), device=torch.cuda.current_device(), dtype=torch.float32)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
@@ -373,7 +373,7 @@ class MegatronEngine:
             losses: scalar losses of this process's micro-batches (of its part of each sequence); empty on a process
                 without the last pipeline stage.
         """
-        mean = torch.zeros((), device=torch.cuda.current_device())
+        mean = torch.zeros((), device=torch.cuda.current_device(), dtype=torch.float32)
         if losses:
             mean += torch.stack(list(losses)).float().mean()
         dist.all_reduce(mean)

@@ -85,13 +85,13 @@ def _write_delayed(parts: Sequence[_MasterShard], group: dist.ProcessGroup, obse
 def _write_current(parts: Sequence[_MasterShard], group: dist.ProcessGroup, observers: Observers) -> None:
     mine = [part.main for part in parts if part.main is not None]
     norms = iter(torch._foreach_norm(mine, float("inf")) if mine else ())
-    none = torch.zeros((), device=parts[0].weight.device)
+    none = torch.zeros((), device=parts[0].weight.device, dtype=torch.float32)
     # Rounding is monotonic: the amax of the rounded values is the rounded amax.
     amaxes = [none if part.main is None else next(norms).to(part.weight.dtype).float() for part in parts]
     amax = torch.stack(amaxes)
     reduce_amax(amax, group, observers)
     scales = compute_scale(amax, E4M3.max)
-    unread = torch.empty(0)
+    unread = torch.empty(0, dtype=torch.float32)
     for part, scale in zip(parts, scales.split(1), strict=True):
         _cast(part, scale, unread)
     _set_scale_inv(parts, scales)

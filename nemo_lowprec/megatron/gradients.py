@@ -110,8 +110,8 @@ def _replace(buffer: Any) -> None:
         bucket.grad_data = None
     data = torch.zeros(size, dtype=E4M3.dtype, device=device)
     exponent = torch.full((1, size // BLOCK), UNIT, dtype=torch.uint8, device=device)
-    flags = torch.zeros(len(buffer.params), device=device)
-    one = torch.ones(1, device=device)
+    flags = torch.zeros(len(buffer.params), device=device, dtype=torch.float32)
+    one = torch.ones(1, device=device, dtype=torch.float32)
     for index, param in enumerate(buffer.params):
         start, end = buffer.param_index_map[param][:2]
         blocks = exponent[:, start // BLOCK : end // BLOCK]

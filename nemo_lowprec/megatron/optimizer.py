@@ -231,7 +231,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
         A gradient that several processes hold is counted by one of them.
         """
         self._copy_model_grads_to_main_grads()
-        total = torch.zeros((), device=torch.cuda.current_device())
+        total = torch.zeros((), device=torch.cuda.current_device(), dtype=torch.float32)
         if self._counted:
             total = _norms(self._counted).square().sum()
         if self._counted_elsewhere:  # a gradient of these may be infinite on this process only

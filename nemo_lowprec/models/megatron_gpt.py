@@ -148,7 +148,8 @@ class MegatronGPT(CausalLM):
     def _loss_sum(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         reported = self._engine.forward_backward(self.forward_step, [batch], forward_only=True)
         if not reported:  # not the last stage
-            return torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
+            nothing = torch.zeros((), device=self.device, dtype=torch.float32)
+            return nothing, nothing.long()
         total, tokens, _ = reported[0]
         return total, tokens
 

@@ -50,7 +50,7 @@ class _Tables:
             self.made_for = None  # until all tables are there: an allocation may fail
             shapes = [u.param.shape if blocked else torch.Size([u.param.numel()]) for u in updates]
             self.tiles = TileTable(shapes, _BLOCKS, device)
-            self.coefficients = torch.empty(len(updates), 2, device=device)
+            self.coefficients = torch.empty(len(updates), 2, device=device, dtype=torch.float32)
             self.salts, self.amax, self.changed = torch.zeros(3, len(updates), dtype=torch.int32, device=device)
             self.amaxes = self.amax.view(torch.float32).unbind()
             self.index = torch.tensor([u.index for u in updates], dtype=torch.int32).to(device)

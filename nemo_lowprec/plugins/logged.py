@@ -91,5 +91,9 @@ class LevelLog(Observer):
         for name, value in metrics.items():
             if value is not None:
                 # Lightning would copy a number to the GPU, and wait for the copy.
-                value = value if isinstance(value, Tensor) else torch.full((), float(value), device=module.device)
+                value = (
+                    value
+                    if isinstance(value, Tensor)
+                    else torch.full((), float(value), device=module.device, dtype=torch.float32)
+                )
                 module.log(name, value, on_step=True, on_epoch=False)

@@ -80,7 +80,7 @@ class StopTogether:
         device = self.trainer.strategy.root_device
         if device.type == "cuda" and self._act(evaluates):
             return
-        flag = torch.full((), wanted, device=device)
+        flag = torch.full((), wanted, device=device, dtype=torch.float32)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         self._answers[evaluates] = FoundInf(flag)
         if device.type != "cuda":

@@ -253,7 +253,7 @@ class MegatronStrategy(AgreesOnResume, DDPStrategy):
         batch, *rest = args
         self._pending.append(batch)
         if self._waits:
-            return torch.zeros((), device=self.root_device)
+            return torch.zeros((), device=self.root_device, dtype=torch.float32)
         batches, self._pending = self._pending, []
         engine.begin(batches)
         return self.lightning_module.training_step(batches, *rest, **kwargs)

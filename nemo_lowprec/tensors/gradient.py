@@ -126,7 +126,9 @@ class GradientTensor(BlockScaledTensor):
         rows, _, per_row = block_grid(like.shape)
         data = torch.empty(like.shape, dtype=E4M3.dtype, device=like.device)
         exponent = torch.empty(rows, per_row, dtype=torch.uint8, device=like.device)
-        return cls.of_parts(data, exponent, torch.zeros(1, device=like.device) if nonfinite is None else nonfinite)
+        return cls.of_parts(
+            data, exponent, torch.zeros(1, device=like.device, dtype=torch.float32) if nonfinite is None else nonfinite
+        )
 
     @classmethod
     def of_parts(cls, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> GradientTensor:
@@ -198,7 +200,7 @@ class GradientTensor(BlockScaledTensor):
     def own_factor(self) -> Tensor:
         """The factor, FP32 [1], for a change in place. The first call gives this tensor a factor of its own."""
         if not self.multiplied:
-            self.factor, self.multiplied = torch.ones(1, device=self.device), True
+            self.factor, self.multiplied = torch.ones(1, device=self.device, dtype=torch.float32), True
         return self.factor
 
     def renewed_(self) -> GradientTensor:
@@ -242,7 +244,7 @@ class GradientTensor(BlockScaledTensor):
 
 @lru_cache(maxsize=16)
 def _one(device: torch.device) -> Tensor:
-    return torch.ones(1, device=device)
+    return torch.ones(1, device=device, dtype=torch.float32)
 
 
 def _is_number(value: Any) -> bool:

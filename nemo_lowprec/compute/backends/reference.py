@@ -106,7 +106,7 @@ def _values(part: Orientation) -> Tensor:
 
 def _hadamard(values: Tensor) -> Tensor:
     """Rotate groups of 16 along the last dimension, which spreads outliers. In wgrad both rotations cancel."""
-    matrix = torch.ones(1, 1, device=values.device)
+    matrix = torch.ones(1, 1, device=values.device, dtype=torch.float32)
     for _ in range(4):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (values.reshape(-1, 16) @ (matrix / 4)).reshape(values.shape)

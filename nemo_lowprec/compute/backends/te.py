@@ -297,7 +297,7 @@ def _import_error() -> str | None:
 
 @lru_cache(maxsize=16)
 def _unread(device: torch.device) -> Tensor:
-    return torch.zeros(1, device=device)
+    return torch.zeros(1, device=device, dtype=torch.float32)
 
 
 @lru_cache(maxsize=256)

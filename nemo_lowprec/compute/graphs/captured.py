@@ -290,7 +290,7 @@ def _end_capture_of_generators(stream: torch.cuda.Stream) -> None:
     of the next capture ends that, too.
     """
     with torch.cuda.stream(stream):
-        something, graph = torch.empty(1, device=stream.device), torch.cuda.CUDAGraph()
+        something, graph = torch.empty(1, device=stream.device, dtype=torch.float32), torch.cuda.CUDAGraph()
         with _recording(graph, torch.cuda.graph_pool_handle()):
             something.zero_()
 

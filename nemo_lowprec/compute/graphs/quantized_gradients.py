@@ -25,7 +25,7 @@ class QuantizedGradients:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = params
         chosen = [i for i, param in enumerate(params) if is_stored_in_fp8(param)]
-        self._flags = torch.zeros(len(chosen), device=params[0].device if chosen else "cpu")
+        self._flags = torch.zeros(len(chosen), device=params[0].device if chosen else "cpu", dtype=torch.float32)
         self._stored = {
             i: _Stored(GradientTensor.empty(params[i], self._flags[at : at + 1])) for at, i in enumerate(chosen)
         }

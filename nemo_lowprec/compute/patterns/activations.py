@@ -89,8 +89,8 @@ def recognise_activation(module: nn.Module) -> tuple[str, bool] | None:
 
     The module's forward runs on a grid of values, in evaluation and in training. Results and gradients are compared.
     """
-    inner = torch.linspace(-6, 6, 193, device="cpu")
-    outer = torch.tensor([-1e4, -50, -20.5, -8, -1e-3, 1e-3, 8, 12, 20.5, 50, 1e4], device="cpu")
+    inner = torch.linspace(-6, 6, 193, device="cpu", dtype=torch.float32)
+    outer = torch.tensor([-1e4, -50, -20.5, -8, -1e-3, 1e-3, 8, 12, 20.5, 50, 1e4], device="cpu", dtype=torch.float32)
     grid = torch.cat([inner, outer]).view(12, 17)
     try:
         runs = [_run(module, grid, training) for training in (False, True)]

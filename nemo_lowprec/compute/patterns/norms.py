@@ -118,10 +118,10 @@ def _settings(module: nn.Module) -> dict[str, Any] | None:
     generator = torch.Generator().manual_seed(0)
     place = torch.empty(0, dtype=weight.dtype, device="cpu" if weight.is_meta else weight.device)
     shape = tuple(weight.shape)
-    x = torch.randn(2, 3, *shape, generator=generator).to(place)
-    parameters = {"weight": (0.25 + 0.5 * torch.rand(shape, generator=generator)).to(place)}
+    x = torch.randn(2, 3, *shape, generator=generator, dtype=torch.float32).to(place)
+    parameters = {"weight": (0.25 + 0.5 * torch.rand(shape, generator=generator, dtype=torch.float32)).to(place)}
     if bias is not None:
-        parameters["bias"] = torch.randn(shape, generator=generator).to(place)
+        parameters["bias"] = torch.randn(shape, generator=generator, dtype=torch.float32).to(place)
     got = run_with(module, parameters, x)
     if got is None or got.shape != x.shape:
         return None

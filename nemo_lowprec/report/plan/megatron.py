@@ -106,7 +106,7 @@ def _stage(layers: Layers, layout: Layout, own: Mapping[str, Any], stage: int) -
         weights.add_bytes(part, dtype, count * dtype.itemsize)
         gradient = _gradient(count, dtype, settings, is_matrix)
         gradients.add(part, gradient)
-        shard = torch.empty(-(-count // cut // BLOCK) * BLOCK, device="meta")
+        shard = torch.empty(-(-count // cut // BLOCK) * BLOCK, device="meta", dtype=torch.float32)
         if is_matrix:
             mark_part_of_matrix(shard)
         masters.add(part, _master(shard, dtype, settings))
@@ -137,7 +137,7 @@ def _gradient(count: int, dtype: torch.dtype, settings: MegatronSettings, is_mat
     """``count`` elements of Megatron's gradient buffer, or of this package's FP8 gradient buffer."""
     if settings.fp8_gradients and is_matrix:
         blocks = -(-count // BLOCK)
-        return GradientTensor.empty(torch.empty(blocks, BLOCK, device="meta"))
+        return GradientTensor.empty(torch.empty(blocks, BLOCK, device="meta", dtype=torch.float32))
     in_fp32 = settings.ddp["grad_reduce_in_fp32"] or dtype == torch.float8_e4m3fn
     return torch.empty(count, dtype=torch.float32 if in_fp32 else dtype, device="meta")
 
