@@ -33,6 +33,7 @@ from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.own_parameters import show_own_parameters
 from nemo_lowprec.compute.patterns import Match
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
 from nemo_lowprec.compute.speed_filter import SpeedFilter, choose, costs
@@ -146,6 +147,7 @@ class Computation(Column):
             plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
+            show_own_parameters(model)
         if self._half_weights:
             take_fp32_input(model, self.device.type == "cpu")
             if self._opens_autocast:

@@ -1,4 +1,4 @@
-"""An ``nn.Embedding`` whose table may be in low-bit storage, or have an FP32 gradient, also in a compiled graph.
+"""An ``nn.Embedding`` whose table may be in low-bit storage, or have an FP32 gradient.
 
 Autograd makes the gradient of the table in the dtype of the rows, and casts the whole table where another dtype is
 wanted. Here the gradient is summed in FP32 and written once, in the dtype in which layers compute their gradients.
@@ -16,8 +16,6 @@ from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_b
 from nemo_lowprec.compat.tensors import is_plain
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.class_swap import own_forward, swap
-from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
-from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.linear_function import grad_buffer_of, read_grad_buffer
 from nemo_lowprec.kernels.loader import embedding_kernels
 from nemo_lowprec.tensors import Fp16Weight
@@ -25,26 +23,11 @@ from nemo_lowprec.tensors.gradient import computed_dtype
 
 
 class LowPrecisionEmbedding(nn.Embedding):
-    """``nn.Embedding`` for any table. Conversion makes it of an ``nn.Embedding``.
-
-    Attributes:
-        entry: says what a compiled graph reads.
-    """
-
-    entry: GraphEntry
+    """``nn.Embedding`` for any table. Conversion makes it of an ``nn.Embedding``."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            return self._look_up(input) if self._sums_gradient(input) else super().forward(input)
-        if self.max_norm is not None or not self.entry.prepare():
-            return super().forward(input)
-        if not has_own_weight(self, "weight", self.entry):
-            return super().forward(input)
-        table = read_parameter(self, "weight", self.entry.weight)
-        assert table is not None
-        return F.embedding(
-            input, table, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
-        )
+        own = not torch.compiler.is_compiling() and self._sums_gradient(input)
+        return self._look_up(input) if own else super().forward(input)
 
     def _sums_gradient(self, input: Tensor) -> bool:
         """Whether autograd would sum the gradient of the table in half precision, or cast the sums."""
@@ -112,7 +95,7 @@ def table_gradient(
 
 
 def convert_embeddings(model: nn.Module) -> None:
-    """Let the embeddings of ``model`` take part in compiled graphs, whatever their tables are stored in."""
+    """Let the embeddings of ``model`` sum the gradients of their tables in FP32."""
     for module in model.modules():
         if type(module) is nn.Embedding and not own_forward(module):
-            swap(module, LowPrecisionEmbedding, entry=GraphEntry(None, module))
+            swap(module, LowPrecisionEmbedding)

@@ -14,6 +14,7 @@ that a layer which gets a new tag (``GraphEntry.renew``) lets the recorded graph
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -47,9 +48,13 @@ class GraphParameter:
         sink: a tensor without memory that hands its gradient on to the parameter, by autograd.
         trains: whether the parameter has a gradient.
         sums_in_fp32: whether the parameter's gradient in autograd is FP32.
+
+    Args:
+        computed: gives the dtype in which backward computes the gradient of a parameter.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computed: Callable[[Tensor], torch.dtype]) -> None:
+        self._computed = computed
         self.param: Tensor | None = None
         self.data: Tensor | None = None
         self.scale_inv: Tensor | None = None
@@ -65,7 +70,7 @@ class GraphParameter:
         self.data = self.scale_inv = None
         if param is None:
             return
-        dtype = computed_dtype(param)
+        dtype = self._computed(param)
         self.trains, self.dtype = param.requires_grad, param.dtype
         self.sums_in_fp32 = gradient_dtype(param) == torch.float32
         if isinstance(param, QuantizedTensor):
@@ -87,7 +92,7 @@ class GraphParameter:
         """Whether everything is as it was."""
         if param is not self.param or param is None:
             return False
-        dtype = computed_dtype(param)
+        dtype = self._computed(param)
         if self.data is None:
             return not isinstance(param, QuantizedTensor) and dtype == param.dtype
         here = stored_data(param).data_ptr() == self.data.data_ptr() and param.device == self.data.device
@@ -102,6 +107,7 @@ class GraphEntry:
         plan: the layer's ``GemmPlan``, held weakly; its attribute ``entry`` is this object. None for a layer that has
             none, and needs no tag.
         layer, name, bias: the module that holds the weight, held weakly, and the names of weight and bias.
+        computed: as ``GraphParameter`` has it.
 
     Attributes:
         tag, signature, weight, bias: see above.
@@ -112,9 +118,16 @@ class GraphEntry:
 
     used = recorded = False
 
-    def __init__(self, plan: Any, layer: nn.Module, name: str = "weight", bias: str = "bias") -> None:
+    def __init__(
+        self,
+        plan: Any,
+        layer: nn.Module,
+        name: str = "weight",
+        bias: str = "bias",
+        computed: Callable[[Tensor], torch.dtype] = computed_dtype,
+    ) -> None:
         self._plan = ref(plan) if plan is not None else None
-        self._layer, self._names = ref(layer), (name, bias)
+        self._layer, self._names, self._computed = ref(layer), (name, bias), computed
         self._forget()
         _entries.add(self)
 
@@ -123,11 +136,12 @@ class GraphEntry:
         self.model: Tensor | None = None
         self.signature = ""
         self._signed: Any = None
-        self.weight, self.bias = GraphParameter(), GraphParameter()
+        self.weight, self.bias = GraphParameter(self._computed), GraphParameter(self._computed)
 
     def __getstate__(self) -> dict[str, Any]:
         name, bias = self._names
-        return {"plan": self._plan and self._plan(), "layer": self._layer(), "name": name, "bias": bias}
+        plan = self._plan and self._plan()
+        return {"plan": plan, "layer": self._layer(), "name": name, "bias": bias, "computed": self._computed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

@@ -53,7 +53,7 @@ def test_gradients_are_those_of_torch_but_for_roundings(level, padding, monkeypa
         if not own:
             monkeypatch.setattr(LowPrecisionEmbedding, "_sums_gradient", lambda *_: False)
         model, _ = prepared(level, padding_idx=padding)
-        assert type(model.table) is LowPrecisionEmbedding
+        assert isinstance(model.table, LowPrecisionEmbedding)
         with torch.autocast("cpu", torch.bfloat16):
             out = model(tokens())
         assert (model.table(tokens()).grad_fn.name() == "_LookupBackward") is own

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.autocast import AutocastOff, autocast_off
 from nemo_lowprec.compute.backends.base import Backend, NormKind, plain_norm
 from nemo_lowprec.compute.class_swap import dtype_obstacle, swap
-from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
-from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, probing, run_with
 
 
@@ -25,22 +23,14 @@ class _Norm(nn.Module):
 
     Attributes:
         norm_backend: has the kernel.
-        entry: says what a compiled graph reads.
     """
 
-    entry: GraphEntry
     norm_backend: Backend
-
-    def _read(self, name: str) -> Any:
-        """The parameter ``name``, as a compiled graph reads it where one is traced."""
-        if torch.compiler.is_compiling() and self.entry.prepare() and has_own_weight(self, "weight", self.entry):
-            return read_parameter(self, name, getattr(self.entry, name))
-        return getattr(self, name)
 
     def _compute(self, x: Tensor, kind: NormKind) -> Tensor:
         """The norm of ``x``, in autocast's dtype or that of ``x``."""
-        weight = self._read("weight")
-        bias = self._read("bias") if kind.layer else None
+        weight: Any = self.weight
+        bias: Any = self.bias if kind.layer else None
         device = "cuda" if x.is_cuda else x.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         backend = self.norm_backend
@@ -98,7 +88,7 @@ class Norms(Pattern):
 
     def apply(self, module: nn.Module, match: Match, backend: Backend) -> None:
         cls = LowPrecisionRMSNorm if "zero_centered" in match.settings else LowPrecisionLayerNorm
-        swap(module, cls, norm_backend=backend, entry=GraphEntry(None, module), **match.settings)
+        swap(module, cls, norm_backend=backend, **match.settings)
 
 
 @probing()
