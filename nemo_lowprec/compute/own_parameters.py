@@ -9,6 +9,8 @@ parameter that the module may write stays as it is: the write would be lost.
 
 from __future__ import annotations
 
+import copyreg
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +24,6 @@ from nemo_lowprec.compute.graph_entry import GraphEntry
 from nemo_lowprec.compute.written import may_write
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
-_classes: dict[tuple[type[nn.Module], tuple[str, ...]], type[nn.Module]] = {}
-
 
 def show_own_parameters(model: nn.Module) -> None:
     """Let compiled graphs read the parameters of all modules of ``model`` that have no GEMM plan."""
@@ -32,7 +32,7 @@ def show_own_parameters(model: nn.Module) -> None:
             continue
         if getattr(module, "max_norm", None) is not None:  # an embedding that writes its table in each pass
             continue
-        cls = type(module)
+        cls: Any = type(module)
         names = tuple(n for n, p in module._parameters.items() if p is not None and not hasattr(cls, n))
         names = tuple(name for name in names if not may_write(cls, name))
         if names:
@@ -41,14 +41,24 @@ def show_own_parameters(model: nn.Module) -> None:
             swap(module, showing(cls, names), parameter_entries=entries)
 
 
-def showing(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+@functools.cache
+def showing(cls: Any, names: tuple[str, ...]) -> Any:
     """The class of modules of the class ``cls`` whose parameters ``names`` are readable in compiled graphs."""
-    if (cls, names) not in _classes:
-        state: dict[str, Any] = {name: property(_reading(name)) for name in names}
-        state |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reducing(cls, names)}
-        metaclass: Any = type(cls)
-        _classes[cls, names] = metaclass(cls.__name__, (cls,), state)
-    return _classes[cls, names]
+    state = {name: property(_reading(name)) for name in names}
+    metaclass: Any = type(cls)
+    return _metaclass(metaclass)(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **state})
+
+
+@functools.cache
+def _metaclass(base: Any) -> Any:
+    """The class of the classes that ``showing`` makes, which pickles find by what they were made of."""
+    metaclass = type("Showing", (base,), {})
+    copyreg.pickle(metaclass, _pickled)  # type: ignore[arg-type]
+    return metaclass
+
+
+def _pickled(cls: Any) -> Any:
+    return showing, (cls.__bases__[0], tuple(name for name, value in vars(cls).items() if isinstance(value, property)))
 
 
 def _reading(name: str) -> Callable[[Any], Tensor | None]:
@@ -68,17 +78,3 @@ def _is_own(module: nn.Module, name: str, entry: GraphEntry) -> bool:
     """Whether the graph can read the module's own parameter, which is not that of a ``functional_call``."""
     own = entry.weight
     return own.data is not None and (not entry.shows() or module._parameters[name] is own.param)
-
-
-def _reducing(cls: type[nn.Module], names: tuple[str, ...]) -> Callable[[Any, Any], Any]:
-    """Copies and pickles find the class by what it was made of."""
-
-    def reduce(module: Any, protocol: Any) -> Any:
-        _, _, *state = super(showing(cls, names), module).__reduce_ex__(2)
-        return _new, (cls, names), *state
-
-    return reduce
-
-
-def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    return object.__new__(showing(cls, names))

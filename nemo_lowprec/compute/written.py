@@ -8,12 +8,11 @@ import inspect
 import textwrap
 from typing import Any
 
-
 _OUTSIDE_OF_PASSES = ("init", "reset")  # within the names of methods that give parameters their first values
 
 
 @functools.cache
-def may_write(cls: type[Any], name: str) -> bool:
+def may_write(cls: Any, name: str) -> bool:
     """Whether a method of ``cls`` may write ``self.<name>`` in place, or store it elsewhere.
 
     Read off the source, which knows the parameter by ``self.<name>``, by views of it and by variables for both. True
