@@ -147,7 +147,6 @@ class Computation(Column):
             plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
-            show_own_parameters(model)
         if self._half_weights:
             take_fp32_input(model, self.device.type == "cpu")
             if self._opens_autocast:
@@ -155,6 +154,8 @@ class Computation(Column):
                     self._hooks.enter_context(handle)
         if self.options.activations is not None:
             self._keep_less(model, self.options.activations, gated)
+        if self._half_weights or self.options.level.is_low_bit:
+            show_own_parameters(model)  # whose classes have no names that the code above knows
         if self.options.recipe is not None and self.options.layers.is_auto:
             low_bit = self._stored() in ("fp16", "fp8")
             self._filter = SpeedFilter(model, half_backend, self.own_amaxes.weights, low_bit)
