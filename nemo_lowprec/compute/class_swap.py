@@ -69,13 +69,18 @@ def revert_layers(model: nn.Module) -> None:
                     del module.__dict__[name]
                 else:
                     module.__dict__[name] = value
-            module.__class__ = original if type(module) is ours else _rebased(type(module), original)
+            module.__class__ = _rebased(type(module), ours, original)
 
 
-def _rebased(cls: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """``cls``, which a parametrization has derived from a class of this package, derived from ``original`` instead."""
+def _rebased(cls: type[nn.Module], ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """``cls``, which a parametrization or FSDP2 has derived from ``ours``, derived from ``original`` instead."""
+    if not issubclass(cls, ours):
+        return cls
+    if cls is ours:
+        return original
+    bases = tuple(_rebased(base, ours, original) for base in cls.__bases__)
     inherited = ("__dict__", "__weakref__")
-    return type(cls.__name__, (original,), {name: v for name, v in vars(cls).items() if name not in inherited})
+    return type(cls.__name__, bases, {name: v for name, v in vars(cls).items() if name not in inherited})
 
 
 def own_forward(module: nn.Module) -> str | None:
