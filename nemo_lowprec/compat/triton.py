@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+from nemo_lowprec.compat.native import launch_address, native
+
+_KINDS = {"i32": "i", "i64": "l", "fp32": "f", "constexpr": "-"}  # as ``native.c`` has them, by Triton's types
+
 current_device = torch._C._cuda_getDevice if torch.backends.cuda.is_built() else None
 
 
@@ -20,13 +24,14 @@ def launch_of(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
     """
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     stream_of, device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()
-    if _launches_directly(run):
-        extension, how = run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata)
+    kernel = _native_kernel(compiled, len(constants))
+    if kernel is not None:
+        launch_native = native().launch
 
-        def directly(programs: int, *args: Any) -> None:
-            extension(programs, 1, 1, stream_of(device), function, *how, None, None, None, *args, *constants)
+        def natively(programs: int, *args: Any) -> None:
+            launch_native(kernel, programs, stream_of(device), *args)
 
-        return directly
+        return natively
 
     def launch(programs: int, *args: Any) -> None:
         run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *args, *constants)
@@ -34,7 +39,18 @@ def launch_of(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
     return launch
 
 
-def _launches_directly(run: Any) -> bool:
-    """Whether ``run`` adds to its arguments only what is known here, before it calls its C extension."""
-    sizes = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
-    return version("triton").startswith("3.6.") and sizes == (0, 0)
+def _native_kernel(compiled: Any, constants: int) -> Any:
+    """``compiled`` for ``native().launch``, without its last ``constants`` arguments; None where that launches none."""
+    run = compiled.run
+    scratch = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
+    if scratch != (0, 0) or not version("triton").startswith("3.6."):
+        return None  # other versions pass other things to a kernel
+    warps, blocks, shared = compiled.packed_metadata
+    types = list(compiled.src.signature.values())
+    kinds = ["p" if isinstance(each, str) and each[0] == "*" else _KINDS.get(each) for each in types]
+    plain = blocks == 1 and not run.launch_cooperative_grid and not run.launch_pdl
+    known = None not in kinds and kinds[len(kinds) - constants :] == ["-"] * constants
+    if not (plain and known) or native() is None:
+        return None
+    passed = "".join(kinds[: len(kinds) - constants])  # type: ignore[arg-type]
+    return native().new_kernel(launch_address(), compiled.function, 32 * warps, shared, passed)

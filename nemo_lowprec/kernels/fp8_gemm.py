@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from threading import Lock
+from functools import lru_cache
 from typing import Any
 from weakref import finalize
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat import cublas
+from nemo_lowprec.compat.native import address, native
 from nemo_lowprec.compat.tensors import dispatch_modes
 from nemo_lowprec.compat.triton import current_device
 from nemo_lowprec.kernels.memory import workspace
@@ -29,9 +30,6 @@ _EXACT_OPTION = 4
 _ALIGNMENT = 256  # of addresses, at most
 _KEPT = 4096  # shapes
 
-_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
-_ADDRESS_OF_ONE, _ADDRESS_OF_ZERO = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
-
 
 def _new_call(
     device: int, m: int, n: int, k: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, stride: int,
@@ -39,21 +37,21 @@ def _new_call(
 ) -> Callable[..., int]:  # fmt: skip
     """A function that launches the GEMM of one shape on the current stream, and returns cuBLASLt's status.
 
-    Its arguments are the addresses of a, b, their 1 / scale, the bias (or 0), the result, and of the factor of the
-    result's old values. cuBLASLt reads matrices in column-major order: a result [M, N] in row-major order is its [N,
-    M], its A is our ``b``.
+    Its arguments are the addresses of a and b, their 1 / scale, the bias or None, the address of the result, and
+    whether the product is added to what is there. cuBLASLt reads matrices in column-major order: a result [M, N] in
+    row-major order is its [N, M], its A is our ``b``.
     """
     handle, described = cublas.handle(device), cublas.description()
     cublas.set_attribute(described, cublas.TRANSA, ctypes.c_int32(1))
     cublas.set_attribute(described, cublas.FAST_ACCUM, ctypes.c_int8(fast_accum))
     # The heuristic asks whether these addresses are there, and reads nothing at them.
-    scale_b, scale_a, biases = ctypes.c_uint64(alignment), ctypes.c_uint64(alignment), ctypes.c_uint64(alignment)
-    cublas.set_attribute(described, cublas.A_SCALE, scale_b)
-    cublas.set_attribute(described, cublas.B_SCALE, scale_a)
+    somewhere = ctypes.c_uint64(alignment)
+    cublas.set_attribute(described, cublas.A_SCALE, somewhere)
+    cublas.set_attribute(described, cublas.B_SCALE, somewhere)
     if not no_bias:
         cublas.set_attribute(described, cublas.EPILOGUE, ctypes.c_int32(cublas.EPILOGUE_BIAS))
         cublas.set_attribute(described, cublas.BIAS_TYPE, ctypes.c_int32(cublas.DATA_TYPES[out]))
-        cublas.set_attribute(described, cublas.BIAS, biases)
+        cublas.set_attribute(described, cublas.BIAS, somewhere)
     layout_a, layout_b = cublas.layout(b, k, n, k), cublas.layout(a, k, m, k)
     layout_out = cublas.layout(out, n, m, stride)
     chooses = fast_accum and torch.cuda.get_device_capability(device)[0] == 9
@@ -65,39 +63,29 @@ def _new_call(
         raise RuntimeError(f"cuBLASLt has no algorithm for [{m}, {k}] x [{n}, {k}].T in {a}, {b} and {out}")
     quick = (one for one in found if not one.option(cublas.CUSTOM_OPTION) & _EXACT_OPTION)
     algorithm = next(quick, found[0]) if chooses else found[0]
-    at_algorithm = ctypes.addressof(algorithm)
-    at_b, at_a, at_bias = map(ctypes.addressof, (scale_b, scale_a, biases))
-    library = cublas.library()
-    matmul, set_attribute = library.cublasLtMatmul, library.cublasLtMatmulDescSetAttribute
-    lock, current_stream = Lock(), cublas.current_stream
+    library, size = cublas.library(), algorithm.workspace
+    gemm = native().new_gemm(
+        address(library.cublasLtMatmul), address(library.cublasLtMatmulDescSetAttribute), handle, described, layout_a,
+        layout_b, layout_out, ctypes.addressof(algorithm), size,
+    )  # fmt: skip
+    launch, current_stream = native().gemm, cublas.current_stream
 
-    def call(a: int, b: int, scale_of_a: int, scale_of_b: int, bias: int, out: int, beta: int) -> int:
+    def call(a: int, b: int, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, out: int, adds: bool) -> int:
         stream = current_stream(device)  # type: ignore[misc]
-        size = algorithm.workspace  # ``call`` holds the algorithm, whose address it hands over
         memory = workspace(device, stream, size) if size else 0
-        with lock:  # two threads must not set the addresses of one GEMM
-            scale_b.value, scale_a.value = scale_of_b, scale_of_a
-            set_attribute(described, cublas.A_SCALE, at_b, 8)
-            set_attribute(described, cublas.B_SCALE, at_a, 8)
-            if bias:
-                biases.value = bias
-                set_attribute(described, cublas.BIAS, at_bias, 8)
-            return matmul(  # type: ignore[no-any-return]
-                handle, described, _ADDRESS_OF_ONE, b, layout_a, a, layout_b, beta, out, layout_out, out, layout_out,
-                at_algorithm, memory, size, stream,
-            )  # fmt: skip
+        return launch(gemm, a, b, scale_a, scale_b, bias, out, adds, memory, stream)  # type: ignore[no-any-return]
 
     finalize(call, cublas.destroy, described, (layout_a, layout_b, layout_out)).atexit = False
     return call
 
 
-_LIBRARY = cublas.library() is not None
 _calls: dict[tuple[Any, ...], Callable[..., int]] = {}
 
 
+@lru_cache(maxsize=1)
 def is_supported() -> bool:
-    """Whether there is cuBLASLt."""
-    return _LIBRARY
+    """Whether there is cuBLASLt, and what launches its GEMMs."""
+    return cublas.library() is not None and native() is not None
 
 
 def gemm(
@@ -139,7 +127,7 @@ def gemm(
 
 def _are_plain(a: Tensor, b: Tensor) -> bool:
     """Whether ``gemm_at`` takes the matrices. Who watches torch's operations, or traces them, sees torch's own GEMM."""
-    if type(a) is not Tensor or type(b) is not Tensor or dispatch_modes() or not _LIBRARY:
+    if type(a) is not Tensor or type(b) is not Tensor or dispatch_modes() or not is_supported():
         return False
     (m, k), n = a.shape, b.shape[0]
     even = m > 0 and not (k % 16 or n % 16 or (a.data_ptr() | b.data_ptr()) % 16)
@@ -170,9 +158,6 @@ def gemm_at(
         if len(_calls) >= _KEPT:
             _calls.clear()
         call = _calls[key] = _new_call(*key)
-    status = call(
-        a, b, scale_a.data_ptr(), scale_b.data_ptr(), 0 if bias is None else bias.data_ptr(), out,
-        _ADDRESS_OF_ONE if adds else _ADDRESS_OF_ZERO,
-    )  # fmt: skip
+    status = call(a, b, scale_a, scale_b, bias, out, adds)
     if status:
         cublas.check(status)

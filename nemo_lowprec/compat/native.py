@@ -1,0 +1,37 @@
+"""``kernels/native.c``, compiled at first use by Triton, which compiles its own launchers in the same way."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parents[1] / "kernels" / "native.c"
+NAME = "nemo_lowprec_native"
+
+log = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=1)
+def native() -> Any:
+    """The compiled module; None where there is no Triton or no C compiler: the same launches take more host time."""
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        return compile_module_from_src(SOURCE.read_text(), NAME)
+    except Exception as error:  # whatever stands in the way, there is another way
+        log.info("Kernels are launched from Python: %s was not compiled (%s).", SOURCE.name, error)
+        return None
+
+
+def address(function: Any) -> int:
+    """The address of a function of ``ctypes``."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+@lru_cache(maxsize=1)
+def launch_address() -> int:
+    """The address of ``cuLaunchKernel``."""
+    return address(ctypes.CDLL("libcuda.so.1").cuLaunchKernel)
