@@ -9,6 +9,7 @@ each figure is the median over rounds. ``step_us`` is the optimizer's step with 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -116,6 +117,7 @@ def main() -> None:
     x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(ROWS, WIDTH, device="cuda")
     field = {name: make() for name, make in contestants().items()}
+    gc.freeze()  # so that no contestant waits while the objects of all others are looked through
     for _ in range(WARMUP + args.rounds):
         for one in field.values():
             one.round(x, grad)

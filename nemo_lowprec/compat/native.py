@@ -11,8 +11,6 @@ from typing import Any
 SOURCE = Path(__file__).parents[1] / "kernels" / "native.c"
 NAME = "nemo_lowprec_native"
 
-log = logging.getLogger(__name__)
-
 
 @lru_cache(maxsize=1)
 def native() -> Any:
@@ -22,7 +20,7 @@ def native() -> Any:
 
         return compile_module_from_src(SOURCE.read_text(), NAME)
     except Exception as error:  # whatever stands in the way, there is another way
-        log.info("Kernels are launched from Python: %s was not compiled (%s).", SOURCE.name, error)
+        logging.getLogger(__name__).info("Kernels take more host time: %s was not compiled (%s).", SOURCE.name, error)
         return None
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "backward_hooks", "base_of",
-    "disabled_torch_function", "dispatch_modes", "has_dispatch_mode",
+    "disabled_torch_function", "dispatch_modes", "empty_strided_cuda", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
     "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
     "without_dispatch_modes", "without_torch_function",
@@ -23,6 +23,8 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # a context: subclasses compute as plain tensors
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
+# (shape, strides, dtype) to a tensor on the current device, as inductor's code allocates; None without CUDA.
+empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class PlainSubclass(Tensor):

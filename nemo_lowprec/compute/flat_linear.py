@@ -94,11 +94,8 @@ def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> Quanti
     """``backend.quantize`` in both orientations, for the contiguous ``values`` of a layer that trains."""
     kernels: Any = fused_kernels()
     slot = operand.slot
-    if slot is None:
-        largest = kernels.amax(values if values.dim() == 2 else values.view(rows, cols))
-        made = kernels.quantize_again(values, rows, cols, largest, operand.fmt, None, operand.margin)
-    else:
-        made = kernels.quantize_again(values, rows, cols, slot.scale, operand.fmt, slot.amax, None)
+    scale, record = (None, None) if slot is None else (slot.scale, slot.amax)
+    made = kernels.quantize_again(values, rows, cols, scale, operand.fmt, record, operand.margin)
     if made is None:
         return None
     row, col, scale_inv = made

@@ -13,7 +13,8 @@ with scales of blocks, on the ``te`` backend) the graph reads the form that it h
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,6 +26,24 @@ from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.tensors import Fp8Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 from nemo_lowprec.tensors.marks import has_number, number_of, take_stepped
+
+_numbers = count()
+
+
+class _Job(NamedTuple):
+    """What ``WeightCast`` takes to make a kept operand anew.
+
+    Attributes:
+        number: of this job alone.
+        address: of the weight's elements.
+        scale: of the weight.
+        tensors: the job; None where there is no kernel for the weight.
+    """
+
+    number: int
+    address: int
+    scale: Tensor | None
+    tensors: tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None] | None
 
 
 class WeightState:
@@ -40,7 +59,7 @@ class WeightState:
     """
 
     __slots__ = (
-        "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered",
+        "_built", "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered",
         "histories", "name", "table",
     )  # fmt: skip
 
@@ -51,6 +70,7 @@ class WeightState:
         self.gathered = False
         self._kept: Any = None  # the weight as a quantized operand of the layer's backend
         self._has_own_memory = False  # of ``_kept``
+        self._built: Any = None  # the ``_Job`` for ``_kept``
         self._form = (False, False, False)  # of ``_kept``: rowwise, columnwise, whether of the weight's transpose
         # The state at which the weight was measured, and the one of which ``_kept`` was made: the same object, as long
         # as ``_kept`` is the present weight.
@@ -66,7 +86,7 @@ class WeightState:
         names = [name for cls in type(self).__mro__ for name in getattr(cls, "__slots__", ())]
         state = {name: getattr(self, name) for name in names if hasattr(self, name)}
         del state["_layer"]
-        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "_seen", "table"))
+        forgotten = dict.fromkeys(("_measured", "_kept_as", "_left", "_kept", "_built", "_seen", "table"))
         return None, {**state, "layer": self.layer, **forgotten}
 
     @property
@@ -172,20 +192,28 @@ class WeightState:
 
     def drop(self) -> None:
         """Keep nothing."""
-        self._kept = self._kept_as = None
+        self._kept = self._kept_as = self._built = None
 
-    def _job(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None] | None:
-        """What ``WeightCast`` takes to make ``_kept`` anew in place; None where nothing needs that, or it cannot."""
+    def _job(self) -> _Job | None:
+        """What makes ``_kept`` anew in place; None where nothing needs that, or nothing can."""
         kept, measured = self._kept, self._measured
         if kept is None or self._kept_as is measured or measured is None or measured[0] is None:
             return None  # where the first is None its layer measures first
         weight = self.weight
-        if weight is None:
+        if weight is None or not self._has_own_memory or not has_number(weight, self._seen):
             return None
-        if not self._has_own_memory or not has_number(weight, self._seen):
+        state = _state_of(weight)
+        if measured[1:] != state:
             return None
-        if measured != (measured[0], *_state_of(weight)):
-            return None
+        built, address = self._built, state[-1]
+        if built is None or built.address != address or built.scale is not self._scale():
+            tensors = self._tensors(weight, kept)
+            takes = tensors is not None and _kernel_takes(tensors[0])
+            built = self._built = _Job(next(_numbers), address, self._scale(), tensors if takes else None)
+        return built if built.tensors is not None else None
+
+    def _tensors(self, weight: Tensor, kept: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Any] | None:
+        """A job of ``WeightCast`` that makes ``kept`` anew; None where no job does."""
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
@@ -310,14 +338,13 @@ class WeightStates:
         if kernels is None:
             return
         jobs = [(state, job) for state in self.states.values() if (job := state._job()) is not None]
-        jobs = [(state, job) for state, job in jobs if _kernel_takes(job[0])]
         if not jobs:
             return
         if self._caster is None:
             self._caster = kernels.WeightCast()
-        self._caster.cast([job for _, job in jobs])
+        self._caster.cast([job.tensors for _, job in jobs], [job.number for _, job in jobs])
         # A step of another optimizer of the model may have written other weights: graphs of this one live on.
-        written = [job for state, job in jobs if state._was_written()]
+        written = [job.tensors for state, job in jobs if state._was_written()]
         # Not that of the weight's own storage, which may be an orientation, and has not been written here.
         torch.autograd.graph.increment_version([t for job in written for t in job[3:] if t is not None])
         for state, _ in jobs:

@@ -1,28 +1,23 @@
 """GPU memory that kernels write into, at little host time.
 
-``new``                      an uninitialised tensor, at less host time than ``Tensor.new_empty`` takes
-``uninitialised``, ``zero``  an FP32 number, [1], on a device: 256 at a time are made, since one takes an allocation or
-                             a launch. A number is handed out once, on the stream that it was made on, at a multiple of
-                             16 bytes.
-``workspace``                scratch memory of GEMMs on one stream, which run one after another
+``new``        an uninitialised tensor, at less host time than ``torch.empty`` takes
+``zero``       an FP32 zero, [1]. 256 at a time are made, since one takes an allocation and a launch. A zero is handed
+               out once, on the stream that it was made on, at a multiple of 16 bytes.
+``workspace``  scratch memory of GEMMs on one stream, which run one after another
 
 In the capture of a CUDA graph each piece has memory of its own, and a zero is zeroed whenever the graph is replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.capture import is_capturing
 from nemo_lowprec.compat.cublas import current_stream
+from nemo_lowprec.compat.tensors import empty_strided_cuda
+from nemo_lowprec.compat.triton import current_device
 
-_KEPT = 4096
-_like: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
-_uninitialised: dict[tuple[int, int], list[Tensor]] = {}
 _zeros: dict[tuple[int, int], list[Tensor]] = {}
 _workspaces: dict[tuple[int, int], Tensor] = {}
 _alone = False
@@ -44,33 +39,25 @@ def _on(device: int) -> torch.device:
 
 def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A contiguous, uninitialised tensor."""
-    key = device, shape, dtype
-    like = _like.get(key)
-    if like is None:
-        if _alone or is_capturing():
-            return torch.empty(shape, dtype=dtype, device=_on(device))
-        if len(_like) >= _KEPT:
-            _like.clear()
-        # One element, seen in every place: a shape without memory.
-        like = _like[key] = torch.empty(1, dtype=dtype, device=_on(device)).expand(shape)
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
+    size = len(shape)
+    if empty_strided_cuda is None or not 0 < size < 4 or device != current_device():  # type: ignore[misc]
+        return torch.empty(shape, dtype=dtype, device=_on(device))
+    strides = (shape[1], 1) if size == 2 else (1,) if size == 1 else (shape[1] * shape[2], shape[2], 1)
+    return empty_strided_cuda(tuple(shape), strides, dtype)  # type: ignore[no-any-return]
 
 
-def _number(pool: dict[tuple[int, int], list[Tensor]], make: Callable[..., Tensor], device: int) -> Tensor:
+def zero(device: int) -> Tensor:
+    """See above."""
     if _alone or is_capturing():
-        return make(1, dtype=torch.float32, device=_on(device))
+        return torch.zeros(1, dtype=torch.float32, device=_on(device))
     key = device, current_stream(device)  # type: ignore[misc]
     try:
-        return pool[key].pop()
+        return _zeros[key].pop()
     except (KeyError, IndexError):
-        with torch.inference_mode(False):  # later numbers are saved for backward
-            numbers = list(make(256, 4, dtype=torch.float32, device=_on(device))[:, 0].split(1))
-        pool[key] = numbers
-        return numbers.pop()
-
-
-uninitialised = partial(_number, _uninitialised, torch.empty)
-zero = partial(_number, _zeros, torch.zeros)
+        with torch.inference_mode(False):  # later zeros are saved for backward
+            made = torch.zeros(256, 4, dtype=torch.float32, device=_on(device))[:, 0]
+        zeros = _zeros[key] = list(made.unsafe_split(1))
+        return zeros.pop()
 
 
 def workspace(device: int, stream: int, size: int) -> int:

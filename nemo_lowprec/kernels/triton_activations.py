@@ -33,7 +33,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.memory import uninitialised
+from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.kernels.triton_cast import raise_amax, saturate
 
 # In the kernels' numbers.
@@ -446,7 +446,7 @@ def _allocate(like: Tensor, rows: int, cols: int, target: Target | None, tile: T
         out,
         like.new_empty((rows, cols), dtype=target.fmt.dtype) if target.rowwise else None,
         like.new_empty((cols, rows), dtype=target.fmt.dtype) if target.columnwise else None,
-        uninitialised(like.get_device()),
+        new(like.get_device(), (1,), torch.float32),
         like.new_empty((-(-rows // tile.rows), cols), dtype=torch.float32) if target.sums else None,
     )
 

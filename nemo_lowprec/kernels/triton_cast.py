@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_lowprec.compat.triton import current_device
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.memory import new, uninitialised, zero
+from nemo_lowprec.kernels.memory import new, zero
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 _TILE = {"BM": _TILE_ROWS, "BN": _TILE_COLS}
@@ -194,7 +194,7 @@ def quantize(
             col,
             torch.ones(1, device=values.device, dtype=torch.float32) if scale_inv is None else scale_inv.fill_(1.0),
         )
-    scale_inv = uninitialised(device) if scale_inv is None else scale_inv
+    scale_inv = new(device, (1,), torch.float32) if scale_inv is None else scale_inv
     _cast(
         device, key if _are_even(out, flipped_out) else None, -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS),
         (
@@ -211,23 +211,30 @@ def quantize(
 
 
 def quantize_again(
-    values: Tensor, rows: int, cols: int, scale: Tensor, fmt: FloatFormat, record: Tensor | None, margin: int | None
+    values: Tensor, rows: int, cols: int, scale: Tensor | None, fmt: FloatFormat, record: Tensor | None, margin: int
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """``quantize`` in both orientations, in few steps; None where the kernel was not compiled for such values.
+    """``quantize`` in both orientations, in few steps; None where no kernel was compiled for such values.
 
     Args:
         values: half [..., cols], contiguous, of ``rows`` in all; ``rows`` and ``cols`` are multiples of 16.
-        scale, record, margin: as for ``quantize``.
+        scale, record: as for ``quantize``. ``scale`` is None for that of the tensor's own amax, with ``margin``.
     """
-    device, dtype, records = values.get_device(), fmt.dtype, record is not None
-    launch = _cast.forms.get((device, (values.dtype, dtype, margin is not None, True, True, records, False)))
+    device, dtype, own = values.get_device(), fmt.dtype, scale is None
+    launch = _cast.forms.get((device, (values.dtype, dtype, own, True, True, record is not None, False)))
     if launch is None or values.data_ptr() % 16 or device != current_device():  # type: ignore[misc]
         return None
+    programs = -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
+    if scale is None:
+        measure = _amax.forms.get((device, values.dtype))
+        if measure is None:
+            return None
+        scale = zero(device)
+        measure(programs, values, scale, rows, cols, cols, 1)
     row, col = new(device, (rows, cols), dtype), new(device, (cols, rows), dtype)
-    scale_inv = uninitialised(device)
+    scale_inv = new(device, (1,), torch.float32)
     launch(
-        -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS), values, scale, scale_inv, row, col,
-        record if records else scale, scale, rows, cols, cols, 1, cols, rows, 2.0**-margin if margin else 1.0,
+        programs, values, scale, scale_inv, row, col, scale if record is None else record, scale, rows, cols, cols, 1,
+        cols, rows, 2.0**-margin if own else 1.0,
     )  # fmt: skip
     return row, col, scale_inv
 

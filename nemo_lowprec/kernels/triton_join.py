@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.launcher import Launcher
-from nemo_lowprec.kernels.memory import uninitialised
+from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.kernels.triton_cast import raise_amax
 from nemo_lowprec.kernels.triton_sums import add_up
 
@@ -155,7 +155,7 @@ def _launch(
     device, (tile_rows, tile_cols) = q.get_device(), tile
     tiles = -(-rows // tile_rows)
     added = torch.empty(1, tiles, 3 * width, dtype=torch.float32, device=q.device) if sums else None
-    scale_inv = out if scale is None else uninitialised(device)
+    scale_inv = out if scale is None else new(device, (1,), torch.float32)
     unread = out if scale is None else scale
     strides = [s for part in parts for s in part.stride()[:3]]
     key = None

@@ -6,7 +6,7 @@ Data and scales are bit for bit those of ``triton_cast.quantize``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,9 +90,11 @@ class WeightCast:
 
     def __init__(self) -> None:
         self._tables: dict[Any, _Tables] = defaultdict(_Tables)
+        self._made: Any = None
+        self._launches: list[Callable[[], Any]] = []
 
     @torch.no_grad()
-    def cast(self, jobs: Sequence[Job]) -> None:
+    def cast(self, jobs: Sequence[Job], numbers: Sequence[int] | None = None) -> None:
         """Quantize weights, without waiting for the device.
 
         Args:
@@ -100,30 +102,47 @@ class WeightCast:
                 half or E4M3, and not empty. ``scale`` is FP32 [1]; None for a weight in E4M3, which is transposed only.
                 The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols], contiguous, and ``col`` E4M3
                 [cols, rows], contiguous within a row; None for an orientation that is not wanted.
+            numbers: of the jobs. Jobs with the numbers of the call before have the same tensors, in the same places.
         """
-        kinds: dict[Any, list[Job]] = defaultdict(list)
-        for job in jobs:
-            weight, scale, scale_inv, row, col = job
-            if weight.dtype == torch.float32 and col is not None:
-                # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: transposed in a second launch.
-                row = torch.empty(weight.shape, dtype=E4M3.dtype, device=weight.device) if row is None else row
-                kinds[weight.device, torch.float32, True, False].append((weight, scale, scale_inv, row, None))
-                kinds[weight.device, E4M3.dtype, False, True].append((row, None, scale_inv, None, col))
-            else:
-                kinds[weight.device, weight.dtype, row is not None, col is not None].append(job)
-        for kind in sorted(kinds, key=lambda kind: kind[1] == E4M3.dtype):
-            self._launch(kind, kinds[kind])
+        if numbers is None or numbers != self._made:
+            self._made = None
+            kinds: dict[Any, list[Job]] = defaultdict(list)
+            temporary = False
+            for job in jobs:
+                weight, scale, scale_inv, row, col = job
+                if weight.dtype == torch.float32 and col is not None:
+                    # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: transposed by a second launch.
+                    temporary = temporary or row is None
+                    row = torch.empty(weight.shape, dtype=E4M3.dtype, device=weight.device) if row is None else row
+                    kinds[weight.device, torch.float32, True, False].append((weight, scale, scale_inv, row, None))
+                    kinds[weight.device, E4M3.dtype, False, True].append((row, None, scale_inv, None, col))
+                else:
+                    kinds[weight.device, weight.dtype, row is not None, col is not None].append(job)
+            ordered = sorted(kinds, key=lambda kind: kind[1] == E4M3.dtype)
+            self._launches = [self._launch_of(kind, kinds[kind]) for kind in ordered]
+            self._made = None if temporary else numbers
+            jobs = tuple(
+                job for kind in ordered for job in kinds[kind]
+            )  # temporary tensors live until all are launched
+        for launch in self._launches:
+            launch()
 
-    def _launch(self, kind: tuple[torch.device, torch.dtype, bool, bool], jobs: list[Job]) -> None:
+    def _launch_of(self, kind: tuple[torch.device, torch.dtype, bool, bool], jobs: list[Job]) -> Callable[[], Any]:
         device, dtype, rowwise, columnwise = kind
         tables = self._tables[kind]
         strides = [job[0].shape[0] if job[4] is None else job[4].stride(0) for job in jobs]
         tables.fit([(*job[0].shape, stride) for job, stride in zip(jobs, strides, strict=True)], device)
         # In the place of what is absent stands the weight's address, which is not read.
         addresses = tables.pointers.get([[job[0] if t is None else t for t in job] for job in jobs], device)
-        with torch.cuda.device(device):
-            _weights_kernel[(tables.tiles,)](
-                tables.tensor_of, tables.grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
-                ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=tables.aligned and tables.pointers.aligned,
-                BM=_TILE_ROWS, BN=_TILE_COLS, num_warps=_WARPS,
-            )  # fmt: skip
+        tensor_of, grid, tiles = tables.tensor_of, tables.grid, tables.tiles
+        aligned = tables.aligned and tables.pointers.aligned
+
+        def launch() -> None:
+            with torch.cuda.device(device):
+                _weights_kernel[(tiles,)](
+                    tensor_of, grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
+                    ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=aligned, BM=_TILE_ROWS, BN=_TILE_COLS,
+                    num_warps=_WARPS,
+                )  # fmt: skip
+
+        return launch

@@ -163,3 +163,11 @@ def test_fake_tensors_stand_for_plain_ones():
         fake = torch.empty(2)
     assert tensors.is_plain(torch.empty(2)) and tensors.is_plain(fake)
     assert not tensors.is_plain(torch.nn.Parameter(torch.empty(2))) and not tensors.is_plain(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_memory_on_the_current_device():
+    made = tensors.empty_strided_cuda((3, 4), (4, 1), torch.float16)
+    assert (made.shape, made.stride(), made.dtype) == ((3, 4), (4, 1), torch.float16)
+    assert made.get_device() == torch.cuda.current_device() and not made.requires_grad
