@@ -111,7 +111,7 @@ class WeightCast:
             for job in jobs:
                 weight, scale, scale_inv, row, col = job
                 if weight.dtype == torch.float32 and col is not None:
-                    # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: transposed by a second launch.
+                    # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: a second launch does it.
                     temporary = temporary or row is None
                     row = torch.empty(weight.shape, dtype=E4M3.dtype, device=weight.device) if row is None else row
                     kinds[weight.device, torch.float32, True, False].append((weight, scale, scale_inv, row, None))
@@ -121,9 +121,7 @@ class WeightCast:
             ordered = sorted(kinds, key=lambda kind: kind[1] == E4M3.dtype)
             self._launches = [self._launch_of(kind, kinds[kind]) for kind in ordered]
             self._made = None if temporary else numbers
-            jobs = tuple(
-                job for kind in ordered for job in kinds[kind]
-            )  # temporary tensors live until all are launched
+            jobs = [job for kind in ordered for job in kinds[kind]]  # temporary tensors live until all are launched
         for launch in self._launches:
             launch()
 
