@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.formats import AmaxSlot
 from nemo_lowprec.kernels.loader import weight_kernels
-from nemo_lowprec.tensors import Fp8Weight, QuantizedTensor, stored_data
+from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
 from nemo_lowprec.tensors.marks import has_number, number_of, take_stepped
 
@@ -376,12 +376,15 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
     """Versions and address of ``weight`` and of its storage, which change when the weight is written."""
     if type(weight) is nn.Parameter or not (isinstance(weight, QuantizedTensor) or is_sharded(weight)):
         return _version_of(weight), weight.data_ptr()
-    data = stored_data(local_shard(weight))
+    data = stored_data(weight if type(weight) in (Fp8Weight, Fp16Weight) else local_shard(weight))
     return _version_of(weight), _version_of(data), data.data_ptr()
 
 
 def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of an inference tensor, which has none
+        return -1
 
 
 def take_amax_of_step(local: Tensor) -> Tensor | None:
