@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,22 @@ def on_processes(
     """
     # CUDA does not survive a fork.
     method = "forkserver" if backend == "gloo" else "spawn"
-    job = (world, free_port(), str(folder), backend, function, args)
+    # Processes find each other by a file: a port that is free now may be taken when they listen on it.
+    meeting = Path(tempfile.mkdtemp(dir=folder)) / "store"
+    job = (world, free_port(), str(folder), meeting.as_uri(), backend, function, args)
     mp.start_processes(_start, job, nprocs=world, start_method=method)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def _start(
-    rank: int, world: int, port: int, folder: str, backend: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    port: int,
+    folder: str,
+    meeting: str,
+    backend: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test's seed_everything: strategies seed by it again
@@ -69,6 +79,7 @@ def _start(
     if backend == "nccl":
         torch.cuda.set_device(rank)
         gemm_times.FAMILIES = {"": None}  # small layers stay in FP8 with convert="auto"
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=SECONDS))
+    timeout = datetime.timedelta(seconds=SECONDS)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=world, timeout=timeout)
     torch.save(function(rank, *args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
