@@ -16,6 +16,8 @@ DATA_TYPES = {
     torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
 }  # fmt: skip
 TRANSA, EPILOGUE, BIAS, A_SCALE, B_SCALE, FAST_ACCUM, BIAS_TYPE = 3, 7, 8, 17, 18, 25, 26
+A_SCALE_MODE, B_SCALE_MODE = 31, 32  # since version 12.8
+SCALE_OF_TENSOR, SCALE_OF_1X128, SCALE_OF_128X128 = 0, 4, 5
 EPILOGUE_BIAS = 4
 CUSTOM_OPTION = 5  # of an algorithm
 _COMPUTE_32F, _R_32F = 68, 0

@@ -18,21 +18,26 @@ from nemo_lowprec.compute.again import is_computed_again
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.linear_function import LinearFunction, grad_buffer_of, read_grad_buffer
+from nemo_lowprec.compute.linear_function import (
+    LinearFunction,
+    grad_buffer_of,
+    new_weight_operand,
+    read_grad_buffer,
+)
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.producers import GradReader, computed, offered
 from nemo_lowprec.compute.shared_input import no_values
-from nemo_lowprec.kernels.fp8_gemm import gemm_at
+from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm_at
 from nemo_lowprec.kernels.fp8_gemm import is_supported as has_gemm
-from nemo_lowprec.kernels.loader import fused_kernels
+from nemo_lowprec.kernels.loader import fused_kernels, tile_kernels
 from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 
 def is_flat(plan: GemmPlan) -> bool:
     """Whether calls of the layer with ``plan`` may be computed here."""
-    scaled = plan.recipe is not None and plan.recipe.scaling in ("delayed", "current")
-    on_gpu = type(plan.backend) is ScaledMMBackend and fused_kernels() is not None and has_gemm()
+    scaled = plan.recipe is not None and plan.recipe.scaling in ("delayed", "current", "blockwise")
+    on_gpu = isinstance(plan.backend, ScaledMMBackend) and fused_kernels() is not None and has_gemm()
     return scaled and on_gpu and all(plan.fp8) and plan.weight is not None and plan.keeps_weight
 
 
@@ -59,6 +64,10 @@ def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, ou
     if (slot is not None and slot.cold) or not state.keeps:
         return None
     w8 = state.kept(True, True)
+    if w8 is None:
+        with torch.no_grad():
+            w8 = new_weight_operand(weight, plan, rowwise=True, columnwise=True)
+        state.keep(w8, True, True, False)
     if not _is_whole(w8):
         return None
     x8 = _quantized_input(x, rows, plan, operand)
@@ -92,6 +101,13 @@ def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> 
 
 def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> QuantizedOperand | None:
     """``backend.quantize`` in both orientations, for the contiguous ``values`` of a layer that trains."""
+    if operand.layout is not None:
+        tiles: Any = tile_kernels()
+        row, row_scale, col, col_scale = tiles.quantize(
+            values if values.dim() == 2 else values.view(rows, cols), operand.fmt, False, True, True
+        )
+        layout = operand.layout
+        return QuantizedOperand(Orientation(row, row_scale, layout), Orientation(col, col_scale, layout))
     kernels: Any = fused_kernels()
     slot = operand.slot
     scale, record = (None, None) if slot is None else (slot.scale, slot.amax)
@@ -122,18 +138,19 @@ class FlatLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plan, x, rows, x8, w8, gradient, gives_out = call
         shape, half = x.shape, plan.half
-        (row, scale_inv, _), (col, _, _) = x8.rowwise, x8.columnwise
-        (w_row, w_scale_inv, _), (w_col, _, _) = w8.rowwise, w8.columnwise
+        (row, scale_inv, _), (col, col_scale_inv, _) = x8.rowwise, x8.columnwise
+        (w_row, w_scale_inv, _), (w_col, w_col_scale_inv, _) = w8.rowwise, w8.columnwise
         outs, ins = w_row.shape
-        device = x.get_device()
+        device, scales = x.get_device(), plan.backend.scales_of_weight
         out = new(device, (*shape[:-1], outs), half)
         gemm_at(
             device, rows, outs, ins, row.dtype, w_row.dtype, row.data_ptr(), w_row.data_ptr(), scale_inv,
-            w_scale_inv, out, outs, True, bias if bias is None or bias.dtype == half else bias.to(half),
+            w_scale_inv, out, outs, scales is PER_TENSOR, bias if bias is None or bias.dtype == half else bias.to(half),
+            False, scales,
         )  # fmt: skip
         handle = no_values(x) if gives_out else None
         # The link: a second derivative reaches the input through it; it holds no values.
-        ctx.save_for_backward(col, scale_inv, w_col, w_scale_inv, handle if gives_out else source)
+        ctx.save_for_backward(col, col_scale_inv, w_col, w_col_scale_inv, handle if gives_out else source)
         ctx.plan, ctx.shape, ctx.rows, ctx.gradient, ctx.gives_out = plan, shape, rows, gradient, gives_out
         ctx.weight, ctx.version = weight, weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -170,8 +187,9 @@ class FlatLinear(torch.autograd.Function):
             dy8, sums = _quantized(dy, rows, outs, operand), None
             if dy8 is None:
                 dy8 = plan.backend.quantize(dy.view(rows, outs), operand, rowwise=True, columnwise=True, record=True)
-        (row, scale_inv, _), (col, _, _) = dy8.rowwise, dy8.columnwise
-        gradient, weight, fast = ctx.gradient, ctx.weight, plan.backend.fast_accum
+        (row, scale_inv, _), (col, col_scale_inv, _) = dy8.rowwise, dy8.columnwise
+        gradient, weight, backend = ctx.gradient, ctx.weight, plan.backend
+        fast = backend.fast_accum and backend.scales_of_weight is PER_TENSOR
         device, fmt, w_fmt = dy.get_device(), row.dtype, w_col.dtype
         total = gradient.take()
         if total is not None and not total.is_contiguous():
@@ -180,14 +198,14 @@ class FlatLinear(torch.autograd.Function):
         dx = new(device, ctx.shape if whole else (rows, ins), plan.half) if total is None else total
         gemm_at(
             device, rows, ins, outs, fmt, w_fmt, row.data_ptr(), w_col.data_ptr(), scale_inv, w_scale_inv, dx, ins,
-            fast, None, total is not None,
+            fast, None, total is not None, backend.scales_of_weight,
         )  # fmt: skip
         dw = grad_buffer_of(weight)
         if dw is None or dw.stride(1) != 1:
             dw = new(device, (outs, ins), computed_dtype(weight))
         gemm_at(
-            device, outs, ins, rows, fmt, x_col.dtype, col.data_ptr(), x_col.data_ptr(), scale_inv, x_scale_inv, dw,
-            dw.stride(0), fast,
+            device, outs, ins, rows, fmt, x_col.dtype, col.data_ptr(), x_col.data_ptr(), col_scale_inv, x_scale_inv, dw,
+            dw.stride(0), fast, None, False, backend.scales_of_wgrad,
         )  # fmt: skip
         if not ctx.gives_out:
             gradient.put(dx)
@@ -208,7 +226,8 @@ _apply = apply_function(FlatLinear)
 
 def _general_backward(ctx: Any, dy: Tensor | None) -> Any:
     """The backward pass of ``LinearFunction``, of what ``FlatLinear`` has saved."""
-    ctx.splits, ctx.metas = (2, 4), ((None,), (None,))
+    operands = ctx.plan.operands
+    ctx.splits, ctx.metas = (2, 4), ((operands["input"].layout,), (operands["weight"].layout,))
     ctx.record, ctx.transposed, ctx.pad, ctx.part, ctx.all_rows = True, False, 0, None, len(ctx.weight)
     ctx.x_dtype, ctx.grad_dtype = ctx.plan.half, gradient_dtype(ctx.weight)
     return LinearFunction.backward(ctx, dy, None)

@@ -119,6 +119,15 @@ def _quantize_nvfp4(values: Tensor, layout: BlockLayout, generator: torch.Genera
     return BlockScaledMatrix(_round_e2m1(scaled, generator), scale_inv, layout)
 
 
+def scales_shape(square: bool, rows: int, cols: int) -> tuple[int, int]:
+    """The shape in which cuBLASLt reads the scales of a matrix [rows, cols] in 1x128 or ``square`` 128x128 blocks.
+
+    That is [blocks of a row, rows], or [rows of blocks, blocks of a row up to a multiple of 4].
+    """
+    across = -(-cols // 128)
+    return (-(-rows // 128), -(-across // 4) * 4) if square else (across, rows)
+
+
 def quantize_blocks(
     values: Tensor, fmt: FloatFormat, layout: BlockLayout, generator: torch.Generator | None = None
 ) -> BlockScaledMatrix:

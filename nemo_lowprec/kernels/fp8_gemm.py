@@ -30,10 +30,15 @@ _EXACT_OPTION = 4
 _ALIGNMENT = 256  # of addresses, at most
 _KEPT = 4096  # shapes
 
+Scales = tuple[int, int]  # of ``cublas.SCALE_OF_...``
+PER_TENSOR: Scales = (cublas.SCALE_OF_TENSOR, cublas.SCALE_OF_TENSOR)
+ROWS: Scales = (cublas.SCALE_OF_1X128, cublas.SCALE_OF_1X128)
+ROWS_AND_SQUARES: Scales = (cublas.SCALE_OF_1X128, cublas.SCALE_OF_128X128)
+
 
 def _new_call(
     device: int, m: int, n: int, k: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, stride: int,
-    fast_accum: bool, no_bias: bool, alignment: int,
+    fast_accum: bool, no_bias: bool, scales: Scales, alignment: int,
 ) -> Callable[..., int]:  # fmt: skip
     """A function that launches the GEMM of one shape on the current stream, and returns cuBLASLt's status.
 
@@ -48,6 +53,9 @@ def _new_call(
     somewhere = ctypes.c_uint64(alignment)
     cublas.set_attribute(described, cublas.A_SCALE, somewhere)
     cublas.set_attribute(described, cublas.B_SCALE, somewhere)
+    if scales != PER_TENSOR:
+        cublas.set_attribute(described, cublas.A_SCALE_MODE, ctypes.c_int32(scales[1]))
+        cublas.set_attribute(described, cublas.B_SCALE_MODE, ctypes.c_int32(scales[0]))
     if not no_bias:
         cublas.set_attribute(described, cublas.EPILOGUE, ctypes.c_int32(cublas.EPILOGUE_BIAS))
         cublas.set_attribute(described, cublas.BIAS_TYPE, ctypes.c_int32(cublas.DATA_TYPES[out]))
@@ -109,20 +117,50 @@ def gemm(
         out: [M, N] in ``out_dtype``, contiguous within a row, for the result.
         total: like ``out``, in the place of ``out``: the product is added to it.
     """
-    given = out if total is None else total
-    if _are_plain(a, b) and (given is None or (given.stride(1) == 1 and not given.data_ptr() % 16)):
-        (m, k), n = a.shape, b.shape[0]
-        into = a.new_empty((m, n), dtype=out_dtype) if given is None else given
-        gemm_at(
-            a.get_device(), m, n, k, a.dtype, b.dtype, a.data_ptr(), b.data_ptr(), scale_a, scale_b, into,
-            n if given is None else given.stride(0), fast_accum, bias, total is not None,
-        )  # fmt: skip
-        return into
+    made = _multiply(a, b, scale_a, scale_b, out_dtype, fast_accum, bias, out, total, PER_TENSOR)
+    if made is not None:
+        return made
     result = torch._scaled_mm(
         a, b.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum,
         **({} if out is None else {"out": out}),
     )  # fmt: skip
     return result if total is None else total.add_(result)
+
+
+def gemm_of_blocks(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    scales: Scales,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor | None:
+    """``gemm`` with scales of blocks; None where cuBLASLt does not take the matrices, or must not bypass torch.
+
+    Args:
+        scale_a, scale_b: as ``gemm_block_scaling.scales_shape`` lays them out.
+        scales: which blocks ``a`` and ``b`` have; not 128x128 both.
+    """
+    return _multiply(a, b, scale_a, scale_b, out_dtype, False, bias, out, total, scales)
+
+
+def _multiply(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, fast_accum: bool,
+    bias: Tensor | None, out: Tensor | None, total: Tensor | None, scales: Scales,
+) -> Tensor | None:  # fmt: skip
+    given = out if total is None else total
+    if not _are_plain(a, b) or (given is not None and (given.stride(1) != 1 or given.data_ptr() % 16)):
+        return None
+    (m, k), n = a.shape, b.shape[0]
+    into = a.new_empty((m, n), dtype=out_dtype) if given is None else given
+    gemm_at(
+        a.get_device(), m, n, k, a.dtype, b.dtype, a.data_ptr(), b.data_ptr(), scale_a, scale_b, into,
+        n if given is None else given.stride(0), fast_accum, bias, total is not None, scales,
+    )  # fmt: skip
+    return into
 
 
 def _are_plain(a: Tensor, b: Tensor) -> bool:
@@ -137,6 +175,7 @@ def _are_plain(a: Tensor, b: Tensor) -> bool:
 def gemm_at(
     device: int, m: int, n: int, k: int, a_dtype: torch.dtype, b_dtype: torch.dtype, a: int, b: int, scale_a: Tensor,
     scale_b: Tensor, into: Tensor, stride: int, fast_accum: bool, bias: Tensor | None = None, adds: bool = False,
+    scales: Scales = PER_TENSOR,
 ) -> None:  # fmt: skip
     """``gemm`` in few steps on the host, for matrices that cuBLASLt takes: ``is_supported``, and as follows.
 
@@ -145,14 +184,17 @@ def gemm_at(
         a_dtype, b_dtype, a, b: of contiguous matrices, and their addresses, which are multiples of 16.
         into: memory for the result, whose rows are ``stride`` elements apart.
         adds: whether the product is added to what is there.
+        scales: what has a scale, of ``a`` and of ``b``.
     """
     if device != current_device():  # type: ignore[misc]
         with torch.cuda.device(device):
-            gemm_at(device, m, n, k, a_dtype, b_dtype, a, b, scale_a, scale_b, into, stride, fast_accum, bias, adds)
+            gemm_at(
+                device, m, n, k, a_dtype, b_dtype, a, b, scale_a, scale_b, into, stride, fast_accum, bias, adds, scales
+            )  # fmt: skip
             return
     out = into.data_ptr()
     bits = a | b | out | _ALIGNMENT
-    key = device, m, n, k, a_dtype, b_dtype, into.dtype, stride, fast_accum, bias is None, bits & -bits
+    key = device, m, n, k, a_dtype, b_dtype, into.dtype, stride, fast_accum, bias is None, scales, bits & -bits
     call = _calls.get(key)
     if call is None:
         if len(_calls) >= _KEPT:

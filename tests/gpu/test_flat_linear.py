@@ -14,7 +14,10 @@ from nemo_lowprec.compute.group import LayerGroup
 from nemo_lowprec.observers import Observer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-LEVELS = ["bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "msamp_o1", "msamp_o2", "bf16_with_fp8_current_scaling_mixed"]
+LEVELS = [
+    "bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "msamp_o1", "msamp_o2", "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+]  # fmt: skip
 
 
 class Block(nn.Module):
@@ -60,6 +63,7 @@ def train(monkeypatch, level, flat, *, bias=False, recompute=False, shape=(4, 32
         torch.manual_seed(0)
         model = Net(bias, recompute).cuda()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"backend": "torch", **options}
         model, optimizer = prepare(model, optimizer, level, convert=None, graphs=False, **options)
         half = torch.float16 if level.startswith("fp16") else torch.bfloat16
         seen = []

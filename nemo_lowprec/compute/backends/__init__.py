@@ -10,6 +10,7 @@ import torch.distributed as dist
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
+from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
@@ -48,7 +49,8 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
     kinds = list(BACKENDS.values()) if recipe is not None and on_gpu else []
-    if kinds and fused_kernels() is None:  # without them TE quantizes faster than torch
+    own_kernels = recipe is None or recipe.scaling != "blockwise"
+    if kinds and not (own_kernels and fused_kernels() is not None):  # TE quantizes faster than torch by itself
         kinds.sort(key=lambda kind: kind is ScaledMMBackend)
     for kind in kinds:
         reason = kind.unavailable(recipe)
@@ -62,6 +64,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
 
 
 def _made(kind: type[Backend], recipe: Recipe | None) -> Backend:
-    backend = kind()
+    blocks = kind is ScaledMMBackend and recipe is not None and recipe.scaling == "blockwise"
+    backend = ScaledBlocksBackend() if blocks else kind()
     backend.fast_accum = recipe is not None and recipe.fast_accum
     return backend

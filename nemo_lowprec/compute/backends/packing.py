@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats.gemm_block_scaling import BlockLayout
+from nemo_lowprec.formats.gemm_block_scaling import BlockLayout, scales_shape
 
 
 class SharedData(Packing):
@@ -97,6 +97,38 @@ class Blocks(Packing):
 
     def _scales(self, values: Tensor, rows: int, cols: int) -> Tensor:
         return _fp32(values, -(-rows // self.layout.rows), -(-cols // self.layout.cols))
+
+    def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
+        return tensors[2:] if rowwise else tensors
+
+
+class TwoCopiesInBlocks(Packing):
+    """A copy for each orientation, with scales as cuBLASLt reads them: [data, scale_inv, data.T, scale_inv]."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+
+    def pack(self, operand: Any) -> list[Tensor]:
+        parts = [part for part in (operand.rowwise, operand.columnwise) if part is not None]
+        return [tensor for part in parts for tensor in (part.data, part.scale_inv)]
+
+    def unpack(self, tensors: list[Tensor], rowwise: bool, columnwise: bool) -> Any:
+        return QuantizedOperand(
+            Orientation(tensors[0], tensors[1], self.layout) if rowwise else None,
+            Orientation(tensors[-2], tensors[-1], self.layout) if columnwise else None,
+        )
+
+    def like(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool) -> list[Tensor]:
+        rows, features = values.shape
+        shapes = [(rows, features)] * rowwise + [(features, rows)] * columnwise
+        return [
+            tensor
+            for shape in shapes
+            for tensor in (
+                values.new_empty(shape, dtype=operand.fmt.dtype),
+                _fp32(values, *scales_shape(self.layout.rows > 1, *shape)),
+            )
+        ]
 
     def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
         return tensors[2:] if rowwise else tensors

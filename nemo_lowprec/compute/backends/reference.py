@@ -72,15 +72,15 @@ class ReferenceBackend(Backend):
         return self._orient(Orientation(weight.data_fp8, weight.scale_inv, None), rowwise, columnwise)
 
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-        out = _gemm(x.rowwise, weight.rowwise)
+        out = multiply(x.rowwise, weight.rowwise)
         return (out if bias is None else out + bias.float()).to(out_dtype)
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        dx = _gemm(grad_output.rowwise, weight.columnwise)
+        dx = multiply(grad_output.rowwise, weight.columnwise)
         return (dx if total is None else dx + total.float()).to(out_dtype)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        dw = _gemm(grad_output.columnwise, x.columnwise).to(out_dtype)
+        dw = multiply(grad_output.columnwise, x.columnwise).to(out_dtype)
         return dw if out is None else out.copy_(dw)
 
     def packing(self, operand: Operand) -> Packing | None:
@@ -90,7 +90,7 @@ class ReferenceBackend(Backend):
         return torch.mm(a.float(), b.float()).to(out_dtype)
 
 
-def _gemm(a: Orientation | None, b: Orientation | None) -> Tensor:
+def multiply(a: Orientation | None, b: Orientation | None) -> Tensor:
     """FP32 [m, n] = a [m, k] @ b [n, k].T."""
     assert a is not None and b is not None, "the operand was not quantized in the orientation that this GEMM needs"
     if a.layout is None and b.layout is None:

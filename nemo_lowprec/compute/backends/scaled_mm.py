@@ -22,7 +22,7 @@ from nemo_lowprec.compute.backends.packing import TwoCopies
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.kernels.fp8_gemm import gemm
+from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm
 from nemo_lowprec.kernels.loader import fused_kernels, join_kernels, norm_kernels, sum_kernels
 from nemo_lowprec.options import Recipe
 
@@ -32,6 +32,8 @@ class ScaledMMBackend(ReferenceBackend):
 
     name = "torch"
     ignores_autocast = True
+    # Which scales the operands have in GEMMs with the weight, and in the GEMM of its gradient.
+    scales_of_weight = scales_of_wgrad = PER_TENSOR
 
     @classmethod
     def unavailable(cls, recipe: Recipe | None) -> str | None:
@@ -40,6 +42,10 @@ class ScaledMMBackend(ReferenceBackend):
         if torch.cuda.get_device_capability() < (8, 9):
             major, minor = torch.cuda.get_device_capability()
             return f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}; use backend='reference'"
+        if recipe is not None and recipe.scaling == "blockwise":
+            from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
+
+            return ScaledBlocksBackend.missing()
         if recipe is not None and recipe.scaling not in ("delayed", "current"):
             return f"backend='torch' has no {recipe.scaling} scaling; install transformer-engine or use another level"
         return None

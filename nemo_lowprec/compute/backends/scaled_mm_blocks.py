@@ -1,0 +1,89 @@
+"""The ``torch`` backend for scales of 1x128 and 128x128 blocks, on Hopper GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.compute.backends.base import Orientation, Packing, QuantizedOperand
+from nemo_lowprec.compute.backends.packing import TwoCopiesInBlocks
+from nemo_lowprec.compute.backends.reference import ReferenceBackend, multiply
+from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
+from nemo_lowprec.compute.operands import Operand
+from nemo_lowprec.formats.gemm_block_scaling import SQUARE_128, BlockLayout
+from nemo_lowprec.kernels.fp8_gemm import ROWS, ROWS_AND_SQUARES, gemm_of_blocks, is_supported
+from nemo_lowprec.kernels.loader import tile_kernels
+
+
+class ScaledBlocksBackend(ScaledMMBackend):
+    """Quantization by a kernel of ours, GEMMs of cuBLASLt. ``scale_inv`` is laid out as in ``triton_tiles``."""
+
+    joins = False
+    scales_of_weight, scales_of_wgrad = ROWS_AND_SQUARES, ROWS
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What this machine lacks; None for nothing."""
+        if torch.cuda.get_device_capability() != (9, 0):
+            return "blockwise scaling with backend='torch' needs a Hopper GPU (compute capability 9.0)"
+        if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9) or not is_supported():
+            return "blockwise scaling with backend='torch' needs CUDA 12.9, Triton and a C compiler"
+        return None if tile_kernels() is not None else "blockwise scaling with backend='torch' needs Triton"
+
+    def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
+        assert operand.layout is not None
+        row, row_scale, col, col_scale = tile_kernels().quantize(  # type: ignore[union-attr]
+            values, operand.fmt, operand.layout == SQUARE_128, rowwise, columnwise
+        )
+        return QuantizedOperand(_part(row, row_scale, operand.layout), _part(col, col_scale, operand.layout))
+
+    def quantize_grad(
+        self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
+    ) -> tuple[Any, Tensor | None]:
+        return ReferenceBackend.quantize_grad(
+            self, values, operand, rowwise=rowwise, columnwise=columnwise, record=record, sums=sums
+        )
+
+    def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        in_gemm = bias is not None and out_dtype != torch.float32  # the epilogue adds half biases only
+        half = bias.to(out_dtype) if in_gemm and bias is not None else None
+        out = _gemm(x.rowwise, weight.rowwise, out_dtype, half)
+        return out if bias is None or in_gemm else out + bias.float()
+
+    def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype, total=total)
+
+    def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, out=out)
+
+    def packing(self, operand: Operand) -> Packing | None:
+        assert operand.layout is not None
+        return TwoCopiesInBlocks(operand.layout)
+
+
+def _part(data: Tensor | None, scale_inv: Tensor | None, layout: BlockLayout) -> Orientation | None:
+    return None if data is None or scale_inv is None else Orientation(data, scale_inv, layout)
+
+
+def _gemm(
+    a: Orientation, b: Orientation, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    scales = ROWS_AND_SQUARES if b.layout == SQUARE_128 else ROWS
+    made = gemm_of_blocks(a.data, b.data, a.scale_inv, b.scale_inv, scales, out_dtype, bias, out, total)
+    if made is not None:
+        return made
+    found = multiply(in_order(a), in_order(b))
+    found = found if bias is None else found + bias.float()
+    if total is not None:
+        return total.add_(found)
+    return found.to(out_dtype) if out is None else out.copy_(found)
+
+
+def in_order(part: Orientation) -> Orientation:
+    """``part`` with its scales as ``formats.gemm_block_scaling`` has them."""
+    if part.layout != SQUARE_128:
+        return part._replace(scale_inv=part.scale_inv.t())
+    return part._replace(scale_inv=part.scale_inv[:, : -(-part.data.shape[1] // SQUARE_128.cols)])
