@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -180,3 +181,19 @@ def test_code_without_a_source_may_write():
     space = {"nn": nn}
     exec("class M(nn.Module):\n    def forward(self, x):\n        return x + self.w", space)
     assert may_write(space["M"], "w") and not may_write(nn.Conv2d, "weight")
+
+
+def test_modules_are_traced_by_jit():
+    model, _ = prepared(Scaled())
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        traced = torch.jit.trace(model[1], x)
+    torch.testing.assert_close(traced(x), model[1](x))
+
+
+def test_classes_are_found_again_and_parameters_replaced():
+    model, _ = prepared(Scaled())
+    x = torch.randn(4, 32)
+    again = pickle.loads(pickle.dumps(type(model[1])))
+    assert again is type(model[1])
+    assert torch.equal(torch.func.functional_call(model[1], {"gamma": torch.ones(32)}, (x,)), x)
