@@ -2,10 +2,12 @@
 
 import copy
 import io
+import os
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nemo_lowprec import prepare
@@ -122,6 +124,32 @@ def test_a_parametrized_parameter_goes_on_being_computed():
     assert torch.equal(model[1](x), x * nn.functional.softplus(model[1].parametrizations.gamma.original))
 
 
+def _renormalize(weight):
+    weight.data.clamp_(0)
+
+
+def _double(weight):
+    weight = weight * 2
+    return weight if weight.sum() > 8 else _double(weight)
+
+
+_IMPORTS = """import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def _renormalize(w):
+    w.data.clamp_(0)
+
+
+def _double(w):
+    return w if w.sum() > 8 else _double(w.view(-1))
+
+
+"""
+
+
 class Methods:
     """Methods by what they do with ``self.w``."""
 
@@ -130,7 +158,10 @@ class Methods:
         x += self.w.view(-1)[None].expand(2, -1)
         x.clamp_(0)
         self.other = x
-        return x @ self.w.t()
+        from math import dist
+
+        dist(self.w, x)
+        return F.linear(x.mul_(self.w), self.w) + len(self.w) + self.layer(self.w) + _double(self.w)
 
     def replaces(self):
         self.w = nn.Parameter(torch.ones(2))
@@ -140,6 +171,9 @@ class Methods:
 
     def writes(self):
         self.w.clamp_(0)
+
+    def set_size(self):
+        self.w.data.clamp_(0)
 
     def writes_data(self):
         self.w.data[0] = 1
@@ -155,6 +189,20 @@ class Methods:
     def writes_as_a_result(self, x):
         torch.add(x, 1, out=self.w)
 
+    def writes_by_a_function_of_its_own(self):
+        _renormalize(self.w)
+
+    def writes_by_a_method(self):
+        self.helper(self.w)
+
+    def writes_by_another_package(self):
+        os.helper(self.w.view(-1))
+
+    def writes_by_an_imported_package(self):
+        import os
+
+        os.helper(self.w)
+
     def adds(self):
         part = self.w if self.training else self.w[:1]
         part += 1
@@ -169,12 +217,10 @@ def test_code_that_writes_a_parameter_is_found(name, tmp_path, monkeypatch):
     import textwrap
 
     method = textwrap.indent(textwrap.dedent(inspect.getsource(getattr(Methods, name))), "    ")
-    (tmp_path / f"module_that_{name}.py").write_text(
-        f"import torch\nfrom torch import nn\n\nclass M(nn.Module):\n{method}"
-    )
+    (tmp_path / f"module_that_{name}.py").write_text(f"{_IMPORTS}class M(nn.Module):\n    helper = print\n{method}")
     monkeypatch.syspath_prepend(tmp_path)
     cls = __import__(f"module_that_{name}").M
-    assert may_write(cls, "w") == (name not in ("reads", "replaces", "reset_parameters"))
+    assert may_write(cls, "w") == (name not in ("reads", "replaces", "reset_parameters", "set_size"))
 
 
 def test_code_without_a_source_may_write():
