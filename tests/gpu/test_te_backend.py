@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from nemo_lowprec.compute import te_layers
-from nemo_lowprec.compute.backends import BACKENDS, choose_backend, scaled_mm
+from nemo_lowprec.compute.backends import choose_backend, class_of, scaled_mm
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm_blocks import in_order
@@ -34,7 +34,7 @@ def recipe_of(scaling, **kwargs):
 
 
 def backend_of(name, recipe):
-    reason = BACKENDS[name].unavailable(recipe)
+    reason = class_of(name, recipe).unavailable(recipe)
     if reason:
         pytest.skip(f"{name}: {reason}")
     return choose_backend(name, recipe, torch.device("cuda"))

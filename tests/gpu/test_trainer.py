@@ -26,6 +26,7 @@ from support import (
 from torch import nn
 
 from nemo_lowprec.compute import BACKENDS
+from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.report import Audit
 
@@ -47,7 +48,7 @@ def at(case, backend, **options):
     if backend is None:
         return plugin(case, **options)
     recipe = Recipe(level_of(case).scaling, fp8="e4m3" if level_of(case).scaling in ("mxfp8", "nvfp4") else "hybrid")
-    reason = BACKENDS[backend].unavailable(recipe)
+    reason = class_of(backend, recipe).unavailable(recipe)
     if reason:
         pytest.skip(reason)
     return plugin(case, backend=backend, **options)

@@ -18,7 +18,7 @@ RECIPE = Recipe("blockwise", fp8="e4m3")
 
 @pytest.fixture
 def backend():
-    if reason := ScaledBlocksBackend.missing():
+    if reason := ScaledBlocksBackend.unavailable(RECIPE):
         pytest.skip(reason)
     made = choose_backend("torch", RECIPE, torch.device("cuda"))
     assert isinstance(made, ScaledBlocksBackend)

@@ -15,11 +15,17 @@ from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 
-__all__ = ["BACKENDS", "Backend", "choose_backend"]
+__all__ = ["BACKENDS", "Backend", "choose_backend", "class_of"]
 
 log = logging.getLogger("nemo_lowprec")
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (ScaledMMBackend, TEBackend, ReferenceBackend)}
+
+
+def class_of(name: str, recipe: Recipe | None) -> type[Backend]:
+    """The class of the backend ``name`` for ``recipe``."""
+    blocks = name == ScaledMMBackend.name and recipe is not None and recipe.scaling == "blockwise"
+    return ScaledBlocksBackend if blocks else BACKENDS[name]
 
 
 def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Backend:
@@ -34,12 +40,12 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         raise ValueError(f"Unknown backend {name!r}. Choose one of: auto, {', '.join(BACKENDS)}.")
     on_gpu = device.type == "cuda"
     if name != "auto":
-        reason = BACKENDS[name].unavailable(recipe)
+        reason = class_of(name, recipe).unavailable(recipe)
         if reason is None and name != "reference" and not on_gpu:
             reason = f"the model trains on {device.type}; use backend='reference' or accelerator='gpu'"
         if reason:
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
-        return _made(BACKENDS[name], recipe)
+        return _made(class_of(name, recipe), recipe)
     has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
     if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4") and not has_blackwell:
         raise ValueError(
@@ -48,10 +54,10 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         )
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
-    kinds = list(BACKENDS.values()) if recipe is not None and on_gpu else []
+    kinds = [class_of(each, recipe) for each in BACKENDS] if recipe is not None and on_gpu else []
     own_kernels = recipe is None or recipe.scaling != "blockwise"
     if kinds and not (own_kernels and fused_kernels() is not None):  # TE quantizes faster than torch by itself
-        kinds.sort(key=lambda kind: kind is ScaledMMBackend)
+        kinds.sort(key=lambda kind: issubclass(kind, ScaledMMBackend))
     for kind in kinds:
         reason = kind.unavailable(recipe)
         if reason is None:
@@ -64,7 +70,6 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
 
 
 def _made(kind: type[Backend], recipe: Recipe | None) -> Backend:
-    blocks = kind is ScaledMMBackend and recipe is not None and recipe.scaling == "blockwise"
-    backend = ScaledBlocksBackend() if blocks else kind()
+    backend = kind()
     backend.fast_accum = recipe is not None and recipe.fast_accum
     return backend

@@ -42,10 +42,6 @@ class ScaledMMBackend(ReferenceBackend):
         if torch.cuda.get_device_capability() < (8, 9):
             major, minor = torch.cuda.get_device_capability()
             return f"FP8 needs compute capability 8.9 or higher, this GPU has {major}.{minor}; use backend='reference'"
-        if recipe is not None and recipe.scaling == "blockwise":
-            from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
-
-            return ScaledBlocksBackend.missing()
         if recipe is not None and recipe.scaling not in ("delayed", "current"):
             return f"backend='torch' has no {recipe.scaling} scaling; install transformer-engine or use another level"
         return None

@@ -15,6 +15,7 @@ from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats.gemm_block_scaling import SQUARE_128, BlockLayout
 from nemo_lowprec.kernels.fp8_gemm import ROWS, ROWS_AND_SQUARES, gemm_of_blocks, is_supported
 from nemo_lowprec.kernels.loader import tile_kernels
+from nemo_lowprec.options import Recipe
 
 
 class ScaledBlocksBackend(ScaledMMBackend):
@@ -24,13 +25,15 @@ class ScaledBlocksBackend(ScaledMMBackend):
     scales_of_weight, scales_of_wgrad = ROWS_AND_SQUARES, ROWS
 
     @classmethod
-    def missing(cls) -> str | None:
-        """What this machine lacks; None for nothing."""
+    def unavailable(cls, recipe: Recipe | None) -> str | None:
+        if reason := super().unavailable(None):
+            return reason
         if torch.cuda.get_device_capability() != (9, 0):
-            return "blockwise scaling with backend='torch' needs a Hopper GPU (compute capability 9.0)"
-        if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9) or not is_supported():
-            return "blockwise scaling with backend='torch' needs CUDA 12.9, Triton and a C compiler"
-        return None if tile_kernels() is not None else "blockwise scaling with backend='torch' needs Triton"
+            return "backend='torch' multiplies blocks on Hopper GPUs only (compute capability 9.0)"
+        if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
+            return "backend='torch' multiplies blocks by a torch that is built for CUDA 12.9 or later"
+        there = is_supported() and tile_kernels() is not None
+        return None if there else "backend='torch' multiplies blocks with Triton and a C compiler only"
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         assert operand.layout is not None
