@@ -113,10 +113,11 @@ class _Code:
         while found < len(self._aliases):
             found = len(self._aliases)
             for node in self._nodes:
-                if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For)):
+                loops = isinstance(node, (ast.For, ast.comprehension))
+                if not loops and not isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)):
                     continue
-                if self._is(node.iter if isinstance(node, ast.For) else node.value):
-                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if self._is(node.iter if loops else node.value):  # type: ignore[attr-defined]
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
                     self._aliases |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
 
     def _is(self, node: ast.AST | None) -> bool:
