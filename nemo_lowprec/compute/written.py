@@ -12,7 +12,7 @@ from typing import Any
 
 # How names begin of methods that give a module its values or sizes, and are called outside of passes.
 _OUTSIDE_OF_PASSES = ("init", "reset", "set_", "resize", "load")
-_KNOWN = ("torch.nn.", "typing")  # modules whose classes write no parameter
+_KNOWN = ("torch.nn.", "nemo_lowprec.", "typing")  # modules whose classes write no parameter
 _READ = ("torch", "einops", "numpy", "scipy", "math", "builtins")  # whose functions write if they end with "_" alone
 
 
