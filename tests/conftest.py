@@ -48,3 +48,13 @@ def single_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_lowprec.compute.group import LayerGroups
 
     monkeypatch.setattr(LayerGroups, "_can", lambda *_: False)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile knows no graph of another test."""
+    import torch
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -156,7 +156,7 @@ def _wait(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> list[bo
     end = time.monotonic() + timeout.total_seconds()
     found = []
     for key in keys:
-        with suppress(RuntimeError):  # a DistStoreError, or of a FileStore no more than that
+        with suppress(RuntimeError):  # the error of a TCPStore is a subclass, that of a FileStore is not
             store.wait([key], timedelta(seconds=max(end - time.monotonic(), 0.01)))
         found.append(store.check([key]))
     return found

@@ -50,20 +50,15 @@ class Candidate(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """The library; None where torch was built without CUDA, or for another version than 12 or 13.
-
-    Its functions last microseconds, so that no other thread of Python runs meanwhile (``PyDLL``).
-    """
+    """The library; None where torch was built without CUDA, or for another version than 12 or 13."""
     major = (torch.version.cuda or "").split(".")[0]
     if major not in ("12", "13"):
         return None
     try:
-        found = ctypes.PyDLL(f"libcublasLt.so.{major}")
+        found = ctypes.CDLL(f"libcublasLt.so.{major}")
     except OSError:
         return None
-    pointer = ctypes.c_void_p
-    found.cublasLtMatmul.argtypes = [*[pointer] * 14, ctypes.c_size_t, pointer]
-    found.cublasLtMatmulDescSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
+    found.cublasLtMatmulDescSetAttribute.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
     return found
 
 

@@ -14,12 +14,12 @@ NAME = "nemo_lowprec_native"
 
 @lru_cache(maxsize=1)
 def native() -> Any:
-    """The compiled module; None where there is no Triton or no C compiler: the same launches take more host time."""
+    """The compiled module; None without Triton or a C compiler, where torch and Triton launch at more host time."""
     try:
         from triton.runtime.build import compile_module_from_src
 
         return compile_module_from_src(SOURCE.read_text(), NAME)
-    except Exception as error:  # whatever stands in the way, there is another way
+    except Exception as error:  # a cause of any kind must not end the run
         logging.getLogger(__name__).info("Kernels take more host time: %s was not compiled (%s).", SOURCE.name, error)
         return None
 

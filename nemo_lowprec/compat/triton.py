@@ -40,11 +40,11 @@ def launch_of(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None]:
 
 
 def _native_kernel(compiled: Any, constants: int) -> Any:
-    """``compiled`` for ``native().launch``, without its last ``constants`` arguments; None where that launches none."""
+    """``compiled`` for ``native().launch``, without its last ``constants`` arguments; None where only Triton can."""
     run = compiled.run
     scratch = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
     if scratch != (0, 0) or not version("triton").startswith("3.6."):
-        return None  # other versions pass other things to a kernel
+        return None  # other versions of Triton pass other hidden arguments to a kernel
     warps, blocks, shared = compiled.packed_metadata
     types = list(compiled.src.signature.values())
     kinds = ["p" if isinstance(each, str) and each[0] == "*" else _KINDS.get(each) for each in types]

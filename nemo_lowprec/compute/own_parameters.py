@@ -4,7 +4,7 @@ A converted linear layer hands its parameters to operators. Other modules read t
 convolutions, a class token, a table of position biases, the factors of a residual branch. Dynamo takes no parameter in
 low-bit storage and none with a gradient of another dtype, and ends its graph there. So a module gets a class in which
 these parameters are properties, which hand out the values that a ``GraphEntry`` reads where a graph is traced. A
-parameter that the module may write stays as it is: the write would be lost.
+parameter that the module may write in place is no property: the graph would write a copy.
 """
 
 from __future__ import annotations

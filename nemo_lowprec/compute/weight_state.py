@@ -383,7 +383,7 @@ def _state_of(weight: Tensor) -> tuple[int, ...]:
 def _version_of(tensor: Tensor) -> int:
     try:
         return tensor._version
-    except RuntimeError:  # of an inference tensor, which has none
+    except RuntimeError:  # an inference tensor has no version
         return -1
 
 

@@ -13,15 +13,17 @@ from typing import Any
 # How names begin of methods that give a module its values or sizes, and are called outside of passes.
 _OUTSIDE_OF_PASSES = ("init", "reset", "set_", "resize", "load")
 _KNOWN = ("torch.nn.", "nemo_lowprec.", "typing")  # modules whose classes write no parameter
-_READ = ("torch", "einops", "numpy", "scipy", "math", "builtins")  # whose functions write if they end with "_" alone
+# Packages of which only functions whose names end with "_" write their arguments.
+_READ = ("torch", "einops", "numpy", "scipy", "math", "builtins")
 
 
 @functools.cache
 def may_write(cls: Any, name: str) -> bool:
-    """Whether a method of ``cls`` may write ``self.<name>`` in place, or store it elsewhere.
+    """Whether a method of ``cls`` may write the parameter ``self.<name>`` in place, or assign it to an attribute.
 
-    Read off the source, which knows the parameter by ``self.<name>``, by views of it and by variables for both, also in
-    functions that are called with it. True where there is no source. Classes of torch are known to write none.
+    The answer comes from the source: of the methods, and of functions that the methods call with the parameter. The
+    source names the parameter ``self.<name>``, a view of ``self.<name>``, or a variable that was assigned either.
+    Without a source the answer is True. Classes of torch and of this package write no parameter.
     """
     bases = [each for each in cls.__mro__ if each is not object and not each.__module__.startswith(_KNOWN)]
     return any(

@@ -47,7 +47,7 @@ def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def zero(device: int) -> Tensor:
-    """See above."""
+    """An FP32 zero, [1], which nobody else gets."""
     if _alone or is_capturing():
         return torch.zeros(1, dtype=torch.float32, device=_on(device))
     key = device, current_stream(device)  # type: ignore[misc]

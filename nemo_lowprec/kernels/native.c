@@ -1,7 +1,9 @@
 /* Launches a Triton kernel, or a GEMM of cuBLASLt, in one call from Python.
 
    The addresses of the functions to call, and the objects of CUDA and cuBLASLt, come from Python as integers, so that
-   neither's headers are needed. Tensors are passed as such, or by their addresses. */
+   neither's headers are needed. Tensors are passed as such, or by their addresses.
+
+   All functions hold the GIL, so that no other thread sets the addresses of a GEMM before the GEMM is launched. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

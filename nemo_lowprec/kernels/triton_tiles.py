@@ -96,15 +96,11 @@ def quantize(
     device = values.get_device()
     row = row_scale = col = col_scale = None
     if rowwise:
-        row, row_scale = (
-            new(device, (rows, cols), fmt.dtype),
-            new(device, scales_shape(square, rows, cols), torch.float32),
-        )
+        row = new(device, (rows, cols), fmt.dtype)
+        row_scale = new(device, scales_shape(square, rows, cols), torch.float32)
     if columnwise:
-        col, col_scale = (
-            new(device, (cols, rows), fmt.dtype),
-            new(device, scales_shape(square, cols, rows), torch.float32),
-        )
+        col = new(device, (cols, rows), fmt.dtype)
+        col_scale = new(device, scales_shape(square, cols, rows), torch.float32)
     some, some_scale = (col, col_scale) if row is None else (row, row_scale)
     if some is None or some_scale is None or not rows * cols:
         return row, row_scale, col, col_scale

@@ -14,12 +14,7 @@ from nemo_lowprec import prepare
 from nemo_lowprec.compute import revert_layers
 from nemo_lowprec.compute.written import may_write
 
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Scaled(nn.Module):

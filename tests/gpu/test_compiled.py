@@ -6,7 +6,10 @@ import torch
 from nemo_lowprec import prepare
 from tests.gpu.test_graphs import LEVELS, Model, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]  # fmt: skip
 
 SOME = ["bf16_with_fp8_mixed", "msamp_o2"]
 OPTIONS = {"backend": "torch"}
@@ -14,13 +17,6 @@ OF_TE = [
     "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "msamp_o2",
     "msamp_o3",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def made(level, compile_options, graphs=False, **options):

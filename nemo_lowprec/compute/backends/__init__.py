@@ -54,10 +54,9 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         )
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
-    kinds = [class_of(each, recipe) for each in BACKENDS] if recipe is not None and on_gpu else []
-    own_kernels = recipe is None or recipe.scaling != "blockwise"
-    if kinds and not (own_kernels and fused_kernels() is not None):  # TE quantizes faster than torch by itself
-        kinds.sort(key=lambda kind: issubclass(kind, ScaledMMBackend))
+    kinds = list(BACKENDS.values()) if recipe is not None and on_gpu else []  # blocks are left to TE
+    if kinds and fused_kernels() is None:  # without them TE quantizes faster than torch
+        kinds.sort(key=lambda kind: kind is ScaledMMBackend)
     for kind in kinds:
         reason = kind.unavailable(recipe)
         if reason is None:

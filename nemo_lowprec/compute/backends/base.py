@@ -110,7 +110,8 @@ class Orientation(NamedTuple):
 
     Attributes:
         data: [rows, contracted dimension], an 8-bit format; FP32 with E2M1 values for NVFP4 on the reference backend.
-        scale_inv: FP32, [1] for a scale per tensor, else as ``layout`` says; value = data * scale_inv.
+        scale_inv: FP32, [1] for a scale per tensor, else as ``layout`` says; value = data * scale_inv. On the ``torch``
+            backend the scales of blocks have the shape of ``gemm_block_scaling.scales_shape``.
         layout: the blocks; None for a scale per tensor.
     """
 

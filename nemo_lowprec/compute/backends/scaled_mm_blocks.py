@@ -19,7 +19,7 @@ from nemo_lowprec.options import Recipe
 
 
 class ScaledBlocksBackend(ScaledMMBackend):
-    """Quantization by a kernel of ours, GEMMs of cuBLASLt. ``scale_inv`` is laid out as in ``triton_tiles``."""
+    """Quantizes by the kernel of ``triton_tiles`` and multiplies by cuBLASLt. ``scale_inv``: see ``scales_shape``."""
 
     joins = False
     scales_of_weight, scales_of_wgrad = ROWS_AND_SQUARES, ROWS
