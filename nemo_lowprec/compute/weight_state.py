@@ -172,7 +172,7 @@ class WeightState:
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
         self._kept, self._kept_as, self._form = operand, self._measured, (rowwise, columnwise, transposed)
-        self._has_own_memory = _has_own_memory(operand)
+        self._has_own_memory, self._built = _has_own_memory(operand), None
 
     def refresh(self) -> None:
         """Make the kept operand anew, in place, where the weight was measured since."""

@@ -94,6 +94,15 @@ def quantize(
     """
     rows, cols = values.shape
     device = values.get_device()
+    if square and columnwise and values.dtype == torch.float32:
+        # Triton 3.6 moves an 8-bit tile that was loaded as FP32 wrongly between layouts.
+        row, row_scale, _, _ = quantize(values, fmt, square, True, False)
+        assert row is not None and row_scale is not None
+        flipped = new(device, scales_shape(square, cols, rows), torch.float32)
+        flipped[:, : row_scale.shape[0]] = row_scale[:, : flipped.shape[0]].t()
+        return (
+            (row, row_scale, row.t().contiguous(), flipped) if rowwise else (None, None, row.t().contiguous(), flipped)
+        )
     row = row_scale = col = col_scale = None
     if rowwise:
         row = new(device, (rows, cols), fmt.dtype)
@@ -116,7 +125,7 @@ def quantize(
         device, key, programs, args,
         lambda: {
             "FP8_MAX": fmt.max, "SQUARE": square, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
-            # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly.
+            # As above. Where each orientation has scales of its own, Triton moves the FP32 tile.
             "FLIPS": values.dtype != torch.float32, "SIZE": BLOCK,
         },
     )  # fmt: skip

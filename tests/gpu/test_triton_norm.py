@@ -11,6 +11,7 @@ from nemo_lowprec import prepare
 from nemo_lowprec.compute import residual
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
 from nemo_lowprec.compute.norm_function import fused_norm
+from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm
 from nemo_lowprec.kernels.loader import norm_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -456,7 +457,7 @@ def test_norms_of_timm_are_converted(kernels, name, expected):
     torch.testing.assert_close(model[0](x), want, rtol=1e-5, atol=1e-5)
     images = nn.Sequential(layers.LayerNorm2d(3), nn.Flatten(), nn.Linear(48, 16)).cuda()
     images, _ = prepare(images, None, "bf16_with_fp8_mixed", convert=["*"])
-    assert type(images[0]) is layers.LayerNorm2d
+    assert isinstance(images[0], layers.LayerNorm2d) and not isinstance(images[0], LowPrecisionLayerNorm)
 
 
 @pytest.mark.parametrize("shape", [(8192, 4096), (12608, 1024), (33, 1000), (1, 16)], ids=str)

@@ -75,9 +75,10 @@ def gemms(backend, rows, ins, outs, out_dtype, wgrad_dtype, bias=True):
     """(result, what the operands' values give in FP64) of the three GEMMs of a layer."""
     operands = {kind: operand_of(RECIPE, kind) for kind in OPERANDS}
     both = {"rowwise": True, "columnwise": True, "record": True}
-    x = backend.quantize(values(rows, ins, seed=1), operands["input"], **both)
-    w = backend.quantize(values(outs, ins, seed=2), operands["weight"], **both)
-    dy = backend.quantize(values(rows, outs, seed=3), operands["grad_output"], **both)
+    small = 2.0**-8  # products fit into FP16
+    x = backend.quantize(values(rows, ins, seed=1) * small, operands["input"], **both)
+    w = backend.quantize(values(outs, ins, seed=2) * small, operands["weight"], **both)
+    dy = backend.quantize(values(rows, outs, seed=3) * small, operands["grad_output"], **both)
     b = values(1, outs, out_dtype, seed=4)[0] if bias else None
     total = values(rows, ins, out_dtype, seed=5)
     into = torch.empty(outs, ins, device="cuda", dtype=wgrad_dtype)
@@ -113,4 +114,4 @@ def test_gemms_in_a_dispatch_mode_are_torchs(backend):
         counted = [have for have, _ in gemms(backend, 128, 256, 128, torch.bfloat16, torch.float32)]
     assert counter.get_total_flops() > 0
     for one, two in zip(plain, counted, strict=True):
-        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+        assert (one - two).norm() < 0.004 * two.norm()
