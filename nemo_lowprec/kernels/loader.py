@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache, partial
+from functools import cache, partial
 from types import ModuleType
 
 
-@lru_cache(maxsize=4)
+@cache
 def _load(name: str) -> ModuleType | None:
     """A module of kernels; None without Triton or without a supported GPU."""
     try:

@@ -18,7 +18,7 @@ from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.memory import new
 
 BLOCK = 128
-_WARPS = 8
+_WARPS = 4
 
 
 @triton.jit
@@ -42,8 +42,7 @@ def _power(exponent):
 @triton.jit(do_not_specialize=["row_scales", "col_scales"])
 def _tiles_kernel(
     x_ptr, row_ptr, col_ptr, row_scale_ptr, col_scale_ptr, rows, cols, stride_m, stride_n, row_scales, col_scales,
-    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-    FLIPS: tl.constexpr, SIZE: tl.constexpr,
+    FP8_MAX: tl.constexpr, SQUARE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of [SIZE, SIZE]. ``row_scales``, ``col_scales``: elements of a line of the scales."""
     tiles_n = tl.cdiv(cols, SIZE)
@@ -73,11 +72,8 @@ def _tiles_kernel(
             q = (x * _power(exponent)[None, :]).to(row_ptr.dtype.element_ty)
             tl.store(col_scale_ptr + tile_m * col_scales + n, _power(-exponent), mask=n < cols)
     if COLUMNWISE:
-        if FLIPS:
-            flipped = (n < cols)[:, None] & (m < rows)[None, :]
-            tl.store(col_ptr + n[:, None] * rows + m[None, :], tl.trans(q), mask=flipped)
-        else:
-            tl.store(col_ptr + n[None, :] * rows + m[:, None], q, mask=inside)
+        # Not of a transposed tile, which takes longer: Triton moves the values between layouts anyway.
+        tl.store(col_ptr + n[None, :] * rows + m[:, None], q, mask=inside)
 
 
 _tiles = Launcher(_tiles_kernel, num_warps=_WARPS)
@@ -95,14 +91,14 @@ def quantize(
     rows, cols = values.shape
     device = values.get_device()
     if square and columnwise and values.dtype == torch.float32:
-        # Triton 3.6 moves an 8-bit tile that was loaded as FP32 wrongly between layouts.
+        # Triton 3.6 moves an 8-bit tile that was loaded as FP32 wrongly between layouts. Where each orientation has
+        # scales of its own, Triton moves the FP32 tile.
         row, row_scale, _, _ = quantize(values, fmt, square, True, False)
         assert row is not None and row_scale is not None
         flipped = new(device, scales_shape(square, cols, rows), torch.float32)
         flipped[:, : row_scale.shape[0]] = row_scale[:, : flipped.shape[0]].t()
-        return (
-            (row, row_scale, row.t().contiguous(), flipped) if rowwise else (None, None, row.t().contiguous(), flipped)
-        )
+        turned = row.t().contiguous()
+        return (row, row_scale, turned, flipped) if rowwise else (None, None, turned, flipped)
     row = row_scale = col = col_scale = None
     if rowwise:
         row = new(device, (rows, cols), fmt.dtype)
@@ -124,9 +120,7 @@ def quantize(
     _tiles(
         device, key, programs, args,
         lambda: {
-            "FP8_MAX": fmt.max, "SQUARE": square, "ROWWISE": rowwise, "COLUMNWISE": columnwise,
-            # As above. Where each orientation has scales of its own, Triton moves the FP32 tile.
-            "FLIPS": values.dtype != torch.float32, "SIZE": BLOCK,
+            "FP8_MAX": fmt.max, "SQUARE": square, "ROWWISE": rowwise, "COLUMNWISE": columnwise, "SIZE": BLOCK,
         },
     )  # fmt: skip
     return row, row_scale, col, col_scale

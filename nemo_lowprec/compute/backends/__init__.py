@@ -54,9 +54,9 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
         )
     chosen: type[Backend] = ReferenceBackend
     reasons: list[str] = []
-    kinds = list(BACKENDS.values()) if recipe is not None and on_gpu else []  # blocks are left to TE
+    kinds = [class_of(name, recipe) for name in BACKENDS] if recipe is not None and on_gpu else []
     if kinds and fused_kernels() is None:  # without them TE quantizes faster than torch
-        kinds.sort(key=lambda kind: kind is ScaledMMBackend)
+        kinds.sort(key=lambda kind: issubclass(kind, ScaledMMBackend))
     for kind in kinds:
         reason = kind.unavailable(recipe)
         if reason is None:
