@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched
 from nemo_lowprec.compat.tensors import dispatch_modes
 from nemo_lowprec.compute.again import is_computed_again
-from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
+from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand, is_whole
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.linear_function import (
@@ -27,6 +27,7 @@ from nemo_lowprec.compute.linear_function import (
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.producers import GradReader, computed, offered
 from nemo_lowprec.compute.shared_input import no_values
+from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128
 from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm_at
 from nemo_lowprec.kernels.fp8_gemm import is_supported as has_gemm
 from nemo_lowprec.kernels.loader import fused_kernels, tile_kernels
@@ -68,10 +69,10 @@ def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, ou
         with torch.no_grad():
             w8 = new_weight_operand(weight, plan, rowwise=True, columnwise=True)
         state.keep(w8, True, True, False)
-    if not _is_whole(w8):
+    if not state.is_whole:
         return None
     x8 = _quantized_input(x, rows, plan, operand)
-    if not _is_whole(x8):
+    if x8 is None:
         return None
     gradient, handle = plan.inputs.gradient(x)
     gradient.readers.append(plan)
@@ -85,6 +86,7 @@ def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, ou
 
 
 def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> QuantizedOperand | None:
+    """The operand of ``x``, in whole orientations; None where the caller has to quantize ``x``."""
     if plan.inputs.is_new(x):
         made = _quantized(x, rows, x.shape[-1], operand)
         if made is not None:
@@ -94,9 +96,8 @@ def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> 
             )  # fmt: skip
         return made
     values = x if x.dim() == 2 else x.view(rows, -1)
-    return plan.inputs.quantize(  # type: ignore[no-any-return]
-        plan.backend, x, values, operand, rowwise=True, columnwise=True, record=True
-    )
+    made = plan.inputs.quantize(plan.backend, x, values, operand, rowwise=True, columnwise=True, record=True)
+    return made if is_whole(made) else None
 
 
 def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> QuantizedOperand | None:
@@ -106,8 +107,9 @@ def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> Quanti
         row, row_scale, col, col_scale = tiles.quantize(
             values if values.dim() == 2 else values.view(rows, cols), operand.fmt, False, True, True
         )
-        layout = operand.layout
-        return QuantizedOperand(Orientation(row, row_scale, layout), Orientation(col, col_scale, layout))
+        return QuantizedOperand(
+            Orientation(row, row_scale, CUBLAS_ROW_128), Orientation(col, col_scale, CUBLAS_ROW_128)
+        )
     kernels: Any = fused_kernels()
     slot = operand.slot
     scale, record = (None, None) if slot is None else (slot.scale, slot.amax)
@@ -116,14 +118,6 @@ def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> Quanti
         return None
     row, col, scale_inv = made
     return QuantizedOperand(Orientation(row, scale_inv, None), Orientation(col, scale_inv, None))
-
-
-def _is_whole(operand: QuantizedOperand | None) -> bool:
-    """Whether both orientations are there, as matrices that a GEMM reads by their addresses."""
-    if operand is None or operand.rowwise is None or operand.columnwise is None:
-        return False
-    row, col = operand.rowwise.data, operand.columnwise.data
-    return row.is_contiguous() and col.is_contiguous() and not (row.data_ptr() | col.data_ptr()) % 16
 
 
 class FlatLinear(torch.autograd.Function):
@@ -138,8 +132,8 @@ class FlatLinear(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         plan, x, rows, x8, w8, gradient, gives_out = call
         shape, half = x.shape, plan.half
-        (row, scale_inv, _), (col, col_scale_inv, _) = x8.rowwise, x8.columnwise
-        (w_row, w_scale_inv, _), (w_col, w_col_scale_inv, _) = w8.rowwise, w8.columnwise
+        (row, scale_inv, layout), (col, col_scale_inv, _) = x8.rowwise, x8.columnwise
+        (w_row, w_scale_inv, w_layout), (w_col, w_col_scale_inv, _) = w8.rowwise, w8.columnwise
         outs, ins = w_row.shape
         device, scales = x.get_device(), plan.backend.scales_of_weight
         out = new(device, (*shape[:-1], outs), half)
@@ -152,7 +146,7 @@ class FlatLinear(torch.autograd.Function):
         # The link: a second derivative reaches the input through it; it holds no values.
         ctx.save_for_backward(col, col_scale_inv, w_col, w_col_scale_inv, handle if gives_out else source)
         ctx.plan, ctx.shape, ctx.rows, ctx.gradient, ctx.gives_out = plan, shape, rows, gradient, gives_out
-        ctx.weight, ctx.version = weight, weight._version
+        ctx.layouts, ctx.weight, ctx.version = (layout, w_layout), weight, weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
         read_grad_buffer(weight)
         return out, handle
@@ -175,7 +169,7 @@ class FlatLinear(torch.autograd.Function):
         there = offered(dy, operand)
         if there is not None:
             dy8, sums = there
-            if not _is_whole(dy8):
+            if not is_whole(dy8):
                 return _general_backward(ctx, dy)
         elif need_sums:
             computed(dy)
@@ -226,8 +220,7 @@ _apply = apply_function(FlatLinear)
 
 def _general_backward(ctx: Any, dy: Tensor | None) -> Any:
     """The backward pass of ``LinearFunction``, of what ``FlatLinear`` has saved."""
-    operands = ctx.plan.operands
-    ctx.splits, ctx.metas = (2, 4), ((operands["input"].layout,), (operands["weight"].layout,))
+    ctx.splits, ctx.metas = (2, 4), tuple((layout,) for layout in ctx.layouts)
     ctx.record, ctx.transposed, ctx.pad, ctx.part, ctx.all_rows = True, False, 0, None, len(ctx.weight)
     ctx.x_dtype, ctx.grad_dtype = ctx.plan.half, gradient_dtype(ctx.weight)
     return LinearFunction.backward(ctx, dy, None)

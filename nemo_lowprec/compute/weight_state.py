@@ -20,8 +20,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.backends.base import QuantizedOperand
+from nemo_lowprec.compute.backends.base import QuantizedOperand, is_whole
 from nemo_lowprec.formats import AmaxSlot
+from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_SQUARE_128
 from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
@@ -53,6 +54,7 @@ class WeightState:
         layer: the module that holds the weight, held weakly; None once the module is gone.
         name: the weight's name in ``layer``.
         histories: the columns of the layer's other operands.
+        is_whole: whether the kept operand ``is_whole``.
         gathered: whether the weight is gathered from shards for each computation. Its address and version then change
             at every gathering, and only ``WeightStates.forget`` says that it was written.
         table: the model's; None for the layers of a copied model, which keep no quantized weights.
@@ -60,14 +62,14 @@ class WeightState:
 
     __slots__ = (
         "_built", "_form", "_has_own_memory", "_kept", "_kept_as", "_layer", "_left", "_measured", "_seen", "gathered",
-        "histories", "name", "table",
+        "histories", "is_whole", "name", "table",
     )  # fmt: skip
 
     def __init__(
         self, layer: nn.Module, name: str, histories: Sequence[AmaxSlot] = (), table: WeightStates | None = None
     ) -> None:
         self.layer, self.name, self.histories, self.table = layer, name, histories, table
-        self.gathered = False
+        self.gathered = self.is_whole = False
         self._kept: Any = None  # the weight as a quantized operand of the layer's backend
         self._has_own_memory = False  # of ``_kept``
         self._built: Any = None  # the ``_Job`` for ``_kept``
@@ -172,7 +174,7 @@ class WeightState:
     def keep(self, operand: Any, rowwise: bool, columnwise: bool, transposed: bool) -> None:
         """Keep ``operand``, which was made of the weight as it was measured, or of the weight's transpose."""
         self._kept, self._kept_as, self._form = operand, self._measured, (rowwise, columnwise, transposed)
-        self._has_own_memory, self._built = _has_own_memory(operand), None
+        self._has_own_memory, self.is_whole, self._built = _has_own_memory(operand), is_whole(operand), None
 
     def refresh(self) -> None:
         """Make the kept operand anew, in place, where the weight was measured since."""
@@ -187,8 +189,9 @@ class WeightState:
     @property
     def _is_cast_in_place(self) -> bool:
         """Whether ``WeightCast`` can make the kept operand anew: whether ``cast`` is worth its look at all weights."""
-        has_scale = self._scale() is not None or isinstance(self.weight, Fp8Weight)
-        return has_scale and weight_kernels() is not None and self._kept is not None and self._has_own_memory
+        if self._kept is None or not self._has_own_memory or weight_kernels() is None:
+            return False
+        return self._scale() is not None or _is_in_squares(self._kept) or isinstance(self.weight, Fp8Weight)
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -196,25 +199,28 @@ class WeightState:
 
     def _job(self) -> _Job | None:
         """What makes ``_kept`` anew in place; None where nothing needs that, or nothing can."""
-        kept, measured = self._kept, self._measured
+        kept, measured, built = self._kept, self._measured, self._built
         if kept is None or self._kept_as is measured or measured is None or measured[0] is None:
             return None  # where the first is None its layer measures first
+        if built is not None and built.address == measured[-1] and built.scale is self._scale():
+            # A weight that was written since it was measured, or another tensor, is measured when its layer runs.
+            return built if built.tensors is not None else None
         weight = self.weight
         if weight is None or not self._has_own_memory or not has_number(weight, self._seen):
             return None
         state = _state_of(weight)
         if measured[1:] != state:
             return None
-        built, address = self._built, state[-1]
-        if built is None or built.address != address or built.scale is not self._scale():
-            tensors = self._tensors(weight, kept)
-            takes = tensors is not None and _kernel_takes(tensors[0])
-            built = self._built = _Job(next(_numbers), address, self._scale(), tensors if takes else None)
-        return built if built.tensors is not None else None
+        tensors = self._tensors(weight, kept)
+        takes = tensors is not None and _kernel_takes(tensors[0])
+        self._built = _Job(next(_numbers), state[-1], self._scale(), tensors if takes else None)
+        return self._built if takes else None
 
     def _tensors(self, weight: Tensor, kept: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Any] | None:
         """A job of ``WeightCast`` that makes ``kept`` anew; None where no job does."""
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
+        if _is_in_squares(kept):
+            return stored_data(weight), parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
         source, scale = stored_data(weight), self._scale()
@@ -226,7 +232,8 @@ class WeightState:
 
     def _was_written(self) -> bool:
         """Whether the weight was written since ``_kept`` was made; asked once."""
-        stepped = self.weight is not None and take_stepped(self.weight)
+        weight = self.weight
+        stepped = weight is not None and take_stepped(weight)
         return stepped or self._kept_as[1:] != self._measured[1:]  # type: ignore[no-any-return]
 
     def _scale(self) -> Tensor | None:
@@ -358,7 +365,15 @@ class WeightStates:
 
     def renew(self) -> None:
         """After a step: all weights may have been written."""
-        self.forget()
+        for half in self.halves.values():
+            half.forget()
+        for state in self.states.values():
+            weight = state.weight
+            if weight is None:  # a parametrization computes the weight for each forward
+                state.forget()
+            else:
+                state.note(weight)
+                take_amax_of_step(local_shard(weight))
 
 
 def _has_own_memory(operand: Any) -> bool:
@@ -366,6 +381,11 @@ def _has_own_memory(operand: Any) -> bool:
     if not isinstance(operand, QuantizedOperand):
         return False
     return all(part is None or part.data.stride(-1) == 1 for part in (operand.rowwise, operand.columnwise))
+
+
+def _is_in_squares(operand: Any) -> bool:
+    """Whether both orientations are there, in squares of ``triton_weights``."""
+    return all(part is not None and part.layout == CUBLAS_SQUARE_128 for part in (operand.rowwise, operand.columnwise))
 
 
 def _kernel_takes(weight: Tensor) -> bool:

@@ -7,7 +7,7 @@ Microscaling formats, arXiv:2310.10537 (MXFP8); "Pretraining LLMs with NVFP4", a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -28,15 +28,18 @@ class BlockLayout:
         rows, cols: block size; ``cols`` runs along the contracted dimension.
         scale: ``fp32_pow2`` (a power of two, at most max/amax), ``e8m0`` (MX: a power of two, at least amax/max) or
             ``e4m3`` (NVFP4: an E4M3 scale a block and an FP32 scale a tensor; elements are E2M1).
+        for_cublas: whether the scales lie as cuBLASLt reads them (see ``scales_shape``).
     """
 
     rows: int
     cols: int
     scale: str
+    for_cublas: bool = False
 
 
 ROW_128 = BlockLayout(1, 128, "fp32_pow2")
 SQUARE_128 = BlockLayout(128, 128, "fp32_pow2")
+CUBLAS_ROW_128, CUBLAS_SQUARE_128 = replace(ROW_128, for_cublas=True), replace(SQUARE_128, for_cublas=True)
 MX_32 = BlockLayout(1, 32, "e8m0")
 NVFP4_ROW_16 = BlockLayout(1, 16, "e4m3")
 NVFP4_SQUARE_16 = BlockLayout(16, 16, "e4m3")
@@ -48,7 +51,8 @@ class BlockScaledMatrix:
 
     Attributes:
         data: [rows, cols]; float8, or for NVFP4 the E2M1 values as FP32.
-        scale_inv: FP32, [ceil(rows / block rows), ceil(cols / block cols)]; value = data * scale_inv.
+        scale_inv: FP32, [ceil(rows / block rows), ceil(cols / block cols)], or ``scales_shape`` where the layout is for
+            cuBLASLt; value = data * scale_inv.
         layout: the blocks.
     """
 
@@ -149,4 +153,7 @@ def quantize_blocks(
 def dequantize_blocks(tensor: BlockScaledMatrix) -> Tensor:
     """Return the values of a block-scaled tensor as FP32 [rows, cols]."""
     data = decode(tensor.data) if tensor.data.element_size() == 1 else tensor.data
-    return data * _expand(tensor.scale_inv, tensor.layout, tensor.data.shape)
+    scale_inv, layout = tensor.scale_inv, tensor.layout
+    if layout.for_cublas:
+        scale_inv = scale_inv.t() if layout.rows == 1 else scale_inv[:, : -(-data.shape[1] // layout.cols)]
+    return data * _expand(scale_inv, layout, data.shape)

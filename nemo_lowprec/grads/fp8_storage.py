@@ -1,7 +1,7 @@
 """Stores gradients in FP8 as soon as autograd has computed them, and frees the high-precision gradients at once.
 
 ``p.grad`` becomes a ``GradientTensor``, which reads as FP32. The gradients of later micro-batches are added to the
-``GradientTensor``.
+``GradientTensor``. Gradients of small matrices are stored together, a few MiB at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.column import Column
+from nemo_lowprec.grads.waiting import WaitingGradients
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.gradient import DETACHED_GRADS, compute_gradient_as, note_stored_in_fp8, take_quantized
@@ -50,11 +51,13 @@ class Fp8Gradients(Column):
         self.release, self._detached, self._params, self._observers = release, detached, params, observers
         # BF16 has five bits of mantissa more than E4M3 and the range of FP32, at half the bytes of FP32.
         self._computed_as = half if half == torch.bfloat16 else None
+        self._waiting = WaitingGradients()
         self._covered = Marks("fp8_gradient")  # asked for every parameter in every backward pass
         # Weak: hooks of parameters hold this object (see ``tensors/weak_hooks.py``).
         self._handles: Any = WeakIdKeyDictionary()
 
     def before_backward(self) -> None:
+        self._waiting.store()  # of a pass that has failed
         self.cover(self._params() or ())
 
     settle = before_backward
@@ -92,6 +95,9 @@ class Fp8Gradients(Column):
             return
         if grad is not None and not isinstance(grad, GradientTensor) and param.dim() > 1 and not grad.is_sparse:
             quantized = take_quantized(param, grad)
+            alone = quantized is None and not self._observers.gradient and self.release is None
+            if alone and self._waiting.take(param, grad):
+                return
             grad = param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
         if self._observers.gradient and isinstance(grad, GradientTensor):
             for see in self._observers.gradient:
@@ -101,6 +107,7 @@ class Fp8Gradients(Column):
 
     def remove(self) -> None:
         """Remove the hooks."""
+        self._waiting.store()
         for param, handle in self._handles.items():
             handle.remove()
             self._covered.discard(param)

@@ -21,7 +21,7 @@ from nemo_lowprec.formats.stochastic import rounding_rule
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.memory import new, zero
 from nemo_lowprec.kernels.multi_tensor import TILES, PointerTable, tile_table
-from nemo_lowprec.kernels.triton_cast import saturate
+from nemo_lowprec.kernels.triton_cast import TYPES, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
 _BLOCKS, _WARPS = 8, 1
@@ -176,6 +176,60 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
     nonfinite = zero(device)
     _launch(values, data, exponent, nonfinite, nonfinite, fmt, positive=positive)
     return data, exponent, nonfinite
+
+
+@triton.jit
+def _quantize_many_kernel(
+    tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, TOP: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    tensor = tl.load(tensor_of_ptr + tile // GROUP)
+    grid, row_of_addresses = grid_ptr + tensor * 4, address_ptr + tensor * 4
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    source = tl.multiple_of(tl.load(row_of_addresses).to(tl.pointer_type(SOURCE)), 16)
+    data = tl.multiple_of(tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float8e4nv)), 16)
+    exponents = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.uint8))
+    block, inside, _, _, offset = tile_at((tile - tl.load(grid)) * BLOCKS, cols, per_row, total, True, BLOCKS)
+    x = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
+        tl.store(tl.load(row_of_addresses + 3).to(tl.pointer_type(tl.float32)), 1.0)
+    exponent = exponents_of(block_amax(x), TOP, MANTISSA)
+    tl.store(data + offset, to_stored(x, exponent, tl.float32).to(tl.float8e4nv), mask=inside)
+    tl.store(exponents + block, exponent.to(tl.uint8), mask=block < total)
+
+
+def takes_many(values: Tensor) -> bool:
+    """Whether ``quantize_many`` quantizes ``values``."""
+    shape = values.shape
+    size = values.numel()
+    return size > 0 and not (shape[-1] % 128 or size % 2048 or values.data_ptr() % 16) and values.is_contiguous()
+
+
+def quantize_many(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """``quantize`` to E4M3, of tensors of one dtype on one GPU that ``takes_many`` takes, in one launch.
+
+    The results lie behind each other in one piece of memory, which is freed with the last of them.
+    """
+    device = values[0].get_device()
+    sizes = [one.numel() for one in values]
+    blocks = [size // 128 for size in sizes]
+    data = new(device, (sum(sizes),), E4M3.dtype).unsafe_split_with_sizes(sizes)
+    exponents = new(device, (sum(blocks),), torch.uint8).unsafe_split_with_sizes(blocks)
+    found = [
+        (part.view(one.shape), exponent.view(-1, one.shape[-1] // 128), zero(device))
+        for one, part, exponent in zip(values, data, exponents, strict=True)
+    ]
+    table = tile_table(tuple(one.shape for one in values), _BLOCKS, values[0].device)
+    addresses = PointerTable().get([(one, *parts) for one, parts in zip(values, found, strict=True)], values[0].device)
+    constants = _constants(E4M3, False)
+    with torch.cuda.device(device):
+        _quantize_many_kernel[(table.tiles,)](
+            table.tensor_of, table.grid, addresses, SOURCE=TYPES[values[0].dtype], TOP=constants["TOP"],
+            MANTISSA=constants["MANTISSA"], BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return found
 
 
 def quantize_into(values: Tensor, fmt: FloatFormat, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> None:

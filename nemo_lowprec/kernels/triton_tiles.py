@@ -22,7 +22,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _exponent(bits, FP8_MAX: tl.constexpr):
+def exponent_of(bits, FP8_MAX: tl.constexpr):
     """The exponent of the scale of a block whose amax has these bits: floor(log2(FP8_MAX / amax))."""
     amax = bits.to(tl.float32, bitcast=True)
     usable = (bits > 0) & (bits < 0x7F800000)
@@ -34,7 +34,7 @@ def _exponent(bits, FP8_MAX: tl.constexpr):
 
 
 @triton.jit
-def _power(exponent):
+def power_of(exponent):
     """2**exponent of a normal FP32 number."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
@@ -54,23 +54,23 @@ def _tiles_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers magnitudes order alike, and NaN is the largest
     if SQUARE:
-        exponent = _exponent(tl.max(tl.max(bits, axis=1), axis=0), FP8_MAX)
-        q = (x * _power(exponent)).to(row_ptr.dtype.element_ty)  # the GPU's conversion saturates, and keeps NaN
+        exponent = exponent_of(tl.max(tl.max(bits, axis=1), axis=0), FP8_MAX)
+        q = (x * power_of(exponent)).to(row_ptr.dtype.element_ty)  # the GPU's conversion saturates, and keeps NaN
         if ROWWISE:
             tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
-            tl.store(row_scale_ptr + tile_m * row_scales + tile_n, _power(-exponent))
+            tl.store(row_scale_ptr + tile_m * row_scales + tile_n, power_of(-exponent))
         if COLUMNWISE:
-            tl.store(col_scale_ptr + tile_n * col_scales + tile_m, _power(-exponent))
+            tl.store(col_scale_ptr + tile_n * col_scales + tile_m, power_of(-exponent))
     else:
         if ROWWISE:
-            exponent = _exponent(tl.max(bits, axis=1), FP8_MAX)
-            q = (x * _power(exponent)[:, None]).to(row_ptr.dtype.element_ty)
+            exponent = exponent_of(tl.max(bits, axis=1), FP8_MAX)
+            q = (x * power_of(exponent)[:, None]).to(row_ptr.dtype.element_ty)
             tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
-            tl.store(row_scale_ptr + tile_n * row_scales + m, _power(-exponent), mask=m < rows)
+            tl.store(row_scale_ptr + tile_n * row_scales + m, power_of(-exponent), mask=m < rows)
         if COLUMNWISE:
-            exponent = _exponent(tl.max(bits, axis=0), FP8_MAX)
-            q = (x * _power(exponent)[None, :]).to(row_ptr.dtype.element_ty)
-            tl.store(col_scale_ptr + tile_m * col_scales + n, _power(-exponent), mask=n < cols)
+            exponent = exponent_of(tl.max(bits, axis=0), FP8_MAX)
+            q = (x * power_of(exponent)[None, :]).to(row_ptr.dtype.element_ty)
+            tl.store(col_scale_ptr + tile_m * col_scales + n, power_of(-exponent), mask=n < cols)
     if COLUMNWISE:
         # Not of a transposed tile, which takes longer: Triton moves the values between layouts anyway.
         tl.store(col_ptr + n[None, :] * rows + m[:, None], q, mask=inside)

@@ -1,6 +1,7 @@
-"""Quantizes many weights per tensor in one launch, in both orientations. Importing this file needs Triton.
+"""Quantizes many weights in one launch, in both orientations. Importing this file needs Triton.
 
-Data and scales are bit for bit those of ``triton_cast.quantize``.
+Data and scales are bit for bit those of ``triton_cast.quantize``, and of ``triton_tiles.quantize`` for squares of
+128x128 elements.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor
 from nemo_lowprec.formats.floats import E4M3
 from nemo_lowprec.kernels.multi_tensor import PointerTable
 from nemo_lowprec.kernels.triton_cast import TYPES
+from nemo_lowprec.kernels.triton_tiles import BLOCK, exponent_of, power_of
 
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 
-# (weight [rows, cols], scale, scale_inv, rowwise data [rows, cols], columnwise data [cols, rows])
+# (weight [rows, cols], scale, scale_inv, rowwise data [rows, cols], columnwise data [cols, rows]); with squares the
+# second and the third are 1 / scale of both orientations.
 Job = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 
 
 @triton.jit
 def _weights_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, SOURCE: tl.constexpr, SCALED: tl.constexpr, ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    COLUMNWISE: tl.constexpr, ALIGNED: tl.constexpr, SQUARES: tl.constexpr, FP8_MAX: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """Quantize a tile of one weight. ``grid``: int32 [tensors, 4], first tile, rows, columns, stride of ``col``."""
     pid = tl.program_id(0)
@@ -46,7 +50,16 @@ def _weights_kernel(
     n = (tile % tiles_n).to(tl.int64) * BN + tl.arange(0, BN)
     inside = (m < rows)[:, None] & (n < cols)[None, :]
     x = tl.load(source + m[:, None] * cols + n[None, :], mask=inside, other=0.0)
-    if SCALED:
+    if SQUARES:  # a tile is one
+        x = x.to(tl.float32)
+        exponent = exponent_of(tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0), FP8_MAX)
+        q = (x * power_of(exponent)).to(tl.float8e4nv)
+        down, across = tile // tiles_n, tile % tiles_n
+        row_scales = tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float32))
+        col_scales = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.float32))
+        tl.store(row_scales + down * (tl.cdiv(tiles_n, 4) * 4) + across, power_of(-exponent))
+        tl.store(col_scales + across * (tl.cdiv(tl.cdiv(rows, BM), 4) * 4) + down, power_of(-exponent))
+    elif SCALED:
         scale = tl.load(tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float32)))
         if tile == 0:
             scale_inv = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.float32))
@@ -56,7 +69,9 @@ def _weights_kernel(
         q = x
     if ROWWISE:
         tl.store(row + m[:, None] * cols + n[None, :], q, mask=inside)
-    if COLUMNWISE:
+    if COLUMNWISE and SQUARES:  # as in ``triton_tiles``
+        tl.store(col + n[None, :] * col_stride + m[:, None], q, mask=inside)
+    elif COLUMNWISE:
         flipped = (n < cols)[:, None] & (m < rows)[None, :]
         tl.store(col + n[:, None] * col_stride + m[None, :], tl.trans(q), mask=flipped)
 
@@ -68,14 +83,14 @@ class _Tables:
         self._made_for: Any = None
         self.pointers = PointerTable()
 
-    def fit(self, shapes: list[tuple[int, ...]], device: torch.device) -> None:
+    def fit(self, shapes: list[tuple[int, ...]], device: torch.device, tile_rows: int) -> None:
         if self._made_for == (shapes, device):
             return
         self._made_for = None  # until all tables are there: an allocation may fail
         grid, counts, first = [], [], 0
         for rows, cols, stride in shapes:
             grid.append((first, rows, cols, stride))
-            counts.append(-(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS))
+            counts.append(-(-rows // tile_rows) * -(-cols // _TILE_COLS))
             first += counts[-1]
         self.tiles = first
         self.aligned = all(side % 16 == 0 for shape in shapes for side in shape)
@@ -101,7 +116,8 @@ class WeightCast:
             jobs: (weight, scale, scale_inv, row, col) of each. The weight is contiguous, [rows, cols], on a GPU, FP32,
                 half or E4M3, and not empty. ``scale`` is FP32 [1]; None for a weight in E4M3, which is transposed only.
                 The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols], contiguous, and ``col`` E4M3
-                [cols, rows], contiguous within a row; None for an orientation that is not wanted.
+                [cols, rows], contiguous within a row; None for an orientation that is not wanted. Or, for squares,
+                (weight, 1 / scale of ``row``, of ``col``, row, col), FP32 of ``scales_shape``, and all are written.
             numbers: of the jobs. Jobs with the numbers of the call before have the same tensors, in the same places.
         """
         if numbers is None or numbers != self._made:
@@ -110,14 +126,16 @@ class WeightCast:
             temporary = False
             for job in jobs:
                 weight, scale, scale_inv, row, col = job
+                squares = scale is not None and scale.dim() > 1
                 if weight.dtype == torch.float32 and col is not None:
                     # Triton 3.6 transposes an 8-bit tile that was loaded as FP32 wrongly: a second launch does it.
                     temporary = temporary or row is None
                     row = torch.empty(weight.shape, dtype=E4M3.dtype, device=weight.device) if row is None else row
-                    kinds[weight.device, torch.float32, True, False].append((weight, scale, scale_inv, row, None))
-                    kinds[weight.device, E4M3.dtype, False, True].append((row, None, scale_inv, None, col))
+                    kind = weight.device, torch.float32, True, False, squares
+                    kinds[kind].append((weight, scale, scale_inv, row, None))
+                    kinds[weight.device, E4M3.dtype, False, True, False].append((row, None, scale_inv, None, col))
                 else:
-                    kinds[weight.device, weight.dtype, row is not None, col is not None].append(job)
+                    kinds[weight.device, weight.dtype, row is not None, col is not None, squares].append(job)
             ordered = sorted(kinds, key=lambda kind: kind[1] == E4M3.dtype)
             self._launches = [self._launch_of(kind, kinds[kind]) for kind in ordered]
             self._made = None if temporary else numbers
@@ -125,11 +143,14 @@ class WeightCast:
         for launch in self._launches:
             launch()
 
-    def _launch_of(self, kind: tuple[torch.device, torch.dtype, bool, bool], jobs: list[Job]) -> Callable[[], Any]:
-        device, dtype, rowwise, columnwise = kind
+    def _launch_of(
+        self, kind: tuple[torch.device, torch.dtype, bool, bool, bool], jobs: list[Job]
+    ) -> Callable[[], Any]:
+        device, dtype, rowwise, columnwise, squares = kind
+        tile_rows = BLOCK if squares else _TILE_ROWS
         tables = self._tables[kind]
         strides = [job[0].shape[0] if job[4] is None else job[4].stride(0) for job in jobs]
-        tables.fit([(*job[0].shape, stride) for job, stride in zip(jobs, strides, strict=True)], device)
+        tables.fit([(*job[0].shape, stride) for job, stride in zip(jobs, strides, strict=True)], device, tile_rows)
         # In the place of what is absent stands the weight's address, which is not read.
         addresses = tables.pointers.get([[job[0] if t is None else t for t in job] for job in jobs], device)
         tensor_of, grid, tiles = tables.tensor_of, tables.grid, tables.tiles
@@ -139,8 +160,8 @@ class WeightCast:
             with torch.cuda.device(device):
                 _weights_kernel[(tiles,)](
                     tensor_of, grid, addresses, SOURCE=TYPES[dtype], SCALED=dtype != E4M3.dtype,
-                    ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=aligned, BM=_TILE_ROWS, BN=_TILE_COLS,
-                    num_warps=_WARPS,
+                    ROWWISE=rowwise, COLUMNWISE=columnwise, ALIGNED=aligned, SQUARES=squares, FP8_MAX=E4M3.max,
+                    BM=tile_rows, BN=_TILE_COLS, num_warps=_WARPS,
                 )  # fmt: skip
 
         return launch

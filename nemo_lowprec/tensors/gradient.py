@@ -11,6 +11,7 @@ sum rounded to nearest does not change where a micro-batch adds less than a sixt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import current_backward
+from nemo_lowprec.compat.tensors import make_wrapper
 from nemo_lowprec.formats.block_scale_128 import UNIT, block_grid, dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
@@ -121,6 +123,14 @@ class GradientTensor(BlockScaledTensor):
         return cls.of_parts(data, exponent, nonfinite)
 
     @classmethod
+    def from_floats(cls, values: Sequence[Tensor]) -> list[GradientTensor]:
+        """``from_float`` of gradients of one dtype on one device, at the host time of few."""
+        kernels = block_kernels() if values[0].is_cuda else None
+        if kernels is None or not all(map(kernels.takes_many, values)):
+            return [cls.from_float(one) for one in values]
+        return [cls.of_parts(*parts) for parts in kernels.quantize_many(values)]
+
+    @classmethod
     def empty(cls, like: Tensor, nonfinite: Tensor | None = None) -> GradientTensor:
         """An uninitialised gradient of the shape and on the device of ``like``, noted as finite."""
         rows, _, per_row = block_grid(like.shape)
@@ -133,7 +143,13 @@ class GradientTensor(BlockScaledTensor):
     @classmethod
     def of_parts(cls, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> GradientTensor:
         """A gradient of these parts, with a factor of 1."""
-        return cls(data, exponent, _one(data.device), nonfinite)
+        # As ``__new__`` makes it, in fewer steps: one is made for every parameter in every backward pass.
+        device = data.device
+        self: GradientTensor = make_wrapper(cls, data.shape, strides=data.stride(), dtype=torch.float32, device=device)
+        attributes = self.__dict__
+        attributes["data_blocks"], attributes["exponent"], attributes["nonfinite"] = data, exponent, nonfinite
+        attributes["factor"], attributes["fmt"], attributes["multiplied"] = _one(device), E4M3, False
+        return self
 
     def copied(self) -> GradientTensor:
         """A copy to which additions are rounded as to this tensor."""

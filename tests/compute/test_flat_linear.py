@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
-from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
-from nemo_lowprec.compute.flat_linear import _is_whole, is_flat
+from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand, is_whole
+from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.options import LayerFilter, Recipe
 
@@ -27,19 +27,19 @@ def test_layers_of_other_backends_take_the_long_way():
 
 
 def test_operands_whose_addresses_say_where_the_matrix_is():
-    assert _is_whole(operand(matrix(), matrix()))
-    assert not _is_whole(None)
-    assert not _is_whole(operand(None, matrix())) and not _is_whole(operand(matrix(), None))
+    assert is_whole(operand(matrix(), matrix()))
+    assert not is_whole(None)
+    assert not is_whole(operand(None, matrix())) and not is_whole(operand(matrix(), None))
 
 
 def test_parts_of_an_operand_are_not_whole():
     """Rows of one orientation are columns of the other."""
     joint = operand(matrix(64, 48), matrix(48, 64))
-    assert not any(_is_whole(part) for part in joint.split([32, 32], 0))
-    assert not any(_is_whole(part) for part in operand(matrix(32, 96), matrix(96, 32)).split([48, 48], 1))
+    assert not any(is_whole(part) for part in joint.split([32, 32], 0))
+    assert not any(is_whole(part) for part in operand(matrix(32, 96), matrix(96, 32)).split([48, 48], 1))
 
 
 def test_an_operand_at_an_odd_address_is_not_whole():
     moved = torch.zeros(32 * 48 + 16, dtype=torch.uint8)[8 : 8 + 32 * 48].view(torch.float8_e4m3fn).view(32, 48)
     assert moved.is_contiguous()
-    assert not _is_whole(operand(moved, matrix()))
+    assert not is_whole(operand(moved, matrix()))

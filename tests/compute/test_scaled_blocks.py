@@ -6,9 +6,10 @@ import torch
 from nemo_lowprec.compute.backends import choose_backend
 from nemo_lowprec.compute.backends.base import Orientation, QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend, in_order
+from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.operands import OPERANDS, operand_of
-from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128, scales_shape
+from nemo_lowprec.formats import BlockScaledMatrix, dequantize_blocks
+from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128, CUBLAS_SQUARE_128, SQUARE_128, scales_shape
 from nemo_lowprec.options import Recipe
 
 RECIPE = Recipe("blockwise", fp8="e4m3")
@@ -23,7 +24,7 @@ def laid_out(part):
         scales[:, : part.scale_inv.shape[1]] = part.scale_inv
     else:
         scales.copy_(part.scale_inv.t())
-    return Orientation(part.data.contiguous(), scales, part.layout)
+    return Orientation(part.data.contiguous(), scales, CUBLAS_SQUARE_128 if square else CUBLAS_ROW_128)
 
 
 def operands(rows, ins, outs):
@@ -70,11 +71,12 @@ def test_packed_operands_come_back(rowwise, columnwise):
 def test_scales_are_laid_out_as_cublas_reads_them():
     assert scales_shape(False, 48, 272) == (3, 48)
     assert scales_shape(True, 272, 640) == (3, 8) and scales_shape(True, 16, 512) == (1, 4)
-    for _, made in operands(144, 272, 400):
-        for part in (made.rowwise, made.columnwise):
-            rows, cols = part.data.shape
-            blocks = (rows, -(-cols // 128)) if part.layout == ROW_128 else (-(-rows // 128), -(-cols // 128))
-            assert in_order(part).scale_inv.shape == blocks and not in_order(part).scale_inv.isnan().any()
+    for wanted, made in operands(144, 272, 400):
+        for one, two in ((wanted.rowwise, made.rowwise), (wanted.columnwise, made.columnwise)):
+            values = [
+                dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout)) for part in (one, two)
+            ]
+            assert torch.equal(*values)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

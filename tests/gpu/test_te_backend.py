@@ -12,7 +12,6 @@ from nemo_lowprec.compute import te_layers
 from nemo_lowprec.compute.backends import choose_backend, class_of, scaled_mm
 from nemo_lowprec.compute.backends.base import QuantizedOperand
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.backends.scaled_mm_blocks import in_order
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.operands import OPERANDS, new_histories, operand_of
@@ -64,9 +63,6 @@ def values_of(q, columnwise=False):
         if part.layout is None:
             values = decode(part.data) * part.scale_inv
         else:
-            rows, cols = part.data.shape
-            if part.scale_inv.shape != (-(-rows // part.layout.rows), -(-cols // part.layout.cols)):
-                part = in_order(part)  # as cuBLASLt reads them
             values = dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout))
         return values.t() if columnwise else values
     one = object.__new__(type(q))  # with one orientation only, for TE to decode

@@ -192,15 +192,15 @@ def test_blackwell_levels_are_refused_on_an_older_gpu():
             fit(Net(), plugin(case, backend="auto"), max_steps=1)
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [("bf16_with_fp8_mixed", "torch"), ("msamp_o2", "torch"), ("bf16_with_fp8_subchannel_scaling_mixed", "te")],
-)
-def test_auto_takes_the_fastest_backend(case, backend):
+@pytest.mark.parametrize("case", ["bf16_with_fp8_mixed", "msamp_o2", "bf16_with_fp8_subchannel_scaling_mixed"])
+def test_auto_takes_the_fastest_backend(case):
     pytest.importorskip("transformer_engine.pytorch")
     precision = plugin(case, backend="auto")
     fit(Net(), precision, max_steps=1)
-    assert precision.engine.columns.computation.backend.name == backend
+    backend = precision.engine.columns.computation.backend
+    # Blocks are left to TE where torch's CUDA is too old for them.
+    recipe = Recipe(level_of(case).scaling)
+    assert backend.name == ("te" if class_of("torch", recipe).unavailable(recipe) else "torch")
 
 
 def allocated():

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_lowprec.compute.backends import choose_backend
-from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend, in_order
+from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.operands import OPERANDS, operand_of
 from nemo_lowprec.formats import E4M3, BlockScaledMatrix, dequantize_blocks, quantize_blocks
 from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128
@@ -89,7 +89,6 @@ def gemms(backend, rows, ins, outs, out_dtype, wgrad_dtype, bias=True):
     assert dw is into
 
     def exact(part):
-        part = in_order(part)
         return dequantize_blocks(BlockScaledMatrix(part.data, part.scale_inv, part.layout)).double()
 
     wanted = exact(x.rowwise) @ exact(w.rowwise).t() + (0 if b is None else b.double())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec.formats import E4M3
+from nemo_lowprec.formats.gemm_block_scaling import scales_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -39,6 +40,31 @@ def test_all_weights_are_quantized_as_one_at_a_time(dtype, rowwise, columnwise):
             for got, want in ((row, want_row), (col, want_col)):
                 assert (got is None) == (want is None)
                 assert got is None or torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+            weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_squares_are_quantized_as_one_at_a_time(dtype):
+    from nemo_lowprec.kernels import triton_tiles
+
+    caster, found = jobs(dtype, True, True)
+    made = []
+    for weight, _, _, row, col in found:
+        if not (weight.shape[0] % 16 or weight.shape[1] % 16):
+            scales = [torch.full(scales_shape(True, *shape), 99.0, device="cuda") for shape in (row.shape, col.shape)]
+            made.append((weight, *scales, row, col))
+    assert len(made) > 3
+    for _ in range(2):
+        caster.cast(made)
+        for weight, row_scale, col_scale, row, col in made:
+            want_row, want_row_scale, want_col, want_col_scale = triton_tiles.quantize(weight, E4M3, True, True, True)
+            for got, want in ((row, want_row), (col, want_col)):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+            for got, want, cols in (
+                (row_scale, want_row_scale, row.shape[1]),
+                (col_scale, want_col_scale, col.shape[1]),
+            ):
+                assert torch.equal(got[:, : -(-cols // 128)], want[:, : -(-cols // 128)])
             weight.mul_(0.5)
 
 

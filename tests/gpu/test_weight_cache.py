@@ -8,14 +8,18 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nemo_lowprec import prepare
-from nemo_lowprec.compute import BACKENDS
+from nemo_lowprec.chart import CHART
+from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.options import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-LEVELS = ["bf16_with_fp8_mixed", "te_fp8", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed+fp8_params"]
+LEVELS = [
+    "bf16_with_fp8_mixed", "te_fp8", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed+fp8_params",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+]  # fmt: skip
 
 
 class Attends(nn.Module):
@@ -29,12 +33,13 @@ class Attends(nn.Module):
 
 
 def start(case, backend, weight_cache, **options):
-    reason = BACKENDS[backend].unavailable(Recipe("delayed"))
+    name, _, variant = case.partition("+")
+    recipe = Recipe(CHART[name].scaling)
+    reason = class_of(backend, recipe).unavailable(recipe)
     if reason:
         pytest.skip(reason)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), Conv1D(256, 512), Attends(), nn.Linear(256, 256)).cuda()
-    name, _, variant = case.partition("+")
     options |= {"fp8_params": True} if variant else {}
     model, optimizer = prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-3), name, backend=backend, convert="*",
@@ -75,7 +80,7 @@ def steps(case, backend, weight_cache):
             with torch.no_grad():
                 model[0].weight.mul_(0.5)
     found = {"losses": torch.stack(losses), "weights": [p.detach().float() for p in model.parameters()]}
-    return found, Engine.of(model).amaxes.histories.state_dict()
+    return found, Engine.of(model).amaxes.state_dict()
 
 
 @pytest.mark.parametrize("backend", ["torch", "te"])

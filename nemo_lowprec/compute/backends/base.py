@@ -110,8 +110,7 @@ class Orientation(NamedTuple):
 
     Attributes:
         data: [rows, contracted dimension], an 8-bit format; FP32 with E2M1 values for NVFP4 on the reference backend.
-        scale_inv: FP32, [1] for a scale per tensor, else as ``layout`` says; value = data * scale_inv. On the ``torch``
-            backend the scales of blocks have the shape of ``gemm_block_scaling.scales_shape``.
+        scale_inv: FP32, [1] for a scale per tensor, else as ``layout`` says; value = data * scale_inv.
         layout: the blocks; None for a scale per tensor.
     """
 
@@ -135,6 +134,14 @@ class QuantizedOperand:
             for part, place in ((self.rowwise, dim), (self.columnwise, 1 - dim))
         ]  # fmt: skip
         return [QuantizedOperand(row, col) for row, col in zip(*parts, strict=True)]
+
+
+def is_whole(operand: Any) -> bool:
+    """Whether both orientations are there, as matrices that a GEMM reads by their addresses."""
+    if not isinstance(operand, QuantizedOperand) or operand.rowwise is None or operand.columnwise is None:
+        return False
+    row, col = operand.rowwise.data, operand.columnwise.data
+    return row.is_contiguous() and col.is_contiguous() and not (row.data_ptr() | col.data_ptr()) % 16
 
 
 class Packing(ABC):

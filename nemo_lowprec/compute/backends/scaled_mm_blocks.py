@@ -12,14 +12,22 @@ from nemo_lowprec.compute.backends.packing import TwoCopiesInBlocks
 from nemo_lowprec.compute.backends.reference import ReferenceBackend, multiply
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.operands import Operand
-from nemo_lowprec.formats.gemm_block_scaling import SQUARE_128, BlockLayout
+from nemo_lowprec.formats.gemm_block_scaling import (
+    CUBLAS_ROW_128,
+    CUBLAS_SQUARE_128,
+    ROW_128,
+    SQUARE_128,
+    BlockLayout,
+)
 from nemo_lowprec.kernels.fp8_gemm import ROWS, ROWS_AND_SQUARES, gemm_of_blocks, is_supported
 from nemo_lowprec.kernels.loader import tile_kernels
 from nemo_lowprec.options import Recipe
 
+_LAYOUTS = {ROW_128: CUBLAS_ROW_128, SQUARE_128: CUBLAS_SQUARE_128}
+
 
 class ScaledBlocksBackend(ScaledMMBackend):
-    """Quantizes by the kernel of ``triton_tiles`` and multiplies by cuBLASLt. ``scale_inv``: see ``scales_shape``."""
+    """Quantizes by the kernel of ``triton_tiles`` and multiplies by cuBLASLt."""
 
     joins = False
     scales_of_weight, scales_of_wgrad = ROWS_AND_SQUARES, ROWS
@@ -37,10 +45,11 @@ class ScaledBlocksBackend(ScaledMMBackend):
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         assert operand.layout is not None
+        layout = _LAYOUTS[operand.layout]
         row, row_scale, col, col_scale = tile_kernels().quantize(  # type: ignore[union-attr]
-            values, operand.fmt, operand.layout == SQUARE_128, rowwise, columnwise
+            values, operand.fmt, layout == CUBLAS_SQUARE_128, rowwise, columnwise
         )
-        return QuantizedOperand(_part(row, row_scale, operand.layout), _part(col, col_scale, operand.layout))
+        return QuantizedOperand(_part(row, row_scale, layout), _part(col, col_scale, layout))
 
     def quantize_grad(
         self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool, sums: bool
@@ -63,7 +72,7 @@ class ScaledBlocksBackend(ScaledMMBackend):
 
     def packing(self, operand: Operand) -> Packing | None:
         assert operand.layout is not None
-        return TwoCopiesInBlocks(operand.layout)
+        return TwoCopiesInBlocks(_LAYOUTS[operand.layout])
 
 
 def _part(data: Tensor | None, scale_inv: Tensor | None, layout: BlockLayout) -> Orientation | None:
@@ -74,19 +83,12 @@ def _gemm(
     a: Orientation, b: Orientation, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None,
     total: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    scales = ROWS_AND_SQUARES if b.layout == SQUARE_128 else ROWS
+    scales = ROWS_AND_SQUARES if b.layout == CUBLAS_SQUARE_128 else ROWS
     made = gemm_of_blocks(a.data, b.data, a.scale_inv, b.scale_inv, scales, out_dtype, bias, out, total)
     if made is not None:
         return made
-    found = multiply(in_order(a), in_order(b))
+    found = multiply(a, b)
     found = found if bias is None else found + bias.float()
     if total is not None:
         return total.add_(found)
     return found.to(out_dtype) if out is None else out.copy_(found)
-
-
-def in_order(part: Orientation) -> Orientation:
-    """``part`` with its scales as ``formats.gemm_block_scaling`` has them."""
-    if part.layout != SQUARE_128:
-        return part._replace(scale_inv=part.scale_inv.t())
-    return part._replace(scale_inv=part.scale_inv[:, : -(-part.data.shape[1] // SQUARE_128.cols)])

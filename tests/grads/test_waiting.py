@@ -1,0 +1,152 @@
+"""Gradients of small matrices are stored in FP8 together: the same gradients as one by one."""
+
+import pytest
+import torch
+from low_bit import randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nemo_lowprec.grads import Fp8Gradients, waiting
+from nemo_lowprec.tensors import GradientTensor
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+SIZE = 256  # elements of 128 and more are quantized in one launch on a GPU
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, bias=i % 2 == 0) for i in range(4))
+        self.odd = nn.Linear(SIZE, 40)
+
+    def forward(self, x):
+        for layer in (*self.layers, self.layers[0]):  # the first twice
+            x = torch.tanh(layer(x))
+        return self.odd(x)
+
+
+def made(device, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = Net().to(device, dtype)
+    for param in model.parameters():
+        param.grad_dtype = None  # a stored gradient reads as FP32
+    gradients = Fp8Gradients()
+    gradients.cover(model.parameters())
+    return model, gradients
+
+
+def backward(model, seed=0):
+    weight = next(model.parameters())
+    model(randn((16, SIZE), seed).to(weight)).square().mean().backward()
+
+
+def parts(model):
+    return [[part.cpu() for part in p.grad.parts()] for p in model.parameters() if p.dim() > 1]
+
+
+def assert_equal(one, two):
+    for mine, others in zip(one, two, strict=True):
+        for a, b in zip(mine, others, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("limit", [waiting.LIMIT, 1, 3 * SIZE * SIZE])
+def test_the_bits_are_those_of_gradients_that_do_not_wait(device, dtype, limit, monkeypatch):
+    monkeypatch.setattr(waiting, "LIMIT", limit)
+    found = []
+    for small in (waiting.SMALL, 0):
+        monkeypatch.setattr(waiting, "SMALL", small)
+        model, _ = made(device, dtype)
+        for seed in range(3):  # added to each other
+            backward(model, seed)
+        assert all(isinstance(p.grad, GradientTensor) for p in model.parameters() if p.dim() > 1)
+        found.append(parts(model))
+    assert_equal(*found)
+
+
+def kinds_at(model, seen):
+    """Note in ``seen``, when backward reaches the first layer, whether the gradient of the last is stored."""
+
+    def note(*_):
+        seen.append(type(model.odd.weight.grad))
+
+    model.layers[0].register_full_backward_hook(note)
+
+
+@pytest.mark.parametrize(("limit", "kind"), [(waiting.LIMIT, torch.Tensor), (1, GradientTensor)])
+def test_so_many_wait_and_no_more(limit, kind, monkeypatch):
+    monkeypatch.setattr(waiting, "LIMIT", limit)
+    model, _ = made("cpu")
+    kinds_at(model, seen := [])
+    backward(model)
+    assert seen[0] is kind and isinstance(model.odd.weight.grad, GradientTensor)
+
+
+def test_a_large_gradient_does_not_wait(monkeypatch):
+    monkeypatch.setattr(waiting, "SMALL", 40 * SIZE * 4 - 1)
+    model, _ = made("cpu")
+    kinds_at(model, seen := [])
+    backward(model)
+    assert seen[0] is GradientTensor
+
+
+def test_another_hook_reads_what_is_stored():
+    model, _ = made("cpu")
+    seen = []
+    model.odd.weight.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
+    backward(model)
+    assert seen == [GradientTensor]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("as asked")
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_after_a_pass_that_failed(zeroed):
+    model, gradients = made("cpu")
+    with pytest.raises(RuntimeError, match="as asked"):
+        model.odd(Failing.apply(randn((16, SIZE), 0).requires_grad_())).sum().backward()
+    assert type(model.odd.weight.grad) is torch.Tensor  # it was waiting
+    if zeroed:
+        model.zero_grad()
+    gradients.before_backward()
+    assert zeroed or isinstance(model.odd.weight.grad, GradientTensor)
+    backward(model)
+    if zeroed:
+        other, _ = made("cpu")
+        backward(other)
+        assert_equal(parts(model), parts(other))
+
+
+def test_a_pass_inside_of_another():
+    found = []
+    for small in (waiting.SMALL, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiting, "SMALL", small)
+            model, _ = made("cpu")
+            first, *others = model.layers
+            x = checkpoint(nn.Sequential(*others), first(randn((16, SIZE), 0)), use_reentrant=True)
+            model.odd(x).square().mean().backward()
+            found.append(parts(model))
+    assert_equal(*found)
+
+
+def test_nothing_waits_once_the_hooks_are_removed():
+    model, gradients = made("cpu")
+    backward(model)
+    gradients.remove()
+    model.zero_grad()
+    backward(model)
+    assert all(type(p.grad) is torch.Tensor for p in model.parameters())
