@@ -15,7 +15,7 @@ __all__ = [
     "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "backward_hooks", "base_of",
     "disabled_torch_function", "dispatch_modes", "empty_strided_cuda", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
-    "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
+    "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "unflatten", "use_count",
     "without_dispatch_modes", "without_torch_function",
 ]  # fmt: skip
 
@@ -23,6 +23,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # a context: subclasses compute as plain tensors
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
+unflatten = torch._C._nn.unflatten_dense_tensors  # (a vector, tensors) to pieces of the vector, shaped as the tensors
 # (shape, strides, dtype) to a tensor on the current device, as inductor's code allocates; None without CUDA.
 empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 

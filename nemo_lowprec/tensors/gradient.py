@@ -145,7 +145,7 @@ class GradientTensor(BlockScaledTensor):
         """A gradient of these parts, with a factor of 1."""
         # As ``__new__`` makes it, in fewer steps: one is made for every parameter in every backward pass.
         device = data.device
-        self: GradientTensor = make_wrapper(cls, data.shape, strides=data.stride(), dtype=torch.float32, device=device)
+        self: GradientTensor = make_wrapper(cls, data.shape, dtype=torch.float32, device=device)
         attributes = self.__dict__
         attributes["data_blocks"], attributes["exponent"], attributes["nonfinite"] = data, exponent, nonfinite
         attributes["factor"], attributes["fmt"], attributes["multiplied"] = _one(device), E4M3, False
