@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "backward_hooks", "base_of",
+    "FakeTensorMode", "PlainSubclass", "TorchDispatchMode", "accumulated_hooks", "backward_hooks", "base_of",
     "disabled_torch_function", "dispatch_modes", "empty_strided_cuda", "has_dispatch_mode",
     "is_plain", "make_subclass", "make_wrapper", "set_backward_hooks", "sparse_values", "storage_key",
-    "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "unflatten", "use_count",
+    "storage_use_count", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "use_count",
     "without_dispatch_modes", "without_torch_function",
 ]  # fmt: skip
 
@@ -23,7 +23,6 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_torch_function = torch._C.DisableTorchFunctionSubclass  # a context: subclasses compute as plain tensors
 make_subclass = torch.Tensor._make_subclass
 make_wrapper = torch.Tensor._make_wrapper_subclass
-unflatten = torch._C._nn.unflatten_dense_tensors  # (a vector, tensors) to pieces of the vector, shaped as the tensors
 # (shape, strides, dtype) to a tensor on the current device, as inductor's code allocates; None without CUDA.
 empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
@@ -86,6 +85,11 @@ def use_count(param: Tensor) -> int:
     """How often C++ holds ``param``: once by itself, and once more for each graph and view of it."""
     count: int = param._use_count()  # type: ignore[attr-defined]
     return count
+
+
+def accumulated_hooks(param: Tensor) -> Any:
+    """The hooks of ``register_post_accumulate_grad_hook``, by number."""
+    return getattr(param, "_post_accumulate_grad_hooks", None) or {}
 
 
 def backward_hooks(param: nn.Parameter) -> tuple[Any, Any]:

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nemo_lowprec.compat.tensors import unflatten
 from nemo_lowprec.compat.triton import current_device
 from nemo_lowprec.formats.block_scale_128 import block_grid, exponent_rule
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
@@ -181,67 +180,62 @@ def quantize(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[
 
 @triton.jit
 def _quantize_many_kernel(
-    tensor_of_ptr, grid_ptr, address_ptr, data_ptr, exponent_ptr, nonfinite_ptr, SOURCE: tl.constexpr,
-    TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
+    tensor_of_ptr, grid_ptr, address_ptr, nonfinite_ptr, SOURCE: tl.constexpr, TOP: tl.constexpr,
+    MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     tensor = tl.load(tensor_of_ptr + tile // GROUP)
-    source = tl.multiple_of(tl.load(address_ptr + tensor).to(tl.pointer_type(SOURCE)), 16)
-    block = tl.arange(0, BLOCKS)
-    offset = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    x = tl.load(source + (tile - tl.load(grid_ptr + tensor * 4)) * (BLOCKS * 128) + offset).to(tl.float32)
+    grid, row_of_addresses = grid_ptr + tensor * 4, address_ptr + tensor * 3
+    cols, per_row, total = tl.load(grid + 1), tl.load(grid + 2), tl.load(grid + 3)
+    source = tl.multiple_of(tl.load(row_of_addresses).to(tl.pointer_type(SOURCE)), 16)
+    data = tl.multiple_of(tl.load(row_of_addresses + 1).to(tl.pointer_type(tl.float8e4nv)), 16)
+    exponents = tl.load(row_of_addresses + 2).to(tl.pointer_type(tl.uint8))
+    block, inside, _, _, offset = tile_at((tile - tl.load(grid)) * BLOCKS, cols, per_row, total, True, BLOCKS)
+    x = tl.load(source + offset, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if tl.max(tl.max(bits, axis=1), axis=0) >= 0x7F800000:
         tl.store(nonfinite_ptr + tensor, 1.0)
     exponent = exponents_of(block_amax(x), TOP, MANTISSA)
-    first = tile.to(tl.int64) * BLOCKS
-    tl.store(data_ptr + first * 128 + offset, to_stored(x, exponent, tl.float32).to(tl.float8e4nv))
-    tl.store(exponent_ptr + first + block, exponent.to(tl.uint8))
+    tl.store(data + offset, to_stored(x, exponent, tl.float32).to(tl.float8e4nv), mask=inside)
+    tl.store(exponents + block, exponent.to(tl.uint8), mask=block < total)
 
 
 _quantize_many = Launcher(_quantize_many_kernel, num_warps=_WARPS, enable_fp_fusion=False)
 
 
-def takes_many(values: Tensor) -> bool:
-    """Whether ``quantize_many`` quantizes ``values``."""
-    size = values.numel()
-    if not size or size % (128 * _BLOCKS * TILES) or values.shape[-1] % 128 or values.data_ptr() % 16:
-        return False
-    return values.is_contiguous()
+class QuantizeMany:
+    """``quantize_into`` of many tensors to E4M3, in one launch. The addresses stay on the GPU from call to call."""
 
+    def __init__(self) -> None:
+        self._pointers = PointerTable()
 
-def quantize_many(values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """``quantize`` to E4M3, of tensors of one dtype on one GPU that ``takes_many`` takes, in one launch.
+    @staticmethod
+    def takes(values: Tensor) -> bool:
+        """Whether ``values`` may be among the tensors."""
+        odd = not values.numel() or values.shape[-1] % 128 or values.data_ptr() % 16
+        return not odd and values.is_contiguous()
 
-    The results lie behind each other in one piece of memory, which is freed with the last of them.
-    """
-    device, on = values[0].get_device(), values[0].device
-    if device != current_device():  # type: ignore[misc]
-        with torch.cuda.device(device):
-            return quantize_many(values)
-    shapes = tuple(one.shape for one in values)
-    table = tile_table(shapes, _BLOCKS, on)  # whose tiles are all full
-    blocks = table.tiles * _BLOCKS
-    data, exponent = new(device, (blocks * 128,), E4M3.dtype), new(device, (blocks,), torch.uint8)
-    nonfinite = torch.zeros(len(values), dtype=torch.float32, device=on)
-    addresses = [one.data_ptr() for one in values]
-    pointers = PointerTable().upload(addresses, len(values), on, ())
-    constants = _constants(E4M3, False)
-    _quantize_many(
-        device, values[0].dtype, table.tiles, (table.tensor_of, table.grid, pointers, data, exponent, nonfinite),
-        lambda: {
-            "SOURCE": TYPES[values[0].dtype], "TOP": constants["TOP"], "MANTISSA": constants["MANTISSA"],
-            "BLOCKS": _BLOCKS,
-        },
-    )  # fmt: skip
-    parts = unflatten(data, list(values)), unflatten(exponent, _grids(shapes)), nonfinite.unsafe_split(1)
-    return list(zip(*parts, strict=True))
+    def __call__(self, values: Sequence[Tensor], into: Sequence[tuple[int, int]], nonfinite: Tensor) -> None:
+        """Quantize ``values``, of one dtype and on one GPU.
 
-
-@lru_cache(maxsize=64)
-def _grids(shapes: tuple[torch.Size, ...]) -> list[Tensor]:
-    """Tensors without memory, of the shapes of the exponents of tensors of ``shapes``."""
-    return [torch.empty(rows, per_row, device="meta") for rows, _, per_row in map(block_grid, shapes)]
+        Args:
+            into: addresses of the data, multiples of 16, and of the exponents, which are filled.
+            nonfinite: FP32 [tensors], contiguous.
+        """
+        first = values[0]
+        device = first.get_device()
+        table = tile_table(tuple([one.shape for one in values]), _BLOCKS, first.device)
+        addresses = [at for one, others in zip(values, into, strict=True) for at in (one.data_ptr(), *others)]
+        pointers = self._pointers.upload(addresses, len(values), first.device, ())
+        constants = _constants(E4M3, False)
+        _quantize_many(
+            device, None if nonfinite.data_ptr() % 16 else first.dtype, table.tiles,
+            (table.tensor_of, table.grid, pointers, nonfinite),
+            lambda: {
+                "SOURCE": TYPES[first.dtype], "TOP": constants["TOP"], "MANTISSA": constants["MANTISSA"],
+                "BLOCKS": _BLOCKS,
+            },
+        )  # fmt: skip
 
 
 def quantize_into(values: Tensor, fmt: FloatFormat, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> None:

@@ -11,7 +11,6 @@ sum rounded to nearest does not change where a micro-batch adds less than a sixt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -121,14 +120,6 @@ class GradientTensor(BlockScaledTensor):
             data, exponent = quantize_rows(values, E4M3)
             nonfinite = _any_nonfinite(values)
         return cls.of_parts(data, exponent, nonfinite)
-
-    @classmethod
-    def from_floats(cls, values: Sequence[Tensor]) -> list[GradientTensor]:
-        """``from_float`` of gradients of one dtype on one device, at the host time of few."""
-        kernels = block_kernels() if values[0].is_cuda else None
-        if kernels is None or not all(map(kernels.takes_many, values)):
-            return [cls.from_float(one) for one in values]
-        return [cls.of_parts(*parts) for parts in kernels.quantize_many(values)]
 
     @classmethod
     def empty(cls, like: Tensor, nonfinite: Tensor | None = None) -> GradientTensor:

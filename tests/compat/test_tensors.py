@@ -126,6 +126,15 @@ def test_hooks_are_kept_while_the_storage_changes():
     assert tensors.backward_hooks(nn.Parameter(torch.ones(2))) == (None, None)
 
 
+def test_hooks_of_a_gradient_are_counted():
+    param = nn.Parameter(torch.ones(2))
+    assert len(tensors.accumulated_hooks(param)) == 0
+    handles = [param.register_post_accumulate_grad_hook(lambda _: None) for _ in range(2)]
+    assert len(tensors.accumulated_hooks(param)) == 2
+    handles[0].remove()
+    assert len(tensors.accumulated_hooks(param)) == 1
+
+
 def test_a_dispatch_mode_is_seen():
     assert not tensors.has_dispatch_mode() and not tensors.dispatch_modes()
     with torch.utils.flop_counter.FlopCounterMode(display=False):

@@ -150,3 +150,77 @@ def test_nothing_waits_once_the_hooks_are_removed():
     model.zero_grad()
     backward(model)
     assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+
+
+def addresses(model):
+    return [p.grad.data_blocks.data_ptr() for p in model.parameters() if p.dim() > 1]
+
+
+def passes(model, *seeds):
+    for seed in seeds:
+        model.zero_grad()
+        backward(model, seed)
+    return parts(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_that_nobody_holds_is_written_again(device):
+    model, _ = made(device)
+    passes(model, 0)
+    first = addresses(model)
+    model.odd.weight.grad.mul_(0.5)  # as clipping does
+    found = passes(model, 1)
+    assert addresses(model) == first
+    assert_equal(found, passes(made(device)[0], 1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("hold", [lambda g: g, lambda g: g.detach(), lambda g: g.data_blocks.view(torch.uint8)])
+def test_what_somebody_holds_keeps_its_values(device, hold):
+    model, _ = made(device)
+    passes(model, 0)
+    held = hold(model.odd.weight.grad)
+    read = (lambda t: t.clone()) if held.dtype == torch.uint8 else (lambda t: t.dequantize())
+    before = read(held)
+    passes(model, 1)
+    assert torch.equal(read(held), before)
+    del held
+    first = addresses(model)
+    passes(model, 2)
+    assert addresses(model) == first
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_that_is_not_finite_stays_noted(device):
+    model, _ = made(device)
+    bias = model.odd.bias.detach().clone()
+    with torch.no_grad():
+        model.odd.bias.fill_(float("inf"))
+    passes(model, 0)
+    held = [p.grad for p in model.parameters() if p.dim() > 1]
+    assert all(grad.nonfinite == 1 for grad in held)
+    with torch.no_grad():
+        model.odd.bias.copy_(bias)
+    passes(model, 1)
+    assert all(grad.nonfinite == 1 for grad in held)
+    assert all(p.grad.nonfinite == 0 for p in model.parameters() if p.dim() > 1)
+
+
+def test_so_much_memory_is_kept_and_no_more(monkeypatch):
+    model, gradients = made("cpu")
+    passes(model, 0)
+    assert gradients._waiting._kept == sum(p.grad.stored_bytes() for p in model.parameters() if p.dim() > 1)
+    monkeypatch.setattr(waiting, "KEPT", 1)
+    model.layers[0].weight.requires_grad_(False)  # others wait together
+    passes(model, 0, 1)
+    assert len(gradients._waiting._stored) == 1
+
+
+def test_frozen_and_trained_in_turns():
+    model, _ = made("cpu")
+    found = []
+    for frozen in (True, False, True, False):
+        model.layers[1].weight.requires_grad_(not frozen)
+        passes(model, 3)
+        found.append(model.odd.weight.grad.dequantize())
+    assert all(torch.equal(one, found[0]) for one in found)

@@ -7,16 +7,14 @@ somebody still holds keeps its values, and the next gradient is a copy.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from operator import gt
 
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.tensors import storage_use_count, use_count
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.gradient import is_stored_in_fp8, offer_quantized
+from nemo_lowprec.tensors.reused_gradients import Holders
 
 
 class QuantizedGradients:
@@ -60,20 +58,13 @@ class _Stored:
         self.tensor = tensor
         self._memory = [part.detach() for part in (tensor.data_blocks, tensor.exponent, tensor.nonfinite)]
         self._held: list[Tensor] | None = None
-        self._alone: tuple[int, ...] | None = None  # ``_count`` before the tensor was handed out
-
-    def _count(self) -> tuple[int, ...]:
-        """How often the tensor and its memory are held. An alias of the tensor has the same ``data_blocks``."""
-        tensor, data = self.tensor, self.tensor.data_blocks
-        return sys.getrefcount(tensor), use_count(tensor), sys.getrefcount(data), storage_use_count(data)
+        self._holders = Holders()
 
     def quantize(self, grad: Tensor) -> None:
         self.tensor.store_(grad)
 
     def hold(self) -> None:
-        count = self._count()
-        self._alone = self._alone or count
-        self._held = [part.clone() for part in self._memory] if any(map(gt, count, self._alone)) else None
+        self._held = [part.clone() for part in self._memory] if self._holders.are_there(self.tensor) else None
 
     def take(self) -> GradientTensor:
         """The values that the graph has written."""
