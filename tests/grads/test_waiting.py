@@ -44,7 +44,11 @@ def backward(model, seed=0):
 
 
 def parts(model):
-    return [[part.float().cpu() for part in p.grad.parts()] for p in model.parameters() if p.dim() > 1]
+    return [
+        [part.float().cpu() for part in p.grad.parts()]
+        for p in model.parameters()
+        if p.dim() > 1 and p.grad is not None
+    ]
 
 
 def assert_equal(one, two):
@@ -153,7 +157,7 @@ def test_nothing_waits_once_the_hooks_are_removed():
 
 
 def addresses(model):
-    return [p.grad.data_blocks.data_ptr() for p in model.parameters() if p.dim() > 1]
+    return [p.grad.data_blocks.data_ptr() for p in model.parameters() if p.dim() > 1 and p.grad is not None]
 
 
 def passes(model, *seeds):
@@ -197,7 +201,7 @@ def test_a_gradient_that_is_not_finite_stays_noted(device):
     with torch.no_grad():
         model.odd.bias.fill_(float("inf"))
     passes(model, 0)
-    held = [p.grad for p in model.parameters() if p.dim() > 1]
+    held = [p.grad for p in model.parameters() if p.dim() > 1 and p.grad is not None]
     assert all(grad.nonfinite == 1 for grad in held)
     with torch.no_grad():
         model.odd.bias.copy_(bias)
