@@ -26,11 +26,12 @@ from nemo_lowprec.options import Recipe
 ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LARGEST = 2**40  # multiplications of one GEMM
+REPEATS = 11
 CACHE = 128 * 2**20  # bytes that the runs of a graph go through
 
 
-def microseconds(runs: list[Callable[[], Any]], repeats: int = 5) -> float:
-    """Median GPU time of one of ``runs``, which a graph holds."""
+def captured(runs: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """A graph of ``runs``."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for run in runs:
@@ -40,15 +41,21 @@ def microseconds(runs: list[Callable[[], Any]], repeats: int = 5) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(runs))
-    return statistics.median(times)
+    return graph
+
+
+def microseconds(graphs: list[torch.cuda.CUDAGraph], runs: int) -> list[float]:
+    """Median GPU time of one of the ``runs`` of each graph. The graphs take turns: the GPU's speed varies."""
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(REPEATS):
+        for graph, own in zip(graphs, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            own.append(start.elapsed_time(end) * 1e3 / runs)
+    return [statistics.median(own) for own in times]
 
 
 def warm_operands() -> dict[str, Operand]:
@@ -63,7 +70,7 @@ def warm_operands() -> dict[str, Operand]:
     return {kind: operand_of(recipe, kind, histories.slots[kind]) for kind in OPERANDS}
 
 
-def layer(rows: int, ins: int, outs: int, operands: dict[str, Operand]) -> tuple[float, float]:
+def layer(rows: int, ins: int, outs: int, operands: dict[str, Operand]) -> list[float]:
     """Microseconds of the layer in FP8 and in BF16."""
     backend = ScaledMMBackend()
     size = 2 * (rows * ins + rows * outs + ins * outs)
@@ -90,11 +97,12 @@ def layer(rows: int, ins: int, outs: int, operands: dict[str, Operand]) -> tuple
 
         fp8.append(in_fp8)
         half.append(in_half)
-    return microseconds(fp8), microseconds(half)
+    return microseconds([captured(fp8), captured(half)], sets)
 
 
 def main() -> None:
-    args = arguments(__doc__.split("\n")[0], "gemm_times_h200.jsonl").parse_args()
+    gpu = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    args = arguments(__doc__.split("\n")[0], f"gemm_times_{gpu}.jsonl").parse_args()
     record = Record(args.out)
     operands = warm_operands()
     for rows, ins, outs in product(ROWS, SIDES, SIDES):

@@ -192,7 +192,7 @@ def test_the_host_counts_where_it_launches_layer_by_layer():
 
     assert not chosen(see, names).left
     left = chosen(see, names, by_host=True).left
-    # Each takes 321 µs in FP8 and 393 in BF16 on the GPU, and 250 or 140 µs on the host: the GPU is the limit.
+    # Each takes 321 µs in FP8 and 393 in BF16 on the GPU, and 230 or 140 µs on the host: the GPU is the limit.
     assert not left
     assert not chosen(see, names, FAST).left
     left = chosen(see, names, FAST, by_host=True).left
