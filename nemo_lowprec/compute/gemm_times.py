@@ -2,12 +2,13 @@
 
 A GEMM takes a constant time and the larger one of the times of its FLOP and of its bytes, rounded off where both are
 alike. A quantization takes a constant time and the time of its bytes. The constants are fitted to
-``python -m benchmarks.gemm_times`` on an H200 (382 sizes from 256 × 256 at 256 rows to 16384 × 16384). There the ratio
-of both times is within 4 % of the measured one in half of the sizes, and within 9 % in 90 % of them. Of the 185 sizes
-at which FP8 is slower, 6 are held to be faster, and none of them takes more than 1.04 × BF16's time.
+``python -m benchmarks.gemm_times`` on an H200 and on an H100 (382 sizes from 256 × 256 at 256 rows to 16384 × 16384).
+There the ratio of both times is within 4 % of the measured one in half of the sizes, and within 9 % in 90 % of them. Of
+the 185 sizes at which FP8 is slower on an H200, 6 are held to be faster, and none of them takes more than 1.04 × BF16's
+time; of 187 on an H100 7, and 1.06 ×.
 
-Other GPUs, an H100 among them, have the H200's constants, scaled by their peak speeds. Recipes with scales for blocks
-have the GEMM times of those with one scale for a tensor.
+Other GPUs have the H200's constants, scaled by their peak speeds. Recipes with scales for blocks have the GEMM times of
+those with one scale for a tensor.
 """
 
 from __future__ import annotations
@@ -181,11 +182,19 @@ _H200 = GemmTimes(
     cast=(4.34, 3066e3),
     measured=True,
 )
+_H100 = GemmTimes(  # SXM
+    "H100",
+    fp8=Roofline(2.60, 1530e6, 1.685),
+    half=Roofline(3.42, 756e6, 2.37),
+    bandwidth=2738e3,
+    cast=(4.03, 2944e3),
+    measured=True,
+)
 
 # By a part of the GPU's name; None for no table. "cpu" is the name of a CPU.
 FAMILIES: dict[str, GemmTimes | None] = {
     "NVIDIA H200": _H200,
-    "NVIDIA H100 80GB HBM3": _H200.scaled("H100", 1.0, 3.35 / 4.8),  # SXM
+    "NVIDIA H100 80GB HBM3": _H100,
 }
 
 # Dense half-precision FLOP of one multiprocessor in a clock, by compute capability, from NVIDIA's architecture papers;
