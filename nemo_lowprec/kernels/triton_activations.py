@@ -23,7 +23,7 @@ would compute the activation twice, so that 8-bit data are stored 8 at a time (`
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -324,7 +324,7 @@ def _backward_kernel(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=32)
+@cache
 def _launcher(kernel: Any, warps: int) -> Launcher:
     return Launcher(kernel, num_warps=warps)
 

@@ -10,7 +10,7 @@ transposed FP8 form, and is no faster on an H200 than the two, of which the seco
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +164,7 @@ def _backward_kernel(
         tl.store(mine, tl.sum(dbias, axis=0), mask=inside_n)
 
 
-@lru_cache(maxsize=32)
+@cache
 def _launcher(kernel: str, warps: int) -> Launcher:
     return Launcher(globals()[kernel], num_warps=warps)
 
