@@ -101,7 +101,7 @@ def layer(rows: int, ins: int, outs: int, operands: dict[str, Operand]) -> list[
 
 
 def main() -> None:
-    gpu = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
+    gpu = torch.cuda.get_device_name().split()[1].lower()
     args = arguments(__doc__.split("\n")[0], f"gemm_times_{gpu}.jsonl").parse_args()
     record = Record(args.out)
     operands = warm_operands()

@@ -3,9 +3,10 @@
     python -m benchmarks.host
 
 A chain of layers so small that the GPU waits for the host. Contestants run in turns, round by round, in one process;
-each figure is the median over rounds. A turn is a few steps, of which the first is not counted: after the turns of the
-others the processor's caches hold nothing of this contestant, as never in training. ``step_us`` is the optimizer's step
-with ``zero_grad``, a layer. Under autocast ``nn.Linear`` casts its weight once a round, as in training.
+each figure is the median over rounds. A turn is a few steps. The first step of a turn counts for ``first_both_us`` and
+``first_ratio`` alone: after the turns of the others the processor's caches hold nothing of this contestant, as never in
+training. ``step_us`` is the optimizer's step with ``zero_grad``, a layer. Under autocast ``nn.Linear`` casts its weight
+once a step, as in training.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class Contestant:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, context: Callable[[], Any]) -> None:
         self.model, self.optimizer, self.context = model, optimizer, context
-        self.rounds: list[tuple[float, float, float]] = []
+        self.rounds: list[list[tuple[float, float, float]]] = []
 
     def round(self, x: Tensor, grad: Tensor) -> None:
         """One turn."""
-        self.rounds += [self._step(x, grad) for _ in range(STEPS)][1:]
+        self.rounds.append([self._step(x, grad) for _ in range(STEPS)])
 
     def _step(self, x: Tensor, grad: Tensor) -> tuple[float, float, float]:
         """The times of one training step; the GPU has nothing left to do when a clock starts."""
@@ -65,12 +66,11 @@ class Contestant:
         a, b, c, d = times
         return b - a, c - b, d - c
 
-    def microseconds(self) -> dict[str, float]:
-        """Medians, a layer."""
-        counted = self.rounds[WARMUP * (STEPS - 1) :]
-        parts = [statistics.median(part) * 1e6 / LAYERS for part in zip(*counted, strict=True)]
-        names = ("forward_us", "backward_us", "step_us")
-        return {name: round(value, 1) for name, value in zip(names, parts, strict=True)}
+    def microseconds(self, first: bool = False) -> tuple[float, float, float]:
+        """Medians a layer of forward, backward and the step: of the turns' ``first`` steps, or of the others."""
+        counted = [step for turn in self.rounds[WARMUP:] for step in (turn[:1] if first else turn[1:])]
+        forward, backward, step = (statistics.median(part) * 1e6 / LAYERS for part in zip(*counted, strict=True))
+        return forward, backward, step
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -127,11 +127,15 @@ def main() -> None:
     for _ in range(WARMUP + args.rounds):
         for one in field.values():
             one.round(x, grad)
-    plain = sum(list(field["nn.Linear"].microseconds().values())[:2])
+    plain, plain_first = (sum(field["nn.Linear"].microseconds(first)[:2]) for first in (False, True))
     for name, one in field.items():
-        us = one.microseconds()
-        both = us["forward_us"] + us["backward_us"]
-        record.add(benchmark="host", name=name, **us, both_us=round(both, 1), ratio=round(both / plain, 2))
+        forward, backward, step = one.microseconds()
+        both, of_first = forward + backward, sum(one.microseconds(first=True)[:2])
+        record.add(
+            benchmark="host", name=name, forward_us=round(forward, 1), backward_us=round(backward, 1),
+            step_us=round(step, 1), both_us=round(both, 1), ratio=round(both / plain, 2),
+            first_both_us=round(of_first, 1), first_ratio=round(of_first / plain_first, 2),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

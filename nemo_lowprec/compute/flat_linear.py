@@ -27,10 +27,9 @@ from nemo_lowprec.compute.linear_function import (
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.producers import GradReader, computed, offered
 from nemo_lowprec.compute.shared_input import no_values
-from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128
 from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm_at
 from nemo_lowprec.kernels.fp8_gemm import is_supported as has_gemm
-from nemo_lowprec.kernels.loader import fused_kernels, tile_kernels
+from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
@@ -88,7 +87,7 @@ def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, ou
 def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> QuantizedOperand | None:
     """The operand of ``x``, in whole orientations; None where the caller has to quantize ``x``."""
     if plan.inputs.is_new(x):
-        made = _quantized(x, rows, x.shape[-1], operand)
+        made = _quantized(x, rows, x.shape[-1], plan, operand)
         if made is not None:
             plan.inputs.offer(
                 plan.backend, x, made, operand, shape=(rows, x.shape[-1]), dtype=x.dtype, rowwise=True, columnwise=True,
@@ -100,16 +99,12 @@ def _quantized_input(x: Tensor, rows: int, plan: GemmPlan, operand: Operand) -> 
     return made if is_whole(made) else None
 
 
-def _quantized(values: Tensor, rows: int, cols: int, operand: Operand) -> QuantizedOperand | None:
+def _quantized(values: Tensor, rows: int, cols: int, plan: GemmPlan, operand: Operand) -> QuantizedOperand | None:
     """``backend.quantize`` in both orientations, for the contiguous ``values`` of a layer that trains."""
     if operand.layout is not None:
-        tiles: Any = tile_kernels()
-        row, row_scale, col, col_scale = tiles.quantize(
-            values if values.dim() == 2 else values.view(rows, cols), operand.fmt, False, True, True
-        )
-        return QuantizedOperand(
-            Orientation(row, row_scale, CUBLAS_ROW_128), Orientation(col, col_scale, CUBLAS_ROW_128)
-        )
+        matrix = values if values.dim() == 2 else values.view(rows, cols)
+        blocks: QuantizedOperand = plan.backend.quantize(matrix, operand, rowwise=True, columnwise=True, record=True)
+        return blocks
     kernels: Any = fused_kernels()
     slot = operand.slot
     scale, record = (None, None) if slot is None else (slot.scale, slot.amax)
@@ -178,7 +173,7 @@ class FlatLinear(torch.autograd.Function):
             )
         else:
             computed(dy)
-            dy8, sums = _quantized(dy, rows, outs, operand), None
+            dy8, sums = _quantized(dy, rows, outs, plan, operand), None
             if dy8 is None:
                 dy8 = plan.backend.quantize(dy.view(rows, outs), operand, rowwise=True, columnwise=True, record=True)
         (row, scale_inv, _), (col, col_scale_inv, _) = dy8.rowwise, dy8.columnwise

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compute.weight_state import WeightState, WeightStates, take_amax_of_step
+from nemo_lowprec.compute.weight_state import WeightState, WeightStates
 from nemo_lowprec.formats import AmaxSlot, compute_amax, compute_scale
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.tensors import Fp8Gathered, Fp8Weight, stored_data
-from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
+from nemo_lowprec.tensors.dtensor import is_sharded
 
 
 class WeightScale(WeightState):
@@ -143,25 +143,18 @@ class WeightScales(WeightStates):
     @torch.no_grad()
     def renew(self) -> None:
         """After a step: compute the scales of all weights from their present values. The host does not wait."""
-        for half in self.halves.values():
-            half.forget()
-        if not self.states:
+        weights = self._note_all()
+        if not weights:
             return
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
-        norms = [torch.zeros((), device=self.amax.device, dtype=torch.float32)] * len(self.states)
-        for i, scale in enumerate(self.states.values()):
-            weight = scale.weight
-            if weight is None:  # a parametrization computes the weight for each forward
-                scale.forget()
-                continue
-            scale.note(weight)
-            local = local_shard(weight)
-            data = stored_data(local)
-            left = take_amax_of_step(local)
+        norms = [torch.zeros((), device=self.amax.device, dtype=torch.float32)] * len(weights)
+        for i, (local, left) in enumerate(weights):
             if left is not None:
                 norms[i] = left
-            elif data.numel() and not isinstance(local, Fp8Weight | Fp8Gathered):  # which have their own scales
-                by_dtype.setdefault(data.dtype, []).append((i, data))
+            elif local is not None and not isinstance(local, Fp8Weight | Fp8Gathered):  # which have their own scales
+                data = stored_data(local)
+                if data.numel():
+                    by_dtype.setdefault(data.dtype, []).append((i, data))
         for found in by_dtype.values():
             for (i, _), norm in zip(found, torch._foreach_norm([data for _, data in found], math.inf), strict=True):
                 norms[i] = norm

@@ -203,7 +203,7 @@ class WeightState:
         if kept is None or self._kept_as is measured or measured is None or measured[0] is None:
             return None  # where the first is None its layer measures first
         if built is not None and built.address == measured[-1] and built.scale is self._scale():
-            # A weight that was written since it was measured, or another tensor, is measured when its layer runs.
+            # The weight may have been written, or replaced, since it was measured: its layer notices when it runs.
             return built if built.tensors is not None else None
         weight = self.weight
         if weight is None or not self._has_own_memory or not has_number(weight, self._seen):
@@ -365,15 +365,28 @@ class WeightStates:
 
     def renew(self) -> None:
         """After a step: all weights may have been written."""
+        self._note_all()
+
+    def _note_all(self) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Note that all weights may have been written.
+
+        Returns:
+            of each weight: this process's shard, and the amax that the optimizer's step has left. None for a weight
+            that a parametrization computes for each forward.
+        """
         for half in self.halves.values():
             half.forget()
+        found: list[tuple[Tensor | None, Tensor | None]] = []
         for state in self.states.values():
             weight = state.weight
-            if weight is None:  # a parametrization computes the weight for each forward
+            if weight is None:
                 state.forget()
+                found.append((None, None))
             else:
                 state.note(weight)
-                take_amax_of_step(local_shard(weight))
+                local = local_shard(weight)
+                found.append((local, take_amax_of_step(local)))
+        return found
 
 
 def _has_own_memory(operand: Any) -> bool:
@@ -384,7 +397,7 @@ def _has_own_memory(operand: Any) -> bool:
 
 
 def _is_in_squares(operand: Any) -> bool:
-    """Whether both orientations are there, in squares of ``triton_weights``."""
+    """Whether both orientations are there, with a scale for 128x128 elements that lies as cuBLASLt reads it."""
     return all(part is not None and part.layout == CUBLAS_SQUARE_128 for part in (operand.rowwise, operand.columnwise))
 
 

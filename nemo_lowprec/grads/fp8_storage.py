@@ -95,8 +95,8 @@ class Fp8Gradients(Column):
             return
         if grad is not None and not isinstance(grad, GradientTensor) and param.dim() > 1 and not grad.is_sparse:
             quantized = take_quantized(param, grad)
-            alone = quantized is None and not self._observers.gradient and self.release is None
-            if alone and self._waiting.take(param, grad):
+            may_wait = quantized is None and not self._observers.gradient and self.release is None
+            if may_wait and self._waiting.take(param, grad):
                 return
             grad = param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
         if self._observers.gradient and isinstance(grad, GradientTensor):

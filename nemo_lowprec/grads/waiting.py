@@ -39,7 +39,7 @@ class WaitingGradients:
         size, device, graph = grad.nbytes, grad.get_device(), current_backward()
         if size > SMALL or graph < 0 or type(grad) is not Tensor:
             return False
-        if len(accumulated_hooks(param)) > 1:  # another one reads what is stored
+        if len(accumulated_hooks(param)) > 1:  # the other hook reads the stored gradient
             return False
         if device >= 0 and (current_stream(device) or is_capturing()):  # type: ignore[misc]
             return False

@@ -72,7 +72,7 @@ def _tiles_kernel(
             q = (x * power_of(exponent)[None, :]).to(row_ptr.dtype.element_ty)
             tl.store(col_scale_ptr + tile_m * col_scales + n, power_of(-exponent), mask=n < cols)
     if COLUMNWISE:
-        # Not of a transposed tile, which takes longer: Triton moves the values between layouts anyway.
+        # The store of a transposed tile takes longer: Triton moves the values between layouts in either case.
         tl.store(col_ptr + n[None, :] * rows + m[:, None], q, mask=inside)
 
 

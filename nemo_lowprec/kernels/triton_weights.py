@@ -1,7 +1,7 @@
 """Quantizes many weights in one launch, in both orientations. Importing this file needs Triton.
 
-Data and scales are bit for bit those of ``triton_cast.quantize``, and of ``triton_tiles.quantize`` for squares of
-128x128 elements.
+Data and scales have the bits of ``triton_cast.quantize``; with a scale for 128x128 elements ("squares") they have the
+bits of ``triton_tiles.quantize``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nemo_lowprec.kernels.triton_tiles import BLOCK, exponent_of, power_of
 _TILE_ROWS, _TILE_COLS, _WARPS = 64, 128, 4
 
 # (weight [rows, cols], scale, scale_inv, rowwise data [rows, cols], columnwise data [cols, rows]); with squares the
-# second and the third are 1 / scale of both orientations.
+# second and the third tensor are 1 / scale of the rowwise and of the columnwise data.
 Job = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 
 
@@ -116,8 +116,9 @@ class WeightCast:
             jobs: (weight, scale, scale_inv, row, col) of each. The weight is contiguous, [rows, cols], on a GPU, FP32,
                 half or E4M3, and not empty. ``scale`` is FP32 [1]; None for a weight in E4M3, which is transposed only.
                 The rest is written: ``scale_inv`` FP32 [1], ``row`` E4M3 [rows, cols], contiguous, and ``col`` E4M3
-                [cols, rows], contiguous within a row; None for an orientation that is not wanted. Or, for squares,
-                (weight, 1 / scale of ``row``, of ``col``, row, col), FP32 of ``scales_shape``, and all are written.
+                [cols, rows], contiguous within a row; None for an orientation that is not wanted. A job with squares
+                is (weight, 1 / scale of ``row``, 1 / scale of ``col``, row, col); the scales are FP32 and of
+                ``scales_shape``, and all tensors but the weight are written.
             numbers: of the jobs. Jobs with the numbers of the call before have the same tensors, in the same places.
         """
         if numbers is None or numbers != self._made:

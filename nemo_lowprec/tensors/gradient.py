@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import current_backward
-from nemo_lowprec.compat.tensors import make_wrapper
 from nemo_lowprec.formats.block_scale_128 import UNIT, block_grid, dequantize_rows, quantize_rows, scale_to_blocks
 from nemo_lowprec.formats.floats import E4M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic, salts_of_values
@@ -134,13 +133,7 @@ class GradientTensor(BlockScaledTensor):
     @classmethod
     def of_parts(cls, data: Tensor, exponent: Tensor, nonfinite: Tensor) -> GradientTensor:
         """A gradient of these parts, with a factor of 1."""
-        # As ``__new__`` makes it, in fewer steps: one is made for every parameter in every backward pass.
-        device = data.device
-        self: GradientTensor = make_wrapper(cls, data.shape, dtype=torch.float32, device=device)
-        attributes = self.__dict__
-        attributes["data_blocks"], attributes["exponent"], attributes["nonfinite"] = data, exponent, nonfinite
-        attributes["factor"], attributes["fmt"], attributes["multiplied"] = _one(device), E4M3, False
-        return self
+        return cls(data, exponent, _one(data.device), nonfinite)
 
     def copied(self) -> GradientTensor:
         """A copy to which additions are rounded as to this tensor."""

@@ -15,14 +15,18 @@ from nemo_lowprec.tensors.gradient import GradientTensor
 
 
 class Holders:
-    """Tells whether others than the owner hold a gradient, or its memory."""
+    """Tells whether others than the owner hold a gradient."""
 
     def __init__(self) -> None:
         self._alone: tuple[int, ...] | None = None
 
     def are_there(self, tensor: GradientTensor) -> bool:
-        """Asked of one tensor, from one place; the first time while the owner alone holds it."""
-        data = tensor.data_blocks  # an alias of the tensor has the same
+        """Whether others hold ``tensor``, or memory of its data.
+
+        All calls are about one tensor, and come from one place: the call holds the tensor, too. At the first call the
+        owner alone holds the tensor.
+        """
+        data = tensor.data_blocks  # an alias of the tensor has the same object
         count = sys.getrefcount(tensor), use_count(tensor), sys.getrefcount(data), storage_use_count(data)
         if self._alone is None:
             self._alone = count
@@ -39,10 +43,9 @@ class ReusedGradients:
     """
 
     def __init__(self, grads: Sequence[Tensor]) -> None:
-        device = grads[0].device
-        self._flags = torch.zeros(len(grads), device=device, dtype=torch.float32)
+        self._flags = _flags(grads)
         self._slots = [_Slot(grad, flag) for grad, flag in zip(grads, self._flags.split(1), strict=True)]
-        kernels = block_kernels() if device.type == "cuda" else None
+        kernels = block_kernels() if grads[0].is_cuda else None
         self._together = None if kernels is None else kernels.QuantizeMany()
 
     @property
@@ -56,15 +59,27 @@ class ReusedGradients:
 
     def store(self, grads: Sequence[Tensor]) -> list[GradientTensor]:
         """``GradientTensor.from_float`` of each of ``grads``, which ``fit``."""
-        for slot, grad in zip(self._slots, grads, strict=True):
-            slot.make_free(grad)
-        self._flags.zero_()
+        held = [slot.is_held() for slot in self._slots]
+        if any(held):  # the held gradients keep their flags, too
+            self._flags = _flags(grads)
+            for is_held, slot, grad, flag in zip(held, self._slots, grads, self._flags.split(1), strict=True):
+                if is_held:
+                    slot.renew(grad, flag)
+                else:
+                    slot.tensor.nonfinite = flag
+        else:
+            self._flags.zero_()
         if self._together is not None and all(map(self._together.takes, grads)):
             self._together(grads, [slot.into for slot in self._slots], self._flags)
         else:
             for slot, grad in zip(self._slots, grads, strict=True):
                 slot.tensor.store_(grad)
         return [slot.tensor.renewed_() for slot in self._slots]
+
+
+def _flags(grads: Sequence[Tensor]) -> Tensor:
+    """``GradientTensor.nonfinite`` of all ``grads``, FP32 [gradients]: zeros."""
+    return torch.zeros(len(grads), device=grads[0].device, dtype=torch.float32)
 
 
 class _Slot:
@@ -76,19 +91,14 @@ class _Slot:
     """
 
     def __init__(self, like: Tensor, flag: Tensor) -> None:
-        self._flag = flag
-        self._renew(like)
+        self.renew(like, flag)
 
-    def _renew(self, like: Tensor) -> None:
-        self.tensor, self._holders = GradientTensor.empty(like, self._flag), Holders()
+    def renew(self, like: Tensor, flag: Tensor) -> None:
+        """Take new memory, for a gradient of the shape of ``like``; ``flag`` is its ``nonfinite``."""
+        self.tensor, self._holders = GradientTensor.empty(like, flag), Holders()
         self.into = self.tensor.data_blocks.data_ptr(), self.tensor.exponent.data_ptr()
-        self._are_held()
+        self.is_held()
 
-    def _are_held(self) -> bool:
+    def is_held(self) -> bool:
+        """Whether somebody else holds the gradient."""
         return self._holders.are_there(self.tensor)
-
-    def make_free(self, like: Tensor) -> None:
-        """Take other memory, for a gradient of the shape of ``like``, where somebody holds the present gradient."""
-        if self._are_held():
-            self.tensor.nonfinite = self.tensor.nonfinite.clone()
-            self._renew(like)

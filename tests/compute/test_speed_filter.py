@@ -53,6 +53,14 @@ def test_the_roofline_fits_the_measurements(times, slower):
     assert min(true for found, true in ratios if found >= 1) > 0.95
 
 
+def test_other_gpus_are_scaled_from_the_h200():
+    other = H200.scaled("other", 0.5, 0.25)
+    assert not other.measured and other.fp8.flop == 0.5 * H200.fp8.flop and other.fp8.launch == H200.fp8.launch
+    many_flop, many_bytes = Call("", 16384, 8192, 8192, True, True), Call("", 16384, 256, 256, True, True)
+    assert other.in_half(many_flop) == pytest.approx(2 * H200.in_half(many_flop), rel=0.02)
+    assert other.in_half(many_bytes) > 2.5 * H200.in_half(many_bytes)
+
+
 def test_only_the_gemms_and_casts_that_run_are_counted():
     whole, frozen, first = (Call("", 4096, 1024, 1024, d, w) for d, w in ((True, True), (True, False), (False, True)))
     assert H200.in_half(frozen) < H200.in_half(whole) > H200.in_half(first)
