@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config
 
 
 def keep_address(tensor: Tensor) -> None:
@@ -31,3 +33,18 @@ def records_cuda_graphs() -> bool:
     """Whether inductor compiles for CUDA graphs now: ``mode="reduce-overhead"`` and ``"max-autotune"``."""
     config = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)
+
+
+def overwriting_saved_tensors() -> AbstractContextManager[None]:
+    """Context of a backward pass that keeps autograd's graph, though compiled code overwrites the tensors it has saved.
+
+    Inductor refuses ("donated buffers"). The pass must not run again on this graph.
+    """
+    return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
+
+
+def without_compiling() -> AbstractContextManager[None]:
+    """Context in which compiled code runs, and code that would have to be compiled is an error."""
+    if "torch._dynamo" not in sys.modules:  # takes seconds to import
+        return nullcontext()
+    return torch.compiler.set_stance("fail_on_recompile")  # type: ignore[return-value]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.overrides import _pop_mode_temporarily
 from torch.utils.hooks import RemovableHandle
 
 NormWithStatistics = nn.modules.batchnorm._NormBase  # batch and instance norms
@@ -45,6 +47,31 @@ def makes_cuda_graphs(module: nn.Module) -> bool:
     compiled: Any = module if "_orig_mod" in module._modules else module._compiled_call_impl
     config = getattr(compiled, "get_compiler_config", lambda: None)()
     return bool(config and config.get("triton.cudagraphs"))
+
+
+@contextmanager
+def compiled_outside_of_mode(model: nn.Module) -> Iterator[None]:
+    """Context in which compiled modules of ``model`` run outside of the innermost mode of torch functions.
+
+    Dynamo guards on the modes that are active, and would compile again.
+    """
+
+    def outside(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _pop_mode_temporarily():
+                return call(*args, **kwargs)
+
+        return run
+
+    states = [(m.__dict__, "forward" if "_orig_mod" in m._modules else "_compiled_call_impl") for m in model.modules()]
+    calls = [(state, name, state[name]) for state, name in states if state.get(name) is not None]
+    for state, name, call in calls:
+        state[name] = outside(call)
+    try:
+        yield
+    finally:
+        for state, name, call in calls:
+            state[name] = call
 
 
 def has_state_dict_hook(module: nn.Module, hook: Callable[..., Any]) -> bool:

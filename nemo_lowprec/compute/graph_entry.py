@@ -14,7 +14,8 @@ that a layer which gets a new tag (``GraphEntry.renew``) lets the recorded graph
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -84,9 +85,17 @@ class GraphParameter:
         if self.data is None or not self.trains:
             return
         if not same or self.sink is None or self.sink.dtype != dtype or self.sink.device != param.device:
-            with torch.enable_grad():
-                self.sink = _Sink.apply(param, torch.empty(1, dtype=dtype, device=param.device))
-            keep_address(self.sink)  # type: ignore[arg-type]
+            self.sink = _new_sink(param, dtype)
+
+    @contextmanager
+    def standing_in(self, twin: Tensor) -> Iterator[None]:
+        """Context in which the gradient goes to ``twin``, which lies in the parameter's memory."""
+        before = self.param, self.sink
+        self.param, self.sink = twin, None if self.sink is None else _new_sink(twin, self.sink.dtype)
+        try:
+            yield
+        finally:
+            self.param, self.sink = before
 
     def _is(self, param: Tensor | None) -> bool:
         """Whether everything is as it was."""
@@ -223,6 +232,17 @@ def follow_parameters() -> None:
             entry._follow_if_moved()
 
 
+@contextmanager
+def twins_standing_in(twins: Mapping[int, Tensor]) -> Iterator[None]:
+    """Context in which compiled graphs give gradients to ``twins``, by ids of the parameters, instead of to these."""
+    with ExitStack() as stack:
+        for entry in list(_entries):
+            for own in (entry.weight, entry.bias):
+                if id(own.param) in twins:
+                    stack.enter_context(own.standing_in(twins[id(own.param)]))
+        yield
+
+
 class _Sink(torch.autograd.Function):
     """(a parameter, a tensor [1] of its gradient's dtype) to the sink, of the parameter's shape; for every pass."""
 
@@ -233,6 +253,13 @@ class _Sink(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def _new_sink(param: Tensor, dtype: torch.dtype) -> Tensor:
+    with torch.enable_grad():
+        sink: Tensor = _Sink.apply(param, torch.empty(1, dtype=dtype, device=param.device))
+    keep_address(sink)
+    return sink
 
 
 def _new_tag(device: torch.device) -> Tensor:

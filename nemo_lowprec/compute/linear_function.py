@@ -60,11 +60,6 @@ def read_grad_buffer(weight: Tensor) -> None:
         weight.__dict__[_GRAD_BUFFER] = buffer, readers + 1
 
 
-def has_reader(weight: Tensor) -> bool:
-    """Whether a layer has read ``weight`` since it was given a buffer, and computes its gradient."""
-    return weight.__dict__.get(_GRAD_BUFFER, (None, 0))[1] > 0
-
-
 def grad_buffer_of(weight: Tensor) -> Tensor | None:
     """Where backward shall write the gradient of ``weight``; None for new memory."""
     buffer, readers = weight.__dict__.get(_GRAD_BUFFER, (None, 0))

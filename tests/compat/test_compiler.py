@@ -25,6 +25,7 @@ def test_without_inductor_no_cuda_graphs_are_recorded(monkeypatch):
     assert not compiler.records_cuda_graphs()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_hook_runs_outside_of_graphs():
     seen = []
 
@@ -37,3 +38,24 @@ def test_a_hook_runs_outside_of_graphs():
     model(torch.ones(1, 2))
     torch.compile(model, backend="eager")(torch.ones(1, 2))
     assert seen == [False, False] and hook.__name__ == "hook"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_code_that_would_have_to_be_compiled_is_an_error():
+    compiled = torch.compile(torch.sin, backend="eager", dynamic=False)
+    ones = torch.ones(2)
+    compiled(ones)
+    with compiler.without_compiling():
+        assert torch.equal(compiled(ones), ones.sin())
+        with pytest.raises(RuntimeError, match="recompile"):
+            compiled(torch.ones(3))
+
+
+def test_inductor_donates_saved_tensors_but_where_they_may_be_overwritten():
+    """What then runs is in ``tests/compute/test_compiled.py``."""
+    from torch._functorch import config
+
+    assert config.donated_buffer
+    with compiler.overwriting_saved_tensors():
+        assert not config.donated_buffer
+    assert config.donated_buffer

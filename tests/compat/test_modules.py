@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from nemo_lowprec.compat import modules
 
@@ -166,3 +167,28 @@ def test_hooks_before_a_step_are_found():
     for handle in handles:
         handle.remove()
     assert len(modules.step_pre_hooks(optimizer)) == before
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("by_method", [True, False])
+def test_compiled_modules_run_outside_of_a_mode_that_the_others_see(by_method):
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    if by_method:
+        model[0].compile(backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    x = torch.ones(1, 2)
+    wanted = model(x)
+    before = [dict(m.__dict__) for m in model.modules()]
+    with torch.compiler.set_stance("fail_on_recompile"), Mode(), modules.compiled_outside_of_mode(model):
+        found = model(x)
+        assert torch.equal(found.detach(), wanted.detach())
+    assert nn.functional.relu in seen and nn.functional.linear not in seen
+    assert [dict(m.__dict__) for m in model.modules()] == before

@@ -14,17 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_lowprec import prepare
+from nemo_lowprec.compat.autograd import graph_of
+from nemo_lowprec.compat.capture import hidden_capture
+from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
 from nemo_lowprec.compute import ReferenceBackend, compiled_ops, convert_layers, gemm_plans, revert_layers
 from nemo_lowprec.compute.graph_entry import GraphEntry, plan_of
+from nemo_lowprec.compute.graphs import captured
+from nemo_lowprec.compute.graphs.constants import known_integers_of
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3, DelayedScaling
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.tensors import GradientTensor
 from tests.support import CASES, Counting, Net, level_of, train
 
 pytestmark = pytest.mark.usefixtures("single_layers", "fresh_compiler")
@@ -720,3 +727,42 @@ def test_a_layer_that_is_gone_is_named():
     gc.collect()
     with pytest.raises(RuntimeError, match="that is gone"):
         plan_of(tag)
+
+
+# Compiled blocks inside of a CUDA graph of the whole model
+
+
+@pytest.mark.parametrize("make", [vit, llama])
+@pytest.mark.parametrize("case", [*SOME, "fp16_amp"])
+def test_a_capture_compiles_nothing_and_gives_gradients_to_its_own_leaves(case, make):
+    run = Run(case, make(), compiled=True)
+    for _ in range(4):
+        run.step()
+    run.backward()
+    params = [param for param in run.model.parameters() if param.requires_grad]
+    wanted = [param.grad for param in params]
+    twins = [captured._twin(param) for param in params]
+    context = torch.autocast("cpu", run.half)
+    with (
+        captured._with_parameters(run.model, params, twins),
+        disable_saved_tensors_hooks("no"),
+        hidden_capture(),
+        without_compiling(),
+        known_integers_of(run.model),
+        context,
+    ):
+        if make is vit:
+            loss = run.model(images()).float().pow(2).mean()
+        else:
+            loss = run.model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    assert {id(leaf) for leaf in graph_of([loss])[1]} <= {id(twin) for twin in twins}
+    with overwriting_saved_tensors():
+        found = torch.autograd.grad(loss, twins, retain_graph=True, allow_unused=True)
+    stored = [
+        GradientTensor.from_float(have) if isinstance(want, GradientTensor) else have
+        for want, have in zip(wanted, found, strict=True)
+    ]
+    assert_equal(wanted, stored)
+    assert all(param.grad is want for param, want in zip(params, wanted, strict=True))
+    run.model.zero_grad()
+    run.step()  # the parameters are back

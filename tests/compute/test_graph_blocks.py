@@ -12,17 +12,15 @@ from torch import nn
 from nemo_lowprec import CHART, msamp_o2, prepare
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
-from nemo_lowprec.compute.graphs.captured import as_autograd_computes
+from nemo_lowprec.compute.graphs.captured import kept_gradients
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
-from nemo_lowprec.compute.linear_function import give_grad_buffer, read_grad_buffer
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins.summary import graphs_row, level_table
-from nemo_lowprec.tensors.gradient import compute_gradient_as
 
 
 class Block(nn.Module):
@@ -258,13 +256,15 @@ def test_a_capture_forgets_readers_outside_of_the_block():
             assert (reader.backend is not None) is knows
 
 
-def test_memory_for_gradients_has_the_dtype_in_which_they_are_computed():
-    read, own = (nn.Parameter(torch.randn(4, 6)) for _ in range(2))
-    for param in (read, own):
-        compute_gradient_as(param, torch.bfloat16)
-    grads = [give_grad_buffer(read), give_grad_buffer(own), None]
-    assert [grad.dtype for grad in grads[:2]] == [torch.bfloat16] * 2
-    read_grad_buffer(read)  # as a converted layer does
-    found = as_autograd_computes(grads, [read, own, own])
-    assert found[0] is grads[0] and found[2] is None
-    assert found[1].dtype == torch.float32 and found[1].shape == own.shape
+def test_each_gradient_has_memory_of_its_own():
+    """And the dtype in which it was computed: no buffer rounds what torch's operations have summed in FP32."""
+    given = torch.ones(4, 6)
+    buffers = [torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(6)]
+    whole, both = torch.ones(2, 4, 6), torch.ones(4, 6)
+    grads = [buffers[0], torch.ones(4, 6), given, whole[1], both, both, torch.ones(6, 4).t(), None]
+    found = kept_gradients(grads, [*buffers, buffers[0], None], [given.data_ptr()])
+    assert found[0] is buffers[0] and found[1] is grads[1] and found[7] is None
+    addresses = [grad.data_ptr() for grad in found[:7]]
+    assert len(set(addresses)) == 7 and not {given.data_ptr(), whole[1].data_ptr(), both.data_ptr()} & set(addresses)
+    for want, have in zip(grads[1:7], found[1:7], strict=True):
+        assert have.dtype == torch.float32 and torch.equal(want, have) and have.stride() == (6, 1)

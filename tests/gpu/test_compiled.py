@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec import prepare
-from tests.gpu.test_graphs import LEVELS, Model, train
+from tests.gpu.test_graphs import LEVELS, Model, passes, reasons, train
 
 pytestmark = [
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -90,6 +90,16 @@ def test_a_whole_model(level, options, accumulate):
 @pytest.mark.parametrize("graphs", [False, "auto"])
 def test_inductor_trains_alike_within_its_own_rounding(level, graphs):
     assert_losses_are_alike(level, {}, 0.03, graphs=graphs, **OPTIONS)
+
+
+@pytest.mark.parametrize("level", [*SOME, "msamp_o3", "bf16_mixed"])
+def test_compiled_blocks_are_in_the_graph_of_their_model(level):
+    losses = []
+    for graphs in (False, True):
+        model, optimizer = made(level, {}, graphs, **(OPTIONS if level != "bf16_mixed" else {}))
+        losses.append(train(model, optimizer, level, steps=12, accumulate=2, evaluate=True))
+        assert (passes(model) > 0) == graphs, reasons(model)
+    assert losses[0] == losses[1]
 
 
 def accumulated(model, optimizer, level):

@@ -630,8 +630,9 @@ def test_a_tensor_that_all_blocks_read(level):
     assert found[1] == (found[0] if level == "bf16_mixed" else pytest.approx(found[0], rel=2e-3))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
-def test_the_body_of_a_model_of_transformers_is_one_graph(level, monkeypatch):
+def test_the_body_of_a_model_of_transformers_is_one_graph(level, compiled, monkeypatch, fresh_compiler):
     """Though the host reads integers there, which are made of constants; the model's logits are too large for one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -645,6 +646,8 @@ def test_the_body_of_a_model_of_transformers_is_one_graph(level, monkeypatch):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).cuda()
         model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, graphs=graphs)
+        for layer in model.model.layers if compiled else ():
+            layer.compile()
         generator, losses = torch.Generator("cuda").manual_seed(1), []
         for _ in range(9):
             tokens = torch.randint(1024, (2, 64), device="cuda", generator=generator)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
@@ -15,17 +16,20 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import graph_of
 from nemo_lowprec.compat.capture import hidden_capture
+from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
+from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
-from nemo_lowprec.compute.graphs.constants import KnownIntegers
+from nemo_lowprec.compute.graph_entry import twins_standing_in
+from nemo_lowprec.compute.graphs.constants import known_integers_of
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
-from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers, has_reader
+from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
 from nemo_lowprec.tensors import stored_data
-from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype, gradient_dtype
+from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
 _SAVES_OTHERWISE = "it recomputes or offloads activations"
 
@@ -46,6 +50,7 @@ class CapturedPass:
 
     Attributes:
         params: the block's parameters that require a gradient.
+        is_compiled: whether modules of the block are compiled.
         number: counts the passes of the pool, in the order of their capture.
         runs: forward passes so far.
     """
@@ -64,6 +69,7 @@ class CapturedPass:
         self.params = [param for param in self._all_params if param.requires_grad]
         self.number = pool.add(self)
         self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.is_compiled = any(map(is_compiled, block.modules()))
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._trained = [i for i in self._tensors if leaves[i].requires_grad]
         self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
@@ -75,8 +81,7 @@ class CapturedPass:
         self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
         self._in_fp8 = QuantizedGradients(self.params)
         with self._capturing(), _with_parameters(block, self._all_params, twins):
-            self._capture_forward(run, structure, own, reads_constants)
-            self._grads = as_autograd_computes(self._grads, own)
+            self._capture_forward(run, structure, own, block if reads_constants else None)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
         self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs, self._grad_outputs)
@@ -85,13 +90,12 @@ class CapturedPass:
     @contextmanager
     def _capturing(self) -> Iterator[None]:
         """Context of a capture. The generator of random numbers is as before where it fails."""
-        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()  # to free another model's graph would end the capture
         torch.cuda.synchronize()
         self.pool.stream.wait_stream(torch.cuda.current_stream())
-        # A cast of a parameter that autocast keeps would be of the first pass for ever.
+        # A cast that autocast has kept from before would be of this pass for ever.
         torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(False)
         try:
             with torch.cuda.stream(self.pool.stream), torch.enable_grad():
                 yield
@@ -104,11 +108,11 @@ class CapturedPass:
         finally:
             if collects:
                 gc.enable()
-            torch.set_autocast_cache_enabled(cached)
+            torch.clear_autocast_cache()  # of casts in the graph's memory
             torch.cuda.current_stream().wait_stream(self.pool.stream)
 
     def _capture_forward(
-        self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter], reads_constants: bool
+        self, run: Callable[..., Any], structure: Any, own: list[nn.Parameter], whole: nn.Module | None
     ) -> None:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
@@ -116,7 +120,8 @@ class CapturedPass:
             _recording(self._forward, self.pool.forward),
             disable_saved_tensors_hooks(_SAVES_OTHERWISE),
             hidden_capture(),
-            KnownIntegers() if reads_constants else nullcontext(),
+            without_compiling(),
+            nullcontext() if whole is None else known_integers_of(whole),
         ):
             result = run(*args, **kwargs)
         if versions != [self._leaves[i]._version for i in self._tensors]:
@@ -149,15 +154,14 @@ class CapturedPass:
         self._grad_outputs = [torch.zeros_like(out) for out in outputs]
         wanted = [*(self._leaves[i] for i in self._trained), *own]
         # The forward pass that captures is under autocast, and loops call ``backward`` outside of it.
-        with AutocastOff("cuda"), _recording(self._backward, self.pool.backward):
+        with AutocastOff("cuda"), _recording(self._backward, self.pool.backward), overwriting_saved_tensors():
             # The graph of autograd is kept, and with it the memory of everything that backward reads.
             found = list(torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True))
             self._grad_inputs, found = found[: len(self._trained)], found[len(self._trained) :]
-            for i, (buffer, grad) in enumerate(zip(self._grads, found, strict=True)):
-                if grad is None:
-                    self._grads[i] = None
-                elif grad.data_ptr() != buffer.data_ptr():  # type: ignore[union-attr]
-                    buffer.copy_(grad)  # type: ignore[union-attr]
+            if self.is_compiled:  # in memory that the forward pass may write
+                self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
+            others = [t.data_ptr() for t in (*self._grad_outputs, *self._grad_inputs) if t is not None]
+            self._grads = kept_gradients(found, self._grads, others)
             self._in_fp8.quantize(self._grads)
 
     # Passes
@@ -258,6 +262,8 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(
                 "A second backward pass through a block whose CUDA graph has run again since. Pass graphs=False."
             )
+        if captured.is_compiled and not token.end.alive:
+            raise RuntimeError("A second backward pass through compiled code that runs as a CUDA graph.")
         if token.weights != [param._version for param in captured.params]:
             raise RuntimeError(
                 "One of the parameters needed for gradient computation has been modified by an inplace operation "
@@ -307,7 +313,8 @@ def _with_parameters(block: nn.Module, params: list[nn.Parameter], twins: list[n
     for table, before in tables:
         table.update({name: by_id[id(param)] for name, param in before.items() if param is not None})
     try:
-        yield
+        with twins_standing_in(by_id):
+            yield
     finally:
         for table, before in tables:
             table.update(before)
@@ -335,17 +342,28 @@ def _grad_buffers(
     return [found[id(twin)] if id(twin) in found else give_grad_buffer(twin) for twin in own]
 
 
-def as_autograd_computes(grads: list[Tensor | None], own: list[nn.Parameter]) -> list[Tensor | None]:
-    """``grads``, the memory for the gradients of ``own``, after a forward pass.
+def kept_gradients(
+    grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None], others: Iterable[int]
+) -> list[Tensor | None]:
+    """``grads``, computed in a capture, each in memory that nothing else has: in its buffer, if a layer wrote there.
 
-    A parameter that no layer has read gets its gradient from torch's operations, in autograd's dtype. Memory of another
-    dtype would round the gradient; without a graph nothing rounds it.
+    Autograd's operations compute in memory, and in a dtype, of their own.
+
+    Args:
+        others: addresses of other tensors that a gradient may be.
     """
-    return [
-        grad if grad is None or has_reader(twin) or grad.dtype == gradient_dtype(twin)
-        else torch.empty_like(grad, dtype=gradient_dtype(twin))
-        for grad, twin in zip(grads, own, strict=True)
-    ]  # fmt: skip
+    taken = Counter([*others, *(grad.data_ptr() for grad in grads if grad is not None)])
+
+    def kept(grad: Tensor, buffer: Tensor) -> Tensor:
+        address = grad.data_ptr()
+        if address == buffer.data_ptr():
+            return buffer
+        alone = taken[address] == 1 and storage_use_count(grad) == 2 and grad.untyped_storage().nbytes() == grad.nbytes
+        if alone and grad.stride() == buffer.stride():
+            return grad
+        return torch.empty_like(buffer, dtype=grad.dtype).copy_(grad)
+
+    return [None if grad is None else kept(grad, buffer) for grad, buffer in zip(grads, buffers, strict=True)]  # type: ignore[arg-type]
 
 
 def _static(tensor: Tensor) -> Tensor:

@@ -7,12 +7,15 @@ entered are computed on the CPU, too, and read there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from nemo_lowprec.compat.modules import compiled_outside_of_mode
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
 
 _KNOWN = "_lowprec_known_integers"
@@ -29,6 +32,13 @@ _OPERATIONS = frozenset(
         "unsqueeze", "view", "where", "zeros_like",
     }
 )  # fmt: skip
+
+
+@contextmanager
+def known_integers_of(model: nn.Module) -> Iterator[None]:
+    """Context in which the host reads known integers while ``model`` runs, but for those that are compiled code's."""
+    with KnownIntegers(), compiled_outside_of_mode(model):
+        yield
 
 
 class KnownIntegers(TorchFunctionMode):
