@@ -44,7 +44,7 @@ def chosen(name: str, there: Iterable[str]) -> str:
 
 
 class Kernels:
-    """Milliseconds and launches a step of each kernel."""
+    """Milliseconds and launches a step of each kernel, and how long the GPU waits before them."""
 
     def start(self) -> None:
         synchronize()
@@ -62,7 +62,20 @@ class Kernels:
         span = max((e.time_range.end for e in work), default=0) - min((e.time_range.start for e in work), default=0)
         lines = [f"{t:9.3f} ms {launches[name] / STEPS:7.1f}  {name[:100]}" for name, t in ms.most_common(LINES)]
         total = f"{sum(ms.values()):9.3f} ms {len(work) / STEPS:7.1f}  all, in {span / STEPS / 1e3:.3f} ms"
-        return "\n".join([total, *lines])
+        return "\n".join([total, *lines, "", "Before which kernels the GPU waits:", *_gaps(work)])
+
+
+def _gaps(work: list[Any]) -> list[str]:
+    """Milliseconds and waits a step of the GPU before each kernel, the longest first."""
+    ms, waits, end = Counter[str](), Counter[str](), float("inf")
+    for event in sorted(work, key=lambda e: e.time_range.start):
+        gap = event.time_range.start - end
+        if gap > 0:
+            ms[event.name] += gap / STEPS / 1e3
+            waits[event.name] += 1
+        end = event.time_range.end if end == float("inf") else max(end, event.time_range.end)
+    rows = [f"{t:9.3f} ms {waits[name] / STEPS:7.1f}  {name[:100]}" for name, t in ms.most_common(LINES // 3)]
+    return [f"{sum(ms.values()):9.3f} ms {sum(waits.values()) / STEPS:7.1f}  all", *rows]
 
 
 class Functions:

@@ -5,10 +5,14 @@
                out once, on the stream that it was made on, at a multiple of 16 bytes.
 ``workspace``  scratch memory of GEMMs on one stream, which run one after another
 
-In the capture of a CUDA graph each piece has memory of its own, and a zero is zeroed whenever the graph is replayed.
+In the capture of a CUDA graph each piece has memory of its own, and a zero is zeroed whenever the graph is replayed;
+in ``capture_of_zeros``, 256 zeros at a time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -19,6 +23,7 @@ from nemo_lowprec.compat.tensors import empty_strided_cuda
 from nemo_lowprec.compat.triton import current_device
 
 _zeros: dict[tuple[int, int], list[Tensor]] = {}
+_captured_zeros: dict[tuple[int, int], list[Tensor]] | None = None  # of the graph that is captured
 _workspaces: dict[tuple[int, int], Tensor] = {}
 _alone = False
 
@@ -48,16 +53,28 @@ def new(device: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def zero(device: int) -> Tensor:
     """An FP32 zero, [1], which nobody else gets."""
-    if _alone or is_capturing():
+    there = _captured_zeros if _alone or is_capturing() else _zeros
+    if there is None:
         return torch.zeros(1, dtype=torch.float32, device=_on(device))
     key = device, current_stream(device)  # type: ignore[misc]
     try:
-        return _zeros[key].pop()
+        return there[key].pop()
     except (KeyError, IndexError):
         with torch.inference_mode(False):  # later zeros are saved for backward
             made = torch.zeros(256, 4, dtype=torch.float32, device=_on(device))[:, 0]
-        zeros = _zeros[key] = list(made.unsafe_split(1))
+        zeros = there[key] = list(made.unsafe_split(1))
         return zeros.pop()
+
+
+@contextmanager
+def capture_of_zeros() -> Iterator[None]:
+    """Context of the capture of one CUDA graph: one launch of the graph zeroes many zeros."""
+    global _captured_zeros
+    _captured_zeros = {}
+    try:
+        yield
+    finally:
+        _captured_zeros = None
 
 
 def workspace(device: int, stream: int, size: int) -> int:

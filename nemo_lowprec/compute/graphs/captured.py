@@ -28,6 +28,7 @@ from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
 from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
+from nemo_lowprec.kernels.memory import capture_of_zeros
 from nemo_lowprec.tensors import stored_data
 from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
@@ -279,7 +280,8 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     # Only this thread: others may copy batches to the GPU.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        yield
+        with capture_of_zeros():
+            yield
     except BaseException:
         try:
             graph.capture_end()
