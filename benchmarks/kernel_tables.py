@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 
-__all__ = ["OPTIMIZERS", "backends", "casts", "optimizer_step"]
+__all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step"]
 
 OPTIMIZERS = {  # names in the results of the headline's optimizers
     "o2": "nemo_lowprec O2: FP16 weights, FP8 gradients, FP8+FP16 states",
@@ -14,6 +14,30 @@ OPTIMIZERS = {  # names in the results of the headline's optimizers
     "te low-bit": "TE FusedAdam, FP16 weights and masters, FP8+FP16 states",
     "te masters": "TE FusedAdam, BF16 weights, FP32 masters and states",
 }
+
+
+def host() -> str:
+    """Host time of a layer, from host_h200.jsonl."""
+    origins, figures = read(RESULTS / "host_h200.jsonl")
+    (plain, te), levels = figures[:2], [f for f in figures[2:] if "fp8" in f["name"] or "msamp" in f["name"]]
+    low, high = (pick(f["ratio"] for f in levels) for pick in (min, max))
+    takeaway = (
+        f"A layer in FP8 takes the host {low:.2f} to {high:.2f} times as long as ``nn.Linear``, and ``te.Linear`` "
+        f"{te['ratio']:.2f} times."
+    )
+    table = simple_table(
+        ("Layer", "forward", "backward", "both", "× nn.Linear", "in a first step"),
+        [
+            (
+                f["name"],
+                *(f"{f[key]:.0f}" for key in ("forward_us", "backward_us", "both_us")),
+                f"{f['ratio']:.2f}",
+                f"{f['first_ratio']:.2f}",
+            )
+            for f in (plain, *levels, te)
+        ],
+    )
+    return block(takeaway, table, origin(origins))
 
 
 def optimizer_step() -> str:

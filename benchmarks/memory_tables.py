@@ -56,12 +56,15 @@ def memory() -> str:
 def llama_8b() -> str:
     """Llama-3-8B on one GPU."""
     found = on_one_gpu()
-    said = [
-        f"``{level}`` ends {failure(f)}"
-        if "error" in f
-        else f"``{level}`` trains with a peak of {f['peak_gib']:.1f} GiB"
-        for level, f in found.items()
-    ]
+    trained = [(level, f) for level, f in found.items() if "error" not in f]
+    (least, small), (most, fast) = (
+        min(trained, key=lambda one: one[1]["peak_gib"]), max(trained, key=lambda one: one[1]["tokens_per_s"])
+    )  # fmt: skip
+    said = [f"``{level}`` ends {failure(f)}" for level, f in found.items() if "error" in f]
+    said.append(f"``{least}`` trains within {small['peak_gib']:.1f} GiB")
+    if most != least:
+        times = fast["tokens_per_s"] / small["tokens_per_s"]
+        said.append(f"``{most}`` is {times:.2f} × as fast within {fast['peak_gib']:.1f} GiB")
     rows = []
     for level, f in found.items():
         if "error" in f:
@@ -70,4 +73,4 @@ def llama_8b() -> str:
             sizes = (f"{f[key]:.1f}" for key in ("peak_gib", "peak_reserved_gib", "setup_peak_gib"))
             rows.append((f"``{level}``", f"{f['tokens_per_s']:,}", *sizes))
     table = simple_table(("Level", "tokens/s", "peak GiB", "reserved GiB", "GiB while setting up"), rows)
-    return block(f"{', '.join(said[:-1])} and {said[-1]}.", table, origin(read(RESULTS / "llama_8b_h200.jsonl")[0]))
+    return block(f"{'; '.join(said)}.", table, origin(read(RESULTS / "llama_8b_h200.jsonl")[0]))

@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline_picture": _shown("throughput_picture", "benchmarks/results"),
     "everyday": everyday_tables.everyday,
     "everyday_8b": everyday_tables.large,
+    "host": kernel_tables.host,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
     "parity": loss_tables.parity,

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,22 +30,36 @@ from nemo_lowprec.plugins import LEVELS
 WARMUP, ROUND = 16, 5  # steps: CUDA graphs come at the 13th at the latest
 
 
-class Clock(pl.Callback):
-    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``."""
+class Rounds:
+    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``: from event to event of the GPU.
+
+    The host does not wait between rounds, as it does not in training, and prepares steps while the GPU works.
+    """
 
     def __init__(self) -> None:
-        self.rounds: list[float] = []
-        self._start = 0.0
+        self._events: list[torch.cuda.Event] = []
+
+    def begin_step(self, index: int) -> None:
+        if index < WARMUP or (index - WARMUP) % ROUND:
+            return
+        if index == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
+
+    def seconds(self) -> list[float]:
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 / ROUND for start, end in pairwise(self._events)]
+
+
+class Clock(pl.Callback):
+    """``Rounds`` of a Trainer."""
+
+    def __init__(self) -> None:
+        self.rounds = Rounds()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index >= WARMUP and (index - WARMUP) % ROUND == 0:
-            torch.cuda.synchronize()
-            now = time.perf_counter()
-            if index > WARMUP:
-                self.rounds.append((now - self._start) / ROUND)
-            else:
-                torch.cuda.reset_peak_memory_stats()
-            self._start = now
+        self.rounds.begin_step(index)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         stay_on_gpu(trainer, module)
@@ -69,7 +83,7 @@ def under_trainer(
         **({"devices": 1} | kwargs),
     )  # fmt: skip
     trainer.fit(module, loader())
-    return clock.rounds
+    return clock.rounds.seconds()
 
 
 def by_hand(rounds: int) -> list[float]:
@@ -96,18 +110,11 @@ def by_hand(rounds: int) -> list[float]:
         p.grad_dtype = torch.float32
     amaxes.settle(device)
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
-    seconds, start = [], 0.0
+    clock = Rounds()
     for index, tokens in enumerate(loader()):
-        if index >= WARMUP and (index - WARMUP) % ROUND == 0:
-            torch.cuda.synchronize()
-            now = time.perf_counter()
-            if index > WARMUP:
-                seconds.append((now - start) / ROUND)
-            else:
-                torch.cuda.reset_peak_memory_stats()
-            start = now
+        clock.begin_step(index)
         if index == WARMUP + ROUND * rounds:
-            return seconds
+            return clock.seconds()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = loss_of(model, tokens.cuda(non_blocking=True))
         for p in params:
@@ -183,6 +190,12 @@ def contestants() -> dict[str, Callable[[int], list[float]]]:
         ),
         "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head, fast_accum": ours(
             "bf16_with_fp8_mixed", attention="cudnn", head="fp8", fast_accum=True
+        ),
+        "nemo_lowprec msamp_o2, cuDNN attention, FP8 head, fast_accum, graphs": ours(
+            "msamp_o2", attention="cudnn", head="fp8", fast_accum=True, graphs=True
+        ),
+        "nemo_lowprec bf16_with_fp8_mixed, cuDNN attention, FP8 head, fast_accum, graphs": ours(
+            "bf16_with_fp8_mixed", attention="cudnn", head="fp8", fast_accum=True, graphs=True
         ),
         "lightning TransformerEnginePrecision, bf16 weights, no masters, cuDNN attention": within(
             lambda: prefer_attention("cudnn"), te

@@ -30,8 +30,8 @@ PLAIN = ["fp16_amp", "te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "fp16_mixed",
 SHARDED = ["fp16_amp", "te_fp8", "msamp_o2", "msamp_o3", "fp16_mixed", "bf16_mixed", "bf16_with_fp8_mixed"]
 
 
-@pytest.fixture(autouse=True)
-def _as_recorded(monkeypatch):
+@pytest.fixture
+def as_recorded(monkeypatch):
     """When these peaks were recorded, activations and gated MLPs kept what autograd keeps, and losses read FP32."""
     monkeypatch.setattr(convert, "give_logits", lambda *_: None)
     own = (Activations, GatedMLPs)
@@ -70,17 +70,20 @@ def planned(level, gpus=1, strategy=None):
     return plan_training(Shape(), precision, 1, gpus, strategy, batch=batch).total / GIB
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("level", PLAIN)
 def test_steps_on_one_gpu(level):
     assert 0.99 <= planned(level) / peak_of("train_step", name=f"nemo_lowprec {level}") <= 1.01
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("strategy", ["ddp", "lowprec_ddp"])
 @pytest.mark.parametrize("level", ["fp16_amp", "msamp_o2", "fp16_mixed"])
 def test_steps_of_whole_models_on_four_gpus(level, strategy):
     assert 0.99 <= planned(level, 4, strategy) / peak_of("parallel_step", name=f"{level}, {strategy}") <= 1.06
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize("level", SHARDED)
 def test_steps_of_shards_on_four_gpus(level):
     """A bound: gathered weights, whole gradients and buffers are not at their largest at one time."""
@@ -107,6 +110,7 @@ def test_llama_3_8b_with_recomputation(level):
 MEGATRON = [(line["level"], line["gpus"]) for line in recorded("megatron_step") if line["path"] == "MegatronStrategy"]
 
 
+@pytest.mark.usefixtures("as_recorded")
 @pytest.mark.parametrize(("level", "gpus"), MEGATRON)
 def test_steps_on_megatron_core(level, gpus):
     sample = {"micro_batch_size": BATCH, "seq_length": SEQUENCE}
