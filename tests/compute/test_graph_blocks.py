@@ -12,10 +12,10 @@ from torch import nn
 from nemo_lowprec import CHART, msamp_o2, prepare
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
-from nemo_lowprec.compute.graphs.captured import kept_gradients
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
+from nemo_lowprec.compute.graphs.twins import kept_gradients
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine

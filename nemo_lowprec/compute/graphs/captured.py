@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
@@ -20,17 +19,15 @@ from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_comp
 from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
-from nemo_lowprec.compute.graph_entry import twins_standing_in
 from nemo_lowprec.compute.graphs.constants import known_integers_of
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
-from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
+from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of, with_parameters
 from nemo_lowprec.kernels.memory import capture_of_zeros
 from nemo_lowprec.tensors import stored_data
-from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
 _SAVES_OTHERWISE = "it recomputes or offloads activations"
 
@@ -77,11 +74,11 @@ class CapturedPass:
         self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # In memory of their own: they live from backward to the optimizer's step, while other graphs run.
-        twins = [_twin(param) for param in self._all_params]
+        twins = [twin_of(param) for param in self._all_params]
         own = [twin for twin in twins if twin.requires_grad]
-        self._grads: list[Tensor | None] = _grad_buffers(own, self.params, layers.beside())
+        self._grads: list[Tensor | None] = grad_buffers(own, self.params, layers.beside())
         self._in_fp8 = QuantizedGradients(self.params)
-        with self._capturing(), _with_parameters(block, self._all_params, twins):
+        with self._capturing(), with_parameters(block, self._all_params, twins):
             self._capture_forward(run, structure, own, block if reads_constants else None)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
@@ -301,71 +298,6 @@ def _end_capture_of_generators(stream: torch.cuda.Stream) -> None:
         something, graph = torch.empty(1, device=stream.device, dtype=torch.float32), torch.cuda.CUDAGraph()
         with _recording(graph, torch.cuda.graph_pool_handle()):
             something.zero_()
-
-
-@contextmanager
-def _with_parameters(block: nn.Module, params: list[nn.Parameter], twins: list[nn.Parameter]) -> Iterator[None]:
-    """Context in which ``block`` has ``twins`` in the place of ``params``.
-
-    Autograd accumulates the gradient of a parameter on the stream on which the parameter was used first, and no other
-    stream may wait for the stream of a capture. So a capture has leaves of its own, in the memory of the parameters.
-    """
-    by_id = {id(param): twin for param, twin in zip(params, twins, strict=True)}
-    tables = [(module._parameters, dict(module._parameters)) for module in block.modules()]
-    for table, before in tables:
-        table.update({name: by_id[id(param)] for name, param in before.items() if param is not None})
-    try:
-        with twins_standing_in(by_id):
-            yield
-    finally:
-        for table, before in tables:
-            table.update(before)
-
-
-def _twin(param: nn.Parameter) -> nn.Parameter:
-    twin = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-    if param.requires_grad and param.grad_dtype != twin.grad_dtype:
-        twin.grad_dtype = param.grad_dtype
-    if param.requires_grad and computed_dtype(param) != computed_dtype(twin):
-        compute_gradient_as(twin, computed_dtype(param))
-    return twin
-
-
-def _grad_buffers(
-    own: list[nn.Parameter], params: list[nn.Parameter], beside: list[list[nn.Parameter]]
-) -> list[Tensor | None]:
-    """Memory for the gradients of ``own``, the twins of ``params``; in one piece for those that lie ``beside``."""
-    twin_of = {id(param): twin for param, twin in zip(params, own, strict=True)}
-    found: dict[int, Tensor] = {}
-    for weights in beside:
-        twins = [twin_of[id(weight)] for weight in weights if id(weight) in twin_of]
-        if len(twins) == len(weights) and len({computed_dtype(twin) for twin in twins}) == 1:
-            found |= {id(twin): grad for twin, grad in zip(twins, give_grad_buffers(twins), strict=True)}
-    return [found[id(twin)] if id(twin) in found else give_grad_buffer(twin) for twin in own]
-
-
-def kept_gradients(
-    grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None], others: Iterable[int]
-) -> list[Tensor | None]:
-    """``grads``, computed in a capture, each in memory that nothing else has: in its buffer, if a layer wrote there.
-
-    Autograd's operations compute in memory, and in a dtype, of their own.
-
-    Args:
-        others: addresses of other tensors that a gradient may be.
-    """
-    taken = Counter([*others, *(grad.data_ptr() for grad in grads if grad is not None)])
-
-    def kept(grad: Tensor, buffer: Tensor) -> Tensor:
-        address = grad.data_ptr()
-        if address == buffer.data_ptr():
-            return buffer
-        alone = taken[address] == 1 and storage_use_count(grad) == 2 and grad.untyped_storage().nbytes() == grad.nbytes
-        if alone and grad.stride() == buffer.stride():
-            return grad
-        return torch.empty_like(buffer, dtype=grad.dtype).copy_(grad)
-
-    return [None if grad is None else kept(grad, buffer) for grad, buffer in zip(grads, buffers, strict=True)]  # type: ignore[arg-type]
 
 
 def _static(tensor: Tensor) -> Tensor:
