@@ -15,7 +15,7 @@ from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
-from nemo_lowprec.compute.graphs.twins import kept_gradients
+from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine
@@ -254,6 +254,14 @@ def test_a_capture_forgets_readers_outside_of_the_block():
         assert reader.backend is plan.backend
         with Layers(plans, [reader]).capturing(model):
             assert (reader.backend is not None) is knows
+
+
+def test_gradients_of_layers_that_compute_as_one_lie_below_each_other():
+    params = [nn.Parameter(torch.randn(4, 8)) for _ in range(3)]
+    first, second, alone = grad_buffers([twin_of(param) for param in params], params, [params[:2]])
+    assert [grad.shape for grad in (first, second, alone)] == [(4, 8)] * 3
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    assert first.untyped_storage().nbytes() == 2 * first.nbytes and alone.untyped_storage().nbytes() == alone.nbytes
 
 
 def test_each_gradient_has_memory_of_its_own():
