@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
+from nemo_lowprec.chart import CHART
 
 __all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step"]
 
@@ -19,7 +20,9 @@ OPTIMIZERS = {  # names in the results of the headline's optimizers
 def host() -> str:
     """Host time of a layer, from host_h200.jsonl."""
     origins, figures = read(RESULTS / "host_h200.jsonl")
-    (plain, te), levels = figures[:2], [f for f in figures[2:] if "fp8" in f["name"] or "msamp" in f["name"]]
+    by_name = {f["name"]: f for f in figures}
+    plain, te = by_name["nn.Linear"], by_name["te.Linear, FP8"]
+    levels = [f for name, f in by_name.items() if name in CHART and CHART[name].has_fp8]
     low, high = (pick(f["ratio"] for f in levels) for pick in (min, max))
     takeaway = (
         f"A layer in FP8 takes the host {low:.2f} to {high:.2f} times as long as ``nn.Linear``, and ``te.Linear`` "

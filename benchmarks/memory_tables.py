@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 from benchmarks.record import RESULTS, read
@@ -56,15 +57,13 @@ def memory() -> str:
 def llama_8b() -> str:
     """Llama-3-8B on one GPU."""
     found = on_one_gpu()
-    trained = [(level, f) for level, f in found.items() if "error" not in f]
-    (least, small), (most, fast) = (
-        min(trained, key=lambda one: one[1]["peak_gib"]), max(trained, key=lambda one: one[1]["tokens_per_s"])
-    )  # fmt: skip
+    trained = [f for f in found.values() if "error" not in f]
+    small, fast = min(trained, key=itemgetter("peak_gib")), max(trained, key=itemgetter("tokens_per_s"))
     said = [f"``{level}`` ends {failure(f)}" for level, f in found.items() if "error" in f]
-    said.append(f"``{least}`` trains within {small['peak_gib']:.1f} GiB")
-    if most != least:
+    said.append(f"``{small['level']}`` trains within {small['peak_gib']:.1f} GiB")
+    if fast is not small:
         times = fast["tokens_per_s"] / small["tokens_per_s"]
-        said.append(f"``{most}`` is {times:.2f} × as fast within {fast['peak_gib']:.1f} GiB")
+        said.append(f"``{fast['level']}`` is {times:.2f} × as fast within {fast['peak_gib']:.1f} GiB")
     rows = []
     for level, f in found.items():
         if "error" in f:

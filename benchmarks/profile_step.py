@@ -66,14 +66,14 @@ class Kernels:
 
 
 def _gaps(work: list[Any]) -> list[str]:
-    """Milliseconds and waits a step of the GPU before each kernel, the longest first."""
-    ms, waits, end = Counter[str](), Counter[str](), float("inf")
+    """How long, in ms a step, and how often the GPU waits before each kernel; the longest wait first."""
+    ms, waits, end = Counter[str](), Counter[str](), min((e.time_range.start for e in work), default=0)
     for event in sorted(work, key=lambda e: e.time_range.start):
         gap = event.time_range.start - end
         if gap > 0:
             ms[event.name] += gap / STEPS / 1e3
             waits[event.name] += 1
-        end = event.time_range.end if end == float("inf") else max(end, event.time_range.end)
+        end = max(end, event.time_range.end)
     rows = [f"{t:9.3f} ms {waits[name] / STEPS:7.1f}  {name[:100]}" for name, t in ms.most_common(LINES // 3)]
     return [f"{sum(ms.values()):9.3f} ms {sum(waits.values()) / STEPS:7.1f}  all", *rows]
 

@@ -3,9 +3,10 @@
     python -m benchmarks.train_step
 
 All contestants run in one process, one after the other, with the same model, batches and optimizer (fused AdamW);
-each figure is the median over rounds, the rounds of all contestants being what varies. ``by hand`` is the loop of
-bf16_with_fp8_mixed without Lightning and without the plugin; ``Liger kernels`` are in the model, the same for ours and
-others'. A file of results that is there is continued: contestants with a figure in it do not run again.
+each figure is the median over rounds, from event to event on the GPU: the host does not wait between them. ``by hand``
+is the loop of bf16_with_fp8_mixed without Lightning and without the plugin; ``Liger kernels`` are in the model, the
+same for ours and others'. A file of results that is there is continued: contestants with a figure in it do not run
+again.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ WARMUP, ROUND = 16, 5  # steps: CUDA graphs come at the 13th at the latest
 
 
 class Rounds:
-    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``: from event to event of the GPU.
+    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``, by events on the GPU.
 
-    The host does not wait between rounds, as it does not in training, and prepares steps while the GPU works.
+    The host does not wait for the GPU between rounds: in training it prepares a step while the GPU works on another.
     """
 
     def __init__(self) -> None:

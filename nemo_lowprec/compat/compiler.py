@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config
+from torch._functorch import config as _functorch
 
 
 def keep_address(tensor: Tensor) -> None:
@@ -36,15 +36,15 @@ def records_cuda_graphs() -> bool:
 
 
 def overwriting_saved_tensors() -> AbstractContextManager[None]:
-    """Context of a backward pass that keeps autograd's graph, though compiled code overwrites the tensors it has saved.
+    """Context of a backward pass with ``retain_graph=True`` through compiled code that overwrites saved tensors.
 
-    Inductor refuses ("donated buffers"). The pass must not run again on this graph.
+    Inductor refuses such a pass ("donated buffers"). No second pass may follow it.
     """
-    return config.patch(donated_buffer=False)  # type: ignore[no-any-return]
+    return _functorch.patch(donated_buffer=False)  # type: ignore[no-any-return]
 
 
 def without_compiling() -> AbstractContextManager[None]:
     """Context in which compiled code runs, and code that would have to be compiled is an error."""
-    if "torch._dynamo" not in sys.modules:  # takes seconds to import
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to import it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("fail_on_recompile")  # type: ignore[return-value]

@@ -89,7 +89,7 @@ class GraphParameter:
 
     @contextmanager
     def standing_in(self, twin: Tensor) -> Iterator[None]:
-        """Context in which the gradient goes to ``twin``, which lies in the parameter's memory."""
+        """Context in which the parameter's gradient goes to ``twin``, which lies in the parameter's memory."""
         before = self.param, self.sink
         self.param, self.sink = twin, None if self.sink is None else _new_sink(twin, self.sink.dtype)
         try:
@@ -234,7 +234,11 @@ def follow_parameters() -> None:
 
 @contextmanager
 def twins_standing_in(twins: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context in which compiled graphs give gradients to ``twins``, by ids of the parameters, instead of to these."""
+    """Context in which compiled graphs give their gradients to ``twins``, and not to the parameters.
+
+    Args:
+        twins: by the ids of the parameters, in whose memory the twins lie.
+    """
     with ExitStack() as stack:
         for entry in list(_entries):
             for own in (entry.weight, entry.bias):
@@ -256,6 +260,7 @@ class _Sink(torch.autograd.Function):
 
 
 def _new_sink(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without memory that hands its gradient, of ``dtype``, on to ``param``."""
     with torch.enable_grad():
         sink: Tensor = _Sink.apply(param, torch.empty(1, dtype=dtype, device=param.device))
     keep_address(sink)

@@ -6,7 +6,7 @@
 ``workspace``  scratch memory of GEMMs on one stream, which run one after another
 
 In the capture of a CUDA graph each piece has memory of its own, and a zero is zeroed whenever the graph is replayed;
-in ``capture_of_zeros``, 256 zeros at a time.
+in ``capture_of_zeros`` one launch of the graph zeroes 256 of them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def zero(device: int) -> Tensor:
 
 @contextmanager
 def capture_of_zeros() -> Iterator[None]:
-    """Context of the capture of one CUDA graph: one launch of the graph zeroes many zeros."""
+    """Context of the capture of one CUDA graph, one launch of which zeroes 256 zeros."""
     global _captured_zeros
     _captured_zeros = {}
     try:

@@ -25,7 +25,7 @@ from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_comp
 from nemo_lowprec.compute import ReferenceBackend, compiled_ops, convert_layers, gemm_plans, revert_layers
 from nemo_lowprec.compute.graph_entry import GraphEntry, plan_of
 from nemo_lowprec.compute.graphs.constants import known_integers_of
-from nemo_lowprec.compute.graphs.twins import twin_of, with_parameters
+from nemo_lowprec.compute.graphs.twins import twin_of, with_twins
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.formats import E4M3, DelayedScaling
@@ -744,7 +744,7 @@ def test_a_capture_compiles_nothing_and_gives_gradients_to_its_own_leaves(case, 
     twins = [twin_of(param) for param in params]
     context = torch.autocast("cpu", run.half)
     with (
-        with_parameters(run.model, params, twins),
+        with_twins(run.model, params, twins),
         disable_saved_tensors_hooks("no"),
         hidden_capture(),
         without_compiling(),

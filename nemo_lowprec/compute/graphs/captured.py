@@ -25,7 +25,7 @@ from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
-from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of, with_parameters
+from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of, with_twins
 from nemo_lowprec.kernels.memory import capture_of_zeros
 from nemo_lowprec.tensors import stored_data
 
@@ -48,7 +48,7 @@ class CapturedPass:
 
     Attributes:
         params: the block's parameters that require a gradient.
-        is_compiled: whether modules of the block are compiled.
+        is_compiled: whether a module of the block is compiled.
         number: counts the passes of the pool, in the order of their capture.
         runs: forward passes so far.
     """
@@ -78,7 +78,7 @@ class CapturedPass:
         own = [twin for twin in twins if twin.requires_grad]
         self._grads: list[Tensor | None] = grad_buffers(own, self.params, layers.beside())
         self._in_fp8 = QuantizedGradients(self.params)
-        with self._capturing(), with_parameters(block, self._all_params, twins):
+        with self._capturing(), with_twins(block, self._all_params, twins):
             self._capture_forward(run, structure, own, block if reads_constants else None)
             self._capture_backward(own)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
@@ -106,7 +106,7 @@ class CapturedPass:
         finally:
             if collects:
                 gc.enable()
-            torch.clear_autocast_cache()  # of casts in the graph's memory
+            torch.clear_autocast_cache()  # the casts of this pass are in the graph's memory
             torch.cuda.current_stream().wait_stream(self.pool.stream)
 
     def _capture_forward(
@@ -156,7 +156,7 @@ class CapturedPass:
             # The graph of autograd is kept, and with it the memory of everything that backward reads.
             found = list(torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True))
             self._grad_inputs, found = found[: len(self._trained)], found[len(self._trained) :]
-            if self.is_compiled:  # in memory that the forward pass may write
+            if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
                 self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
             others = [t.data_ptr() for t in (*self._grad_outputs, *self._grad_inputs) if t is not None]
             self._grads = kept_gradients(found, self._grads, others)
@@ -261,7 +261,10 @@ class _Replay(torch.autograd.Function):
                 "A second backward pass through a block whose CUDA graph has run again since. Pass graphs=False."
             )
         if captured.is_compiled and not token.end.alive:
-            raise RuntimeError("A second backward pass through compiled code that runs as a CUDA graph.")
+            raise RuntimeError(
+                "A second backward pass through compiled code, which has overwritten the tensors that it had saved. "
+                "Pass graphs=False, and set torch._functorch.config.donated_buffer=False before compilation."
+            )
         if token.weights != [param._version for param in captured.params]:
             raise RuntimeError(
                 "One of the parameters needed for gradient computation has been modified by an inplace operation "

@@ -36,7 +36,7 @@ _OPERATIONS = frozenset(
 
 @contextmanager
 def known_integers_of(model: nn.Module) -> Iterator[None]:
-    """Context in which the host reads known integers while ``model`` runs, but for those that are compiled code's."""
+    """Context in which the host reads known integers while ``model`` runs; its compiled modules run as ever."""
     with KnownIntegers(), compiled_outside_of_mode(model):
         yield
 

@@ -1,4 +1,4 @@
-"""The leaves of a capture, which stand in the place of a block's parameters, and the memory of their gradients."""
+"""Twins: the leaves of a capture in the place of a block's parameters, and the memory of the twins' gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
 
 
 @contextmanager
-def with_parameters(block: nn.Module, params: list[nn.Parameter], twins: list[nn.Parameter]) -> Iterator[None]:
+def with_twins(block: nn.Module, params: list[nn.Parameter], twins: list[nn.Parameter]) -> Iterator[None]:
     """Context in which ``block`` has ``twins`` in the place of ``params``.
 
     Autograd accumulates the gradient of a parameter on the stream on which the parameter was used first, and no other
@@ -60,12 +60,15 @@ def grad_buffers(
 def kept_gradients(
     grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None], others: Iterable[int]
 ) -> list[Tensor | None]:
-    """``grads``, computed in a capture, each in memory that nothing else has: in its buffer, if a layer wrote there.
+    """``grads``, computed in a capture, each in memory that no other tensor has.
 
-    Autograd's operations compute in memory, and in a dtype, of their own.
+    A layer writes its weight's gradient into the buffer. Torch's operations compute a gradient in memory of their own,
+    and in autograd's dtype, which the buffer's dtype would round.
 
     Args:
-        others: addresses of other tensors that a gradient may be.
+        grads: of the twins; None where a twin has no gradient.
+        buffers: from ``grad_buffers``.
+        others: addresses of tensors, beside the gradients, that may be the same tensor as a gradient.
     """
     taken = Counter([*others, *(grad.data_ptr() for grad in grads if grad is not None)])
 
