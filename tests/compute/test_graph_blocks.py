@@ -12,10 +12,11 @@ from torch import nn
 from nemo_lowprec import CHART, msamp_o2, prepare
 from nemo_lowprec.compute import ReferenceBackend, convert_layers
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
+from nemo_lowprec.compute.graphs.gradients import WrittenGradients
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
-from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of
+from nemo_lowprec.compute.graphs.twins import grad_buffers, twin_of
 from nemo_lowprec.compute.operands import new_histories
 from nemo_lowprec.compute.producers import Reader, name_reader
 from nemo_lowprec.engine import Engine
@@ -264,15 +265,26 @@ def test_gradients_of_layers_that_compute_as_one_lie_below_each_other():
     assert first.untyped_storage().nbytes() == 2 * first.nbytes and alone.untyped_storage().nbytes() == alone.nbytes
 
 
-def test_each_gradient_has_memory_of_its_own():
+@pytest.mark.parametrize("first", [True, False])
+def test_each_gradient_has_memory_of_its_own(first):
     """And the dtype in which it was computed: no buffer rounds what torch's operations have summed in FP32."""
     given = torch.ones(4, 6)
     buffers = [torch.empty(4, 6, dtype=torch.bfloat16) for _ in range(6)]
     whole, both = torch.ones(2, 4, 6), torch.ones(4, 6)
     grads = [buffers[0], torch.ones(4, 6), given, whole[1], both, both, torch.ones(6, 4).t(), None]
-    found = kept_gradients(grads, [*buffers, buffers[0], None], [given.data_ptr()])
-    assert found[0] is buffers[0] and found[1] is grads[1] and found[7] is None
+    computed = WrittenGradients(grads, [*buffers, buffers[0], None], [given.data_ptr()], first)
+    found = computed.outside()
+    computed.move()
+    assert found[0] is buffers[0] and (found[1] is grads[1]) == first and found[7] is None
     addresses = [grad.data_ptr() for grad in found[:7]]
     assert len(set(addresses)) == 7 and not {given.data_ptr(), whole[1].data_ptr(), both.data_ptr()} & set(addresses)
     for want, have in zip(grads[1:7], found[1:7], strict=True):
         assert have.dtype == torch.float32 and torch.equal(want, have) and have.stride() == (6, 1)
+
+
+def test_only_the_first_graph_of_a_memory_leaves_gradients_there():
+    """Graphs that were captured earlier run later, and have temporary tensors in that memory."""
+    buffers = [torch.empty(4, 6) for _ in range(2)]
+    computed = WrittenGradients([torch.ones(4, 6), buffers[1]], buffers, [], first=False)
+    assert [grad is buffer for grad, buffer in zip(computed.outside(), buffers, strict=True)] == [True, True]
+    assert torch.equal(buffers[0], torch.ones(4, 6))

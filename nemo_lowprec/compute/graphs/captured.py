@@ -20,12 +20,13 @@ from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.graphs.constants import known_integers_of
+from nemo_lowprec.compute.graphs.gradients import WrittenGradients
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.lent import Lent
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
-from nemo_lowprec.compute.graphs.twins import grad_buffers, kept_gradients, twin_of, with_twins
+from nemo_lowprec.compute.graphs.twins import grad_buffers, twin_of, with_twins
 from nemo_lowprec.kernels.memory import capture_of_zeros
 from nemo_lowprec.tensors import stored_data
 
@@ -50,6 +51,7 @@ class CapturedPass:
         params: the block's parameters that require a gradient.
         is_compiled: whether a module of the block is compiled.
         number: counts the passes of the pool, in the order of their capture.
+        first: whether the pass is the first one of the pool's memory.
         runs: forward passes so far.
     """
 
@@ -65,7 +67,7 @@ class CapturedPass:
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
-        self.number = pool.add(self)
+        self.number, self.first = pool.add(self)
         self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_compiled = any(map(is_compiled, block.modules()))
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -73,7 +75,7 @@ class CapturedPass:
         self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
         self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # In memory of their own: they live from backward to the optimizer's step, while other graphs run.
+        # Not in the graphs' memory: they live from backward to the optimizer's step, while other graphs run.
         twins = [twin_of(param) for param in self._all_params]
         own = [twin for twin in twins if twin.requires_grad]
         self._grads: list[Tensor | None] = grad_buffers(own, self.params, layers.beside())
@@ -159,8 +161,9 @@ class CapturedPass:
             if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
                 self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
             others = [t.data_ptr() for t in (*self._grad_outputs, *self._grad_inputs) if t is not None]
-            self._grads = kept_gradients(found, self._grads, others)
-            self._in_fp8.quantize(self._grads)
+            self._computed = WrittenGradients(found, self._grads, others, self.first)
+            self._in_fp8.quantize(self._computed.written)
+        self._grads = self._computed.outside()
 
     # Passes
 
@@ -209,6 +212,7 @@ class CapturedPass:
         self._in_fp8.hold()
         found = self.pool.gradients.written_by(self.number, self._lent_grads, self._backward.replay)
         self._waits = None
+        self._computed.move()
         for buffer, values in zip(self._grads, held, strict=True):
             if buffer is None or values is None:
                 found.append(None if buffer is None else buffer.detach())

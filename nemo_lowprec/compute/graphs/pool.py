@@ -60,6 +60,8 @@ class GraphPool:
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
+    _unused: bool  # whether no pass was captured in the memory
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.results, self.gradients = Loans(), Loans()
@@ -72,18 +74,20 @@ class GraphPool:
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
 
-    def add(self, captured: Any) -> int:
-        """The number of a pass that is about to be captured."""
+    def add(self, captured: Any) -> tuple[int, bool]:
+        """(the number of a pass that is about to be captured, whether the pass is the first one of the memory)."""
         if not self._passes:
             self.renew()  # memory whose last graph is gone cannot be used again
             self.results, self.gradients = Loans(), Loans()
         self._passes.add(captured)
         self._captured += 1
-        return self._captured
+        first, self._unused = self._unused, False
+        return self._captured, first
 
     def renew(self) -> None:
         """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
         self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self._unused = True
 
     def has_room(self) -> bool:
         """Whether a quarter of the GPU's memory is free, of which a graph keeps the memory of its block's pass."""

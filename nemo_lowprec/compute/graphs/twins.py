@@ -1,15 +1,12 @@
-"""Twins: the leaves of a capture in the place of a block's parameters, and the memory of the twins' gradients."""
+"""Twins: the leaves of a capture in the place of parameters, and the memory into which layers write their gradients."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.tensors import storage_use_count
 from nemo_lowprec.compute.graph_entry import twins_standing_in
 from nemo_lowprec.compute.linear_function import give_grad_buffer, give_grad_buffers
 from nemo_lowprec.tensors.gradient import compute_gradient_as, computed_dtype
@@ -55,30 +52,3 @@ def grad_buffers(
         if len(twins) == len(weights) and len({computed_dtype(twin) for twin in twins}) == 1:
             found |= {id(twin): grad for twin, grad in zip(twins, give_grad_buffers(twins), strict=True)}
     return [found[id(twin)] if id(twin) in found else give_grad_buffer(twin) for twin in own]
-
-
-def kept_gradients(
-    grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None], others: Iterable[int]
-) -> list[Tensor | None]:
-    """``grads``, computed in a capture, each in memory that no other tensor has.
-
-    A layer writes its weight's gradient into the buffer. Torch's operations compute a gradient in memory of their own,
-    and in autograd's dtype, which the buffer's dtype would round.
-
-    Args:
-        grads: of the twins; None where a twin has no gradient.
-        buffers: from ``grad_buffers``.
-        others: addresses of tensors, beside the gradients, that may be the same tensor as a gradient.
-    """
-    taken = Counter([*others, *(grad.data_ptr() for grad in grads if grad is not None)])
-
-    def kept(grad: Tensor, buffer: Tensor) -> Tensor:
-        address = grad.data_ptr()
-        if address == buffer.data_ptr():
-            return buffer
-        alone = taken[address] == 1 and storage_use_count(grad) == 2 and grad.untyped_storage().nbytes() == grad.nbytes
-        if alone and grad.stride() == buffer.stride():
-            return grad
-        return torch.empty_like(buffer, dtype=grad.dtype).copy_(grad)
-
-    return [None if grad is None else kept(grad, buffer) for grad, buffer in zip(grads, buffers, strict=True)]  # type: ignore[arg-type]
