@@ -201,10 +201,12 @@ class TracedBackend(Backend):
         )  # fmt: skip
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        return torch.ops.nemo_lowprec.dgrad(  # type: ignore[no-any-return]
-            grad_output.tensors, grad_output.columnwise, *_of(weight), total, *self._of, self._training,
-            (grad_output.shape[0], weight.shape[1]), out_dtype,
-        )  # fmt: skip
+        call = grad_output.tensors, grad_output.columnwise, *_of(weight), *self._of, self._training
+        if total is not None:
+            torch.ops.nemo_lowprec.add_dgrad(*call, total)
+            return total
+        shape = grad_output.shape[0], weight.shape[1]
+        return torch.ops.nemo_lowprec.dgrad(*call, shape, out_dtype)  # type: ignore[no-any-return]
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         return torch.ops.nemo_lowprec.wgrad(  # type: ignore[no-any-return]

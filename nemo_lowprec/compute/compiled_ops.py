@@ -53,7 +53,11 @@ torch.library.define(
 )
 torch.library.define(
     "nemo_lowprec::dgrad",
-    f"(Tensor[] dy, bool dy_columnwise, {_WEIGHT}, Tensor? total, {_PLAN}, bool training, {_RESULT}",
+    f"(Tensor[] dy, bool dy_columnwise, {_WEIGHT}, {_PLAN}, bool training, {_RESULT}",
+)
+torch.library.define(  # No result: the compiler takes a result for memory of its own, and a backend may add in place.
+    "nemo_lowprec::add_dgrad",
+    f"(Tensor[] dy, bool dy_columnwise, {_WEIGHT}, {_PLAN}, bool training, Tensor(a!) total) -> ()",
 )
 torch.library.define("nemo_lowprec::wgrad", f"(Tensor[] dy, bool dy_rowwise, Tensor[] x, {_PLAN}, {_RESULT}")
 
@@ -104,11 +108,8 @@ def _fprop(
         return plan.backend.fprop(x8, w8, bias, dtype)  # type: ignore[no-any-return]
 
 
-@torch.library.impl("nemo_lowprec::dgrad", "default")
-def _dgrad(
-    dy: list[Tensor], dy_columnwise: bool, weight: list[Tensor], rowwise: bool, columnwise: bool, stored: bool,
-    transposed: bool, total: Tensor | None, tag: Tensor, signature: str, training: bool, shape: Any, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _input_gradient(call: tuple[Any, ...], dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
+    dy, dy_columnwise, weight, rowwise, columnwise, stored, transposed, tag, _, training = call
     plan = plan_of(tag)
     with AutocastOff(dy[0].device.type):
         if stored and _other_weight(plan, weight[0]) is not None:  # whose scale may be another one's by now
@@ -116,6 +117,19 @@ def _dgrad(
         w8 = _weight(plan, weight, rowwise, columnwise, stored, transposed, training)
         dy8 = _unpack(plan, "grad_output", dy, True, dy_columnwise)
         return plan.backend.dgrad(dy8, w8, dtype, total)  # type: ignore[no-any-return]
+
+
+@torch.library.impl("nemo_lowprec::dgrad", "default")
+def _dgrad(*args: Any) -> Tensor:
+    return _input_gradient(args[:-2], args[-1])
+
+
+@torch.library.impl("nemo_lowprec::add_dgrad", "default")
+def _add_dgrad(*args: Any) -> None:
+    total = args[-1]
+    found = _input_gradient(args[:-1], total.dtype, total)
+    if found is not total:
+        total.copy_(found)
 
 
 @torch.library.impl("nemo_lowprec::wgrad", "default")
@@ -232,3 +246,4 @@ def _uninitialised(operand: list[Tensor], *how: Any) -> Tensor:
 
 for _gemm in ("fprop", "dgrad", "wgrad"):
     torch.library.register_fake(f"nemo_lowprec::{_gemm}", _uninitialised)
+torch.library.register_fake("nemo_lowprec::add_dgrad", lambda *_: None)

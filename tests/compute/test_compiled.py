@@ -32,6 +32,7 @@ from nemo_lowprec.formats import E4M3, DelayedScaling
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import GradientTensor
+from tests.operators import watch_operators
 from tests.support import CASES, Counting, Net, level_of, train
 
 pytestmark = pytest.mark.usefixtures("single_layers", "fresh_compiler")
@@ -231,6 +232,27 @@ def test_a_loop_without_autocast_of_its_own_compiles_the_model(case):
     plain, compiled = (prepare(vit(), **options_of(case))[0] for _ in range(2))
     compiled.compile(backend="aot_eager")
     assert torch.equal(plain(images()), compiled(images()))
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("make", [vit, llama])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_operators_write_their_results_alone(make, case, in_place, monkeypatch):
+    """The compiler gives an argument's memory away, and runs a kernel several times to choose how it runs."""
+    dgrad = ReferenceBackend.dgrad
+
+    def adds_in_place(self, grad_output, weight, out_dtype, total=None):
+        found = dgrad(self, grad_output, weight, out_dtype, total)
+        return found if total is None else total.copy_(found)
+
+    if in_place:  # as the backends of GPUs do
+        monkeypatch.setattr(ReferenceBackend, "dgrad", adds_in_place)
+    runs, called = both(case, make), watch_operators(monkeypatch)
+    for run in runs:
+        for _ in range(2):
+            run.step()
+    assert_alike(runs)
+    assert {f"nemo_lowprec::{name}" for name in ("quantize", "fprop", "dgrad", "add_dgrad", "wgrad")} == called
 
 
 # What is shared
