@@ -33,12 +33,11 @@ class _Norm(nn.Module):
         bias: Any = self.bias if kind.layer else None
         device = "cuda" if x.is_cuda else x.device.type
         out = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        backend = self.norm_backend
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # which fuses torch's operations, and cannot trace a backend's kernels
             with autocast_off(device):
-                return plain_norm(x, weight, bias, kind, out, backend.rms_norm)
+                return plain_norm(x, weight, bias, kind, out)
         with AutocastOff(device):
-            return backend.norm(x, weight, bias, kind, out)
+            return self.norm_backend.norm(x, weight, bias, kind, out)
 
 
 class LowPrecisionLayerNorm(_Norm, nn.LayerNorm):
