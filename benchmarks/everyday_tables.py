@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.everyday_contestants import COMPILED, EAGER, LEVELS, OURS, TE_LAYERS
 from benchmarks.pictures import Bar, Bars, Picture
-from benchmarks.record import RESULTS, read
+from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
 __all__ = ["everyday", "everyday_picture", "figures", "large", "others"]
@@ -54,8 +54,10 @@ def _ms(figure: dict[str, Any]) -> str:
     return f"{figure['ms']:.1f}" + ("" if gpu is None else f" ({gpu:.1f})")
 
 
-def _origin() -> str:
-    return origin(read(_RESULTS)[0], "transformers", "timm", "torchao")
+def _origin(models: Collection[str], names: Collection[str] | None = None) -> str:
+    """Where the figures of ``models`` come from; ``names``: of these contestants only."""
+    shown = origins_of(_RESULTS, lambda f: f["model"] in models and (names is None or f["name"] in names))
+    return origin(shown, "transformers", "timm", "torchao")
 
 
 def everyday() -> str:
@@ -76,12 +78,13 @@ def everyday() -> str:
             for model, of in found.items()
         ],
     )
-    return block(f"{'; '.join(said)}.", table, _origin())
+    return block(f"{'; '.join(said)}.", table, _origin(found, (EAGER, *(OURS + level for level in LEVELS))))
 
 
 def others() -> str:
     """How many times as fast as BF16 autocast the others are, and the fastest of this project's contestants."""
-    found = {model: of for model, of in figures().items() if any(name in of for name in _OTHERS)}
+    ways_of_eager = [f"{EAGER}, {how}" for how in COMPILED]
+    found = {model: of for model, of in figures().items() if any(name in of for name in ways_of_eager)}
     rows, gains = [], []
     for model, of in found.items():
         own = [name for name in of if name.startswith(OURS)]
@@ -95,7 +98,7 @@ def others() -> str:
         "fastest of BF16 autocast, eager, with compiled blocks and with CUDA graphs of these."
     )
     titles = ("× BF16 autocast, eager", *_OTHERS.values(), "ours", "ours, compiled")
-    return block(said, simple_table(titles, rows), _origin())
+    return block(said, simple_table(titles, rows), _origin(found))
 
 
 def _fastest(of: dict[str, dict[str, Any]], names: Sequence[str]) -> str:
@@ -106,7 +109,7 @@ def _fastest(of: dict[str, dict[str, Any]], names: Sequence[str]) -> str:
 
 def large() -> str:
     """Everybody at the 8B shape: whole steps, forward and backward, and the rest of the kernels (``kernel_kinds``)."""
-    (of,) = (of for model, of in figures().items() if _LARGEST in model)
+    ((model, of),) = ((model, of) for model, of in figures().items() if _LARGEST in model)
     ours = [name for name in of if name.startswith(OURS)]
     best, layers = max((of[name] for name in ours), key=lambda f: f["passes_x"]), of.get(TE_LAYERS)
     said = f"Forward and backward take {best['passes_ms']:.1f} ms at {best['name'].removeprefix(OURS)}"
@@ -120,7 +123,7 @@ def large() -> str:
         )
         for name, f in ((name, of[name]) for name in names)
     ]  # fmt: skip
-    return block(f"{said}.", simple_table(("Contestant", "step", "×", "passes", "×", "rest"), rows), _origin())
+    return block(f"{said}.", simple_table(("Contestant", "step", "×", "passes", "×", "rest"), rows), _origin([model]))
 
 
 def _best(of: dict[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:

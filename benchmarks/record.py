@@ -10,7 +10,7 @@ import datetime
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "read"]
+__all__ = ["RESULTS", "Record", "arguments", "earlier", "lines", "origins_of", "read"]
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
@@ -98,3 +98,14 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The origins and the figures of a file of results."""
     objects = lines(path)
     return [o for o in objects if "command" in o], [o for o in objects if "command" not in o]
+
+
+def origins_of(path: Path, shown: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """The origins of those figures of a file of results of which ``shown`` is true."""
+    found: list[dict[str, Any]] = []
+    for line in lines(path):
+        if "command" in line:
+            here = line
+        elif shown(line) and here not in found:
+            found.append(here)
+    return found

@@ -61,6 +61,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headlines": headline_tables.headlines,
     "headline_picture": _shown("throughput_picture", "benchmarks/results"),
     "everyday": everyday_tables.everyday,
+    "everyday_others": everyday_tables.others,
     "everyday_8b": everyday_tables.large,
     "host": kernel_tables.host,
     "throughput": step_tables.throughput,
