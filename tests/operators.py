@@ -1,4 +1,4 @@
-"""What the compiler may count on: operators write no memory but that of their results."""
+"""The compiler counts on operators that write into no argument and return memory of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def watch_operators(monkeypatch: Any) -> set[str]:
-    """Check each call of our operators from now on. Returns the names of those that have been called, which grow."""
+    """Check each call of our operators from now on. Returns the names of the called operators, a set that grows."""
     call, called = OpOverload.__call__, set()
 
     def checked(self: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ torch.library.define(
     "nemo_lowprec::dgrad",
     f"(Tensor[] dy, bool dy_columnwise, {_WEIGHT}, {_PLAN}, bool training, {_RESULT}",
 )
-torch.library.define(  # No result: the compiler takes a result for memory of its own, and a backend may add in place.
+torch.library.define(  # has no result: the compiler would take the memory of ``total`` for that of a new tensor
     "nemo_lowprec::add_dgrad",
     f"(Tensor[] dy, bool dy_columnwise, {_WEIGHT}, {_PLAN}, bool training, Tensor(a!) total) -> ()",
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nemo_lowprec import prepare
-from tests.gpu.test_graphs import LEVELS, Model, passes, reasons, train
+from tests.gpu.test_graphs import LEVELS, Model, passes, reasons, train, train_llama
 from tests.operators import watch_operators
 
 pytestmark = [
@@ -96,32 +96,14 @@ def test_inductor_trains_alike_within_its_own_rounding(level, graphs):
 @pytest.mark.parametrize("level", [*SOME, "bf16_with_fp8_subchannel_scaling_mixed"])
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_inductor_compiles_layers_that_share_an_input(level, backend, monkeypatch):
-    """Not from a cache: a kernel that was compiled now runs several times, in the memory that it has."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
+    """Not from a cache: inductor runs a kernel that was compiled now several times, in the memory that it has."""
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    called, found = watch_operators(monkeypatch), []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).cuda()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = prepare(model, optimizer, level, graphs=False, backend=backend)
-        for layer in model.model.layers if compiled else ():
-            layer.compile(fullgraph=True)
-        generator, losses = torch.Generator("cuda").manual_seed(1), []
-        for _ in range(5):
-            tokens = torch.randint(1024, (2, 64), device="cuda", generator=generator)
-            with torch.autocast("cuda", torch.bfloat16):
-                losses.append(model(input_ids=tokens, labels=tokens).loss)
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.stack(losses))
-    torch.testing.assert_close(found[1], found[0], rtol=2e-3, atol=0)
+    called = watch_operators(monkeypatch)
+    wanted, found = (
+        train_llama(level, compile_options, 5, graphs=False, backend=backend)[0]
+        for compile_options in (None, {"fullgraph": True})
+    )
+    torch.testing.assert_close(found, wanted, rtol=2e-3, atol=0)
     assert "nemo_lowprec::add_dgrad" in called
 
 

@@ -630,33 +630,39 @@ def test_a_tensor_that_all_blocks_read(level):
     assert found[1] == (found[0] if level == "bf16_mixed" else pytest.approx(found[0], rel=2e-3))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
-def test_the_body_of_a_model_of_transformers_is_one_graph(level, compiled, monkeypatch, fresh_compiler):
-    """Though the host reads integers there, which are made of constants; the model's logits are too large for one."""
+def train_llama(level, compile_options, steps, **options):
+    """Losses of a Llama of transformers, and the model; its blocks are compiled where there are ``compile_options``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    monkeypatch.setattr(graphed, "_LARGE", 2 * 64 * 1024)
     config = LlamaConfig(
         vocab_size=1024, hidden_size=WIDTH, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).cuda()
+    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, **options)
+    for layer in model.model.layers if compile_options is not None else ():
+        layer.compile(**compile_options)
+    generator, losses = torch.Generator("cuda").manual_seed(1), []
+    for _ in range(steps):
+        tokens = torch.randint(1024, (2, 64), device="cuda", generator=generator)
+        with torch.autocast("cuda", torch.bfloat16):
+            losses.append(model(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses).detach(), model
+
+
+@pytest.mark.parametrize("compile_options", [None, {}])
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_the_body_of_a_model_of_transformers_is_one_graph(level, compile_options, monkeypatch, fresh_compiler):
+    """Though the host reads integers there, which are made of constants; the model's logits are too large for one."""
+    monkeypatch.setattr(graphed, "_LARGE", 2 * 64 * 1024)
     found = []
     for graphs in (False, True):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).cuda()
-        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level, graphs=graphs)
-        for layer in model.model.layers if compiled else ():
-            layer.compile()
-        generator, losses = torch.Generator("cuda").manual_seed(1), []
-        for _ in range(9):
-            tokens = torch.randint(1024, (2, 64), device="cuda", generator=generator)
-            with torch.autocast("cuda", torch.bfloat16):
-                losses.append(model(input_ids=tokens, labels=tokens).loss)
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.stack(losses).tolist())
+        losses, model = train_llama(level, compile_options, 9, graphs=graphs)
+        found.append(losses.tolist())
         assert (passes(model), passes(model.model) > 0) == (0, graphs)
         assert not any(map(passes, model.model.layers))
     assert found[0] == found[1]

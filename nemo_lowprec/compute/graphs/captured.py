@@ -161,9 +161,9 @@ class CapturedPass:
             if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
                 self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
             others = [t.data_ptr() for t in (*self._grad_outputs, *self._grad_inputs) if t is not None]
-            self._computed = WrittenGradients(found, self._grads, others, self.first)
-            self._in_fp8.quantize(self._computed.written)
-        self._grads = self._computed.outside()
+            self._written = WrittenGradients(found, self._grads, others, self.first)
+            self._in_fp8.quantize(self._written.written)
+        self._grads = self._written.outside()
 
     # Passes
 
@@ -212,7 +212,7 @@ class CapturedPass:
         self._in_fp8.hold()
         found = self.pool.gradients.written_by(self.number, self._lent_grads, self._backward.replay)
         self._waits = None
-        self._computed.move()
+        self._written.move()
         for buffer, values in zip(self._grads, held, strict=True):
             if buffer is None or values is None:
                 found.append(None if buffer is None else buffer.detach())

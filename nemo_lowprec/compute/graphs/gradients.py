@@ -15,9 +15,9 @@ class WrittenGradients:
     """The gradients of twins, each in memory that neither another gradient nor another graph writes.
 
     A layer writes its weight's gradient into the buffer. Torch's operations and compiled code compute a gradient in the
-    graph's memory. There a graph that was captured earlier, and runs later, has temporary tensors. So only the first
-    graph of a memory leaves gradients there; another one copies them into the buffers. A buffer of another dtype than
-    autograd's would round a gradient: ``move`` copies that one.
+    graph's memory. There a graph that was captured earlier, and runs later, has temporary tensors. So the first graph
+    of a memory leaves its gradients there, and any other graph copies its gradients into the buffers. A buffer of
+    another dtype than autograd's would round the gradient: ``move`` copies such a gradient into memory of its dtype.
 
     Args:
         computed: in the capture of the graph; None where a twin has no gradient.
