@@ -355,7 +355,8 @@ def test_a_block_that_cannot_be_captured_says_why(what, caplog):
     assert found[0] == found[1]  # dropout draws the same numbers after a capture that failed
 
 
-def test_what_a_graph_cannot_do_is_an_error():
+def loss_over_graphs():
+    """A model whose blocks are captured, what computes its loss anew, and its input."""
     level = "bf16_with_fp8_mixed"
     model, optimizer = made(level, "blocks", dropout=0.0)
     train(model, optimizer, level, steps=6)
@@ -365,8 +366,17 @@ def test_what_a_graph_cannot_do_is_an_error():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return model(x).float().pow(2).mean()
 
+    return model, loss, x
+
+
+def test_create_graph_is_an_error():
+    _, loss, x = loss_over_graphs()
     with pytest.raises(RuntimeError, match="graphs=False"):
         torch.autograd.grad(loss(), x, create_graph=True)
+
+
+def test_what_a_graph_cannot_do_is_an_error():
+    model, loss, _ = loss_over_graphs()
     kept = loss()
     kept.backward(retain_graph=True)
     kept.backward(retain_graph=True)  # nothing has run in between
