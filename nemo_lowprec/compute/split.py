@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.autograd import apply_function, is_batched, is_legacy_batched
-from nemo_lowprec.compat.tensors import PlainSubclass, base_of, is_plain
+from nemo_lowprec.compat.tensors import PlainSubclass, base_of
 from nemo_lowprec.compute.backends.base import Backend, is_transformed, side_by_side
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.producers import GradReader
@@ -31,7 +31,7 @@ class SplitLinear(LowPrecisionLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         out = super().forward(input)
-        if not torch.compiler.is_compiling() and is_plain(out) and out.requires_grad and not is_transformed():
+        if not torch.compiler.is_compiling() and type(out) is Tensor and out.requires_grad and not is_transformed():
             return as_layer_output(out, self.gemm_plan.backend)
         return out
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import time
 from collections import Counter
 
 import pytest
@@ -403,21 +404,37 @@ def test_copies_and_pickles_have_no_graphs():
         assert twin.blocks[0].forward.__self__ is twin.blocks[0]
 
 
-def test_auto_leaves_blocks_alone_that_keep_the_gpu_busy():
-    class Busy(Block):
-        def forward(self, x, shift=None):
-            x = super().forward(x, shift)
-            big = x.new_ones(8192, 8192)
-            for _ in range(8):
-                big = big @ big
-            return x + big[0, 0].nan_to_num(0, 0, 0) * 0
+class Busy(Block):
+    """The GPU multiplies matrices of ``size`` for it, ``launches`` times; the host sleeps."""
 
+    launches, size, sleep = 8, 8192, 0.0
+
+    def forward(self, x, shift=None):
+        x = super().forward(x, shift)
+        big = x.new_ones(self.size, self.size)
+        for _ in range(self.launches):
+            big = big @ big
+        time.sleep(self.sleep)
+        return x + big[0, 0].nan_to_num(0, 0, 0) * 0
+
+
+@pytest.mark.parametrize("what", ["large", "many", "slow pass"])
+def test_auto_leaves_a_model_alone_that_keeps_the_gpu_busy(what):
+    """With more launches than the queue of launches holds, too, and where the host has other work in one pass."""
     model = Model()
-    model.blocks = nn.ModuleList([Busy() for _ in range(3)])
+    model.blocks = nn.ModuleList([Busy() for _ in range(12 if what == "many" else 3)])
+    for block in model.blocks:
+        block.launches, block.size = (150, 3072) if what == "many" else (8, 8192)
     model.cuda()
     model, optimizer = prepare(model, torch.optim.AdamW(model.parameters()), "bf16_with_fp8_mixed")
-    train(model, optimizer, "bf16_with_fp8_mixed", steps=9)
+    for steps, sleep in ((3, 0.0), (1, 0.1 if what == "slow pass" else 0.0), (5, 0.0)):
+        for block in model.blocks:
+            block.sleep = sleep
+        train(model, optimizer, "bf16_with_fp8_mixed", steps=steps)
     assert reasons(model) == {"its GPU time is longer than its host time"}
+
+
+def test_auto_takes_a_model_that_waits_for_the_host():
     model, optimizer = made("bf16_with_fp8_mixed", "auto")
     train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
     assert as_asked(model, "whole")

@@ -14,6 +14,7 @@ from nemo_lowprec.report.plan import activations
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.tensors import QuantizedTensor, gradient
 from nemo_lowprec.weights import master_of
+from tests.attention_models import Attention
 from tests.support import plugin
 
 LEVELS = [
@@ -212,3 +213,10 @@ def test_dropout_keeps_a_byte_an_element():
         assert F.dropout(x, 0.5).count_nonzero() < x.numel()
         assert F.dropout(x, 0.5, False) is x
     assert [t.dtype for t in saved] == [torch.bool]
+
+
+def test_attention_that_splits_queries_keys_and_values_is_planned():
+    model = nn.Sequential(nn.LayerNorm(48), Attention())
+    got = plan_training(model, plugin("bf16_with_fp8_mixed", convert="*"), batch=(torch.zeros(2, 16, 48),))
+    assert got.without == ""
+    assert got.column("Activations").bytes > 0

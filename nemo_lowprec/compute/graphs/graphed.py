@@ -84,7 +84,9 @@ class GraphedForward:
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
         if self.pool.undecided:
-            return self._forward(block, *args, **kwargs)
+            if not self.pool.watches or self.is_whole:
+                return self._forward(block, *args, **kwargs)
+            return self._timed(self.pool.within[self.name], block, args, kwargs)
         if self._observers.quantized or self._observers.gradient or _is_special():
             return self._forward(block, *args, **kwargs)
         try:
@@ -146,12 +148,19 @@ class GraphedForward:
             if self.is_whole and _bytes_of(result) > _LARGE:
                 self._give_up("its results are large")
             return result
-        if self._seen[key] < self._warmup:
+        if self._always:
             return self._forward(block, *args, **kwargs)
+        self.pool.watches = True
+        try:
+            return self._timed(self.pool.clocks[type(block), key], block, args, kwargs)
+        finally:
+            self.pool.watches = False
+
+    def _timed(self, clocks: list[Clock], block: nn.Module, args: Any, kwargs: Any) -> Any:
         clock = Clock()
         result = self._forward(block, *args, **kwargs)
         clock.stop()
-        self.pool.clocks[type(block), key].append(clock)
+        clocks.append(clock)
         return result
 
     def _is_due(self, key: Hashable) -> bool:
@@ -172,10 +181,17 @@ class GraphedForward:
         return len(fitting) < _INSTANCES and all(found.waits for found in fitting)
 
     def _keeps_gpu_busy(self, key: Hashable) -> bool:
-        """Whether the GPU takes much longer than the host, and so does not wait for the host."""
-        # The fastest of the blocks that are alike: one of them may have compiled a kernel.
-        clocks = self.pool.clocks[type(self._block()), key]
-        return bool(clocks) and min(c.gpu() for c in clocks) > _BUSY * min(c.host for c in clocks)
+        """Whether the GPU takes much longer than the host, and so does not wait for the host.
+
+        A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed.
+        """
+        inner = f"{self.name}." if self.name else ""
+        within = [clocks for name, clocks in self.pool.within.items() if self.is_whole and name.startswith(inner)]
+        # Of each the fastest pass, and of blocks that are alike the fastest one: another one may have compiled a
+        # kernel, or asked the driver for memory.
+        groups = within or [self.pool.clocks[type(self._block()), key]]
+        gpu, host = (sum(min(map(time, clocks), default=0.0) for clocks in groups) for time in (Clock.gpu, Clock.host))
+        return gpu > _BUSY * host
 
     def _find(self, key: Hashable) -> CapturedPass | None:
         """A captured pass that may run now."""

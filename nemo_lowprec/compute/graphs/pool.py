@@ -21,9 +21,6 @@ class Clock:
 
     The host waits for the GPU before the pass: behind a full queue of launches each launch takes as long as a kernel,
     and the host would seem to be as slow as the GPU.
-
-    Attributes:
-        host: in seconds.
     """
 
     def __init__(self) -> None:
@@ -31,12 +28,16 @@ class Clock:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._events[0].record()
         self._start = time.perf_counter()
-        self.host = 0.0
+        self._host = 0.0
 
     def stop(self) -> None:
         """The pass ends."""
-        self.host = time.perf_counter() - self._start
+        self._host = time.perf_counter() - self._start
         self._events[1].record()
+
+    def host(self) -> float:
+        """Seconds on the host."""
+        return self._host
 
     def gpu(self) -> float:
         """Seconds on the GPU, gaps included: where it waits for the host, the host's time."""
@@ -56,7 +57,9 @@ class GraphPool:
         forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
         results, gradients: the results that forward graphs and backward graphs have lent.
-        clocks: of each block's last pass before its capture, by the block's class and the key of its arguments.
+        clocks: of each module's passes before its capture, by the module's class and the key of its arguments.
+        within: of the blocks in a whole model's passes before its capture, by the block's name.
+        watches: whether a module's pass is timed now.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
@@ -66,6 +69,8 @@ class GraphPool:
         self.device = device
         self.results, self.gradients = Loans(), Loans()
         self.clocks: dict[Hashable, list[Clock]] = defaultdict(list)
+        self.within: dict[str, list[Clock]] = defaultdict(list)
+        self.watches = False
         self.renew()
         self.stream = torch.cuda.Stream(device)
         self.undecided = 0
