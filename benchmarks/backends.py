@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.record import Record, arguments
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.compute import BACKENDS, Backend
+from nemo_lowprec.compute.backends import class_of
 from nemo_lowprec.compute.operands import OPERANDS, Operand, new_histories, operand_of
 from nemo_lowprec.options import Recipe
 
@@ -129,7 +130,8 @@ def main() -> None:
     for scaling in dict.fromkeys(level.scaling for level in CHART.values() if level.scaling):
         recipe = Recipe(scaling, fp8="e4m3" if scaling in ("blockwise", "mxfp8", "nvfp4") else "hybrid")
         reference = run(BACKENDS["reference"](), warm_operands(recipe, small), small)
-        for name, kind in BACKENDS.items():
+        for name in BACKENDS:
+            kind = class_of(name, recipe)
             reason = kind.unavailable(recipe)
             if reason is not None:
                 record.add(benchmark="backends", backend=name, scaling=scaling, skipped=reason)
