@@ -15,7 +15,7 @@ from benchmarks.memory_tables import on_one_gpu, vision
 from benchmarks.parallel_tables import FSDP2, averages, on_all_gpus
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, failure, rst_table, times
-from benchmarks.step_tables import TE, TORCHAO, one_run, steps
+from benchmarks.step_tables import TE, TORCHAO, steps
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.comm.bucketing import BUCKET_BYTES
 
@@ -81,9 +81,9 @@ def _step(figure: dict[str, Any], of: str = "") -> str:
 
 
 def _one_gpu() -> dict[str, Headline]:
-    last, plain = one_run(), steps()
-    ours, te = last["nemo_lowprec msamp_o2, cuDNN attention, FP8 head"], last[f"{TE}, cuDNN attention"]
-    o2, torchao = plain["nemo_lowprec msamp_o2"], plain[TORCHAO]
+    found = steps()
+    ours, te = found["nemo_lowprec msamp_o2, cuDNN attention, FP8 head"], found[f"{TE}, cuDNN attention"]
+    o2, torchao = found["nemo_lowprec msamp_o2"], found[TORCHAO]
     return {
         "te": Headline(
             "Whole step, 1 GPU", f"{_STEP}, {_SAME}",

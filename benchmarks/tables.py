@@ -40,6 +40,7 @@ def chart() -> str:
 
 
 PICTURES: dict[str, Callable[[], Picture]] = {
+    "everyday_picture": everyday_tables.everyday_picture,
     "throughput_picture": step_tables.throughput_picture,
     "fastest_picture": step_tables.fastest_picture,
     "curves_picture": loss_tables.curves_picture,
