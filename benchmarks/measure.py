@@ -172,3 +172,8 @@ class Watch(pl.Callback):
         self.columns["gradients"] = self._gradients
         self.columns["rest"] = max(0, self.peak - sum(self.columns.values()))
         self._params.clear()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        stay_on_gpu(trainer, module)
+        # The optimizer's states in FP32, which a torn down plugin gives back, may have no room on the GPU.
+        trainer.precision_plugin.teardown = lambda: None
