@@ -150,8 +150,8 @@ def everyday_picture() -> Picture:
         "everyday.png",
         f"``{DEFAULT}`` with default arguments is between {min(gains):.2f} and {max(gains):.2f} × as fast as BF16 "
         f"autocast on {len(gains)} models.",
-        "Bars: five rows of the table below, each with the fastest of BF16 autocast eager, compiled and with CUDA "
-        "graphs.",
+        "Bars: five of the models, each beside the fastest of BF16 autocast eager, compiled and with CUDA graphs; the "
+        "tables of ``docs/measured.rst`` have all.",
         Bars(f"× BF16 autocast, eager (in brackets: ms a step)\nwhole training steps, one {gpu}", tuple(rows)),
     )
 

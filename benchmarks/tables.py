@@ -60,6 +60,7 @@ def _shown(name: str, folder: str) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     "chart": chart,
     "headlines": headline_tables.headlines,
+    "headline_models": _shown("everyday_picture", "benchmarks/results"),
     "headline_picture": _shown("throughput_picture", "benchmarks/results"),
     "everyday": everyday_tables.everyday,
     "everyday_others": everyday_tables.others,
