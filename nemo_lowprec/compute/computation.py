@@ -200,7 +200,8 @@ class Computation(Column):
             return  # no layer has run
         groups = groups_of(self._model, self.conversion)
         kept = sum(group.elements for group in groups if group.fate.kind == "half")
-        by_host = self.device.type == "cuda" and self.no_graphs() is not None
+        # With activations memory counts, of which a layer in half precision takes more.
+        by_host = self.device.type == "cuda" and self.no_graphs() is not None and self.options.activations is None
         self._take(choose(cost, names, times, self.options.level.autocast.upper(), kept, by_host))
 
     def _times(self) -> GemmTimes | None:
@@ -281,6 +282,8 @@ class Computation(Column):
             return "as graphs=False"
         if self.options.graphs == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
             return "as there are several processes; graphs=True turns them on"
+        if self.options.graphs == "auto" and self.options.activations is not None:
+            return "as they would take what activations saves; graphs=True turns them on"
         return None
 
     def _keeps_weights(self) -> bool:

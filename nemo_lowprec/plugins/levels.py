@@ -43,7 +43,8 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
     ),
     "graphs": (
         "run the model's repeated blocks as CUDA graphs, which takes the host out of the way; 'auto' captures the "
-        "blocks whose kernels the GPU finishes before the host has launched the next ones."
+        "blocks whose kernels the GPU finishes before the host has launched the next ones, with one process and "
+        "activations=None."
     ),
     "activations": (
         "what norms, activations and gated MLPs keep for backward: None (what autograd keeps), 'fp8' (their inputs, in "

@@ -210,17 +210,19 @@ def test_a_cache_of_keys_and_values_says_how_to_leave_it_out():
 
 
 @pytest.mark.parametrize(
-    ("graphs", "gathered", "processes", "said"),
+    ("graphs", "gathered", "processes", "activations", "said"),
     [
-        ("auto", None, 1, "of the model or its blocks, after a few passes"),
-        (True, None, 2, "of the model or its blocks, after a few passes"),
-        ("auto", None, 2, "off, as there are several processes; graphs=True turns them on"),
-        (False, None, 1, "off, as graphs=False"),
-        ("auto", torch.bfloat16, 1, "off, as FSDP2 gathers the weights anew for each pass"),
+        ("auto", None, 1, None, "of the model or its blocks, after a few passes"),
+        (True, None, 2, "fp8", "of the model or its blocks, after a few passes"),
+        ("auto", None, 2, None, "off, as there are several processes; graphs=True turns them on"),
+        (False, None, 1, None, "off, as graphs=False"),
+        ("auto", torch.bfloat16, 1, None, "off, as FSDP2 gathers the weights anew for each pass"),
+        ("auto", None, 1, "fp8", "off, as they would take what activations saves; graphs=True turns them on"),
     ],
 )
-def test_the_table_says_whether_there_are_graphs(graphs, gathered, processes, said, monkeypatch):
-    model, _ = prepare(nn.Linear(16, 16), None, "msamp_o2")
+def test_the_table_says_whether_there_are_graphs(graphs, gathered, processes, activations, said, monkeypatch):
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+    model, _ = prepare(model, None, "msamp_o2", activations=activations)
     computation = Engine.of(model).columns.computation
     assert graphs_row(computation) is None  # on a CPU
     computation.device, computation._gathered_as = torch.device("cuda"), gathered

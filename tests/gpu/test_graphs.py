@@ -1,6 +1,7 @@
 """Blocks that run as CUDA graphs: the same losses, bit for bit, as without graphs."""
 
 import copy
+import gc
 import pickle
 import time
 from collections import Counter
@@ -75,7 +76,8 @@ class Model(nn.Module):
 def made(level, graphs, kind=Model, **options):
     """A prepared model. ``graphs``: False, "auto", "whole" (one graph) or "blocks" (a graph for each block)."""
     torch.manual_seed(0)
-    kept = {"weight_cache": options.pop("weight_cache", "auto")} if level not in ("fp16_amp", "bf16_mixed") else {}
+    names = {"weight_cache": "auto", "activations": None} if level not in ("fp16_amp", "bf16_mixed") else {}
+    kept = {name: options.pop(name, default) for name, default in names.items()}
     model = kind(**options).cuda()
     if graphs == "blocks":
         model.first.register_forward_hook(lambda *_: None)  # so that the model is not one graph
@@ -434,10 +436,26 @@ def test_auto_leaves_a_model_alone_that_keeps_the_gpu_busy(what):
     assert reasons(model) == {"its GPU time is longer than its host time"}
 
 
-def test_auto_takes_a_model_that_waits_for_the_host():
-    model, optimizer = made("bf16_with_fp8_mixed", "auto")
-    train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
+def test_a_capture_takes_the_memory_of_the_passes_before():
+    model, optimizer = made("bf16_with_fp8_mixed", "whole")
+    gc.collect()
+    torch.cuda.empty_cache()
+    idle = torch.cuda.memory_reserved()
+    large = [2**15] * 3
+    train(model, optimizer, "bf16_with_fp8_mixed", steps=3, batch=large)
+    assert not as_asked(model, "whole")
+    before = torch.cuda.memory_reserved() - idle
+    train(model, optimizer, "bf16_with_fp8_mixed", steps=3, batch=large)
     assert as_asked(model, "whole")
+    assert torch.cuda.memory_reserved() - idle < 1.5 * before
+
+
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_auto_takes_a_model_that_waits_for_the_host(activations):
+    """Unless its memory counts."""
+    model, optimizer = made("bf16_with_fp8_mixed", "auto", activations=activations)
+    train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
+    assert as_asked(model, "whole" if activations is None else None)
 
 
 def test_under_the_trainer(tmp_path):

@@ -93,6 +93,8 @@ class CapturedPass:
         collects = gc.isenabled()
         gc.disable()  # to free another model's graph would end the capture
         torch.cuda.synchronize()
+        if self.first:
+            torch.cuda.empty_cache()  # which a capture cannot take, nor give back
         self.pool.stream.wait_stream(torch.cuda.current_stream())
         # A cast that autocast has kept from before would be of this pass for ever.
         torch.clear_autocast_cache()
