@@ -34,7 +34,8 @@ SEQUENCE, BATCH, EVERY = 1024, 16, 20
 BASELINE = "bf16_mixed"
 # A level may be followed by options: ``msamp_o2+stochastic_rounding``. These stand for more than "is True".
 VARIANTS = {
-    "fp8_head": {"convert": "*"}, "fp8_activations": {"activations": "fp8"}, "no_graphs": {"graphs": False},
+    "fp8_head": {"head": "fp8"}, "fp8_activations": {"activations": "fp8", "graphs": True},
+    "no_graphs": {"graphs": False},
 }  # fmt: skip
 
 

@@ -44,12 +44,13 @@ def work(rank: int, gpus: int, level: str, name: str, index: int, out: str) -> N
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "megatron_step_h200.jsonl")
     parser.add_argument("--levels", nargs="*", default=LEVELS)
+    parser.add_argument("--paths", nargs="*", choices=PATHS, default=list(PATHS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     args = parser.parse_args()
     with tempfile.NamedTemporaryFile() as file:
         try:
-            for level, index, name in product(args.levels, range(args.rounds), PATHS):
+            for level, index, name in product(args.levels, range(args.rounds), args.paths):
                 on_gpus(args.gpus, work, level, name, index, file.name)
         finally:
             if runs := lines(Path(file.name)):
