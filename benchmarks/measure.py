@@ -100,6 +100,7 @@ class Watch(pl.Callback):
     Peaks count from step ``settled`` on, without what setting up and the steps before it left in torch's cache. One
     step after the last round is traced: wherever the peak rises, the gradients that are there are noted. ``rest`` is
     the peak less weights, masters, optimizer states and those gradients: activations, casts of weights, workspaces.
+    The end of training moves nothing to the CPU.
 
     Args:
         rounds: rounds to time.

@@ -8,6 +8,7 @@ The folder holds the other version's ``nemo_lowprec``; the benchmark is this ver
 benchmark with either version, and the order changes from turn to turn: the host's speed differs between processes by
 more than two versions do. A figure is the median over turns; ``of_other`` is the other version's time over this one's,
 above 1 where this one is faster, and ``gpu_ms`` the time that kernels take in a step, where the benchmark has it.
+Figures of other benchmarks stay in the file of results.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import Record, arguments, read
+from benchmarks.record import Record, arguments, earlier, read
 
 _ROOT = Path(__file__).parents[1]
 _TIMES = ("ms", "gpu_ms")
@@ -66,7 +67,8 @@ def main() -> None:
         for version in list(versions)[:: 1 if turn % 2 == 0 else -1]:
             for name, figure in run(versions[version], args.benchmark, args.words).items():
                 found[name][version].append(figure)
-    record = Record(args.out)
+    kept = [line for line in earlier(args.out, "two_versions") if line.get("of") != args.benchmark]
+    record = Record(args.out, kept)
     for name, of in found.items():
         medians = {version: _medians(of[version]) for version in versions if version in of}
         ratio = medians["other"]["ms"] / medians["this"]["ms"] if len(medians) == len(versions) else None

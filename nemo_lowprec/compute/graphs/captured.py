@@ -94,7 +94,7 @@ class CapturedPass:
         gc.disable()  # to free another model's graph would end the capture
         torch.cuda.synchronize()
         if self.first:
-            torch.cuda.empty_cache()  # which a capture cannot take, nor give back
+            torch.cuda.empty_cache()  # a capture can neither use nor free the memory that the allocator has cached
         self.pool.stream.wait_stream(torch.cuda.current_stream())
         # A cast that autocast has kept from before would be of this pass for ever.
         torch.clear_autocast_cache()

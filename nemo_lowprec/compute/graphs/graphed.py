@@ -64,6 +64,8 @@ class GraphedForward:
         self._warmup = _WARMUP if always else _WARMUP + 1
         self._forward = type(block).forward
         self._passes: dict[Hashable, list[CapturedPass]] = defaultdict(list)
+        # Of a whole model, by the key of its arguments: the clocks of its blocks, by their names.
+        self._within: dict[Hashable, dict[str, list[Clock]]] = defaultdict(lambda: defaultdict(list))
         self._seen: Counter[Hashable] = Counter()
         self._guards: dict[Hashable, Guard] = {}
         self._changed: Counter[Hashable] = Counter()
@@ -84,7 +86,7 @@ class GraphedForward:
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._forward(block, *args, **kwargs)
         if self.pool.undecided:
-            if not self.pool.watches or self.is_whole:
+            if self.pool.within is None or self.is_whole:
                 return self._forward(block, *args, **kwargs)
             return self._timed(self.pool.within[self.name], block, args, kwargs)
         if self._observers.quantized or self._observers.gradient or _is_special():
@@ -150,13 +152,14 @@ class GraphedForward:
             return result
         if self._always:
             return self._forward(block, *args, **kwargs)
-        self.pool.watches = True
+        self.pool.within = self._within[key] if self.is_whole else None
         try:
             return self._timed(self.pool.clocks[type(block), key], block, args, kwargs)
         finally:
-            self.pool.watches = False
+            self.pool.within = None
 
     def _timed(self, clocks: list[Clock], block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pass without a graph, whose clock joins ``clocks``."""
         clock = Clock()
         result = self._forward(block, *args, **kwargs)
         clock.stop()
@@ -185,11 +188,9 @@ class GraphedForward:
 
         A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed.
         """
-        inner = f"{self.name}." if self.name else ""
-        within = [clocks for name, clocks in self.pool.within.items() if self.is_whole and name.startswith(inner)]
-        # Of each the fastest pass, and of blocks that are alike the fastest one: another one may have compiled a
-        # kernel, or asked the driver for memory.
-        groups = within or [self.pool.clocks[type(self._block()), key]]
+        # The fastest pass, and the fastest of the blocks that are alike: another one may have compiled a kernel, or
+        # asked the driver for memory.
+        groups = list(self._within[key].values()) or [self.pool.clocks[type(self._block()), key]]
         gpu, host = (sum(min(map(time, clocks), default=0.0) for clocks in groups) for time in (Clock.gpu, Clock.host))
         return gpu > _BUSY * host
 

@@ -58,8 +58,7 @@ class GraphPool:
         stream: the stream of the capture.
         results, gradients: the results that forward graphs and backward graphs have lent.
         clocks: of each module's passes before its capture, by the module's class and the key of its arguments.
-        within: of the blocks in a whole model's passes before its capture, by the block's name.
-        watches: whether a module's pass is timed now.
+        within: while a whole model's pass is timed, gets the clocks of the model's blocks, by name; None otherwise.
         undecided: number of modules in whose forward the host is, and which may still become one graph.
     """
 
@@ -69,8 +68,7 @@ class GraphPool:
         self.device = device
         self.results, self.gradients = Loans(), Loans()
         self.clocks: dict[Hashable, list[Clock]] = defaultdict(list)
-        self.within: dict[str, list[Clock]] = defaultdict(list)
-        self.watches = False
+        self.within: dict[str, list[Clock]] | None = None
         self.renew()
         self.stream = torch.cuda.Stream(device)
         self.undecided = 0
