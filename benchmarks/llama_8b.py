@@ -61,6 +61,13 @@ class _Model(CausalLM):
             layer.gradient_checkpointing = self.recomputed is None or i < self.recomputed
 
 
+class _NoTearDown(pl.Callback):
+    """The optimizer's states in FP32, which a torn down plugin gives back, have no room on the GPU."""
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        trainer.precision_plugin.teardown = lambda: None  # type: ignore[method-assign]
+
+
 def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch) -> int:
     """Train; returns the number of parameters."""
     name, *options = level.split(", ")
@@ -74,7 +81,7 @@ def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: W
     # configure_model makes the weights on the GPU, where conversion turns them into the level's one by one.
     trainer = pl.Trainer(
         accelerator="auto", devices=1, max_steps=watch.steps, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[watch, _NoTearDown()],
         plugins=LEVELS[name](**given),
     )  # fmt: skip
     trainer.fit(module, DataLoader(_Random(sequence), batch_size=None))

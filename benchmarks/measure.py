@@ -176,5 +176,5 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         stay_on_gpu(trainer, module)
-        # The optimizer's states in FP32, which a torn down plugin gives back, may have no room on the GPU.
-        trainer.precision_plugin.teardown = lambda: None
+        # Methods of the module, which Lightning gives a callback: they would hold the model as long as these figures.
+        del self.log, self.log_dict

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.measure import DEVICE, MIB, Watch, release, reset_peak
+from benchmarks.measure import DEVICE, MIB, Watch, allocated, release, reset_peak
 from benchmarks.record import Record, arguments
 from nemo_lowprec.plugins import LEVELS
 
@@ -31,6 +31,7 @@ LEVELS_AND_ARGUMENTS = [
     "msamp_o2, activations=fp8", "msamp_o2, activations=fp8+recompute",
 ]  # fmt: skip
 WARMUP = 16  # steps: CUDA graphs come at the 13th at the latest
+HELD = 512 * MIB  # bytes that may outlive a contestant: workspaces of libraries
 BATCH = {"swin_1b": 16, "deit_1b": 128, "tiny": 4}
 
 
@@ -120,6 +121,8 @@ def main() -> None:
                     continue
                 watch = Watch(args.rounds, warmup=WARMUP)
                 release()
+                if (held := allocated()) > HELD:
+                    raise RuntimeError(f"{held / MIB:,.0f} MiB are still allocated before {name}, {level}")
                 reset_peak()
                 try:
                     count = run(name, level, batch, watch)
