@@ -161,14 +161,19 @@ def bare(name: str, world: int) -> tuple[float, float]:
 
 
 def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:
-    """``function(rank, gpus, *args)`` on so many processes, one a GPU from the ``first`` on, in one NCCL group."""
+    """``function(rank, gpus, *args)`` on so many processes in one NCCL group.
+
+    One process a GPU, from the ``first`` on of those that CUDA_VISIBLE_DEVICES names.
+    """
     # As torchrun does it: a free port that the processes bound themselves could be taken by then.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.start_processes(_start, (gpus, first, store.port, function, args), nprocs=gpus, start_method="spawn")
 
 
 def _start(rank: int, gpus: int, first: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(gpus))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = visible if visible[0] else [str(i) for i in range(first + gpus)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + gpus])
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "GROUP_RANK": 0}
     os.environ.update({key: str(value) for key, value in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
