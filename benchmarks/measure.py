@@ -176,5 +176,5 @@ class Watch(pl.Callback):
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         stay_on_gpu(trainer, module)
-        # Methods of the module, which Lightning gives a callback: they would hold the model as long as these figures.
+        # Lightning gives each callback the module's ``log``: who keeps the figures would keep the model.
         del self.log, self.log_dict

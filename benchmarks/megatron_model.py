@@ -163,7 +163,7 @@ def bare(name: str, world: int) -> tuple[float, float]:
 def on_gpus(gpus: int, function: Any, *args: Any, first: int = 0) -> None:
     """``function(rank, gpus, *args)`` on so many processes in one NCCL group.
 
-    One process a GPU, from the ``first`` on of those that CUDA_VISIBLE_DEVICES names.
+    Each process has one of the GPUs that CUDA_VISIBLE_DEVICES names, from the ``first`` one on.
     """
     # As torchrun does it: a free port that the processes bound themselves could be taken by then.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -121,10 +121,10 @@ def main() -> None:
                     continue
                 watch = Watch(args.rounds, warmup=WARMUP)
                 release()
-                if (held := allocated()) > HELD:
-                    raise RuntimeError(f"{held / MIB:,.0f} MiB are still allocated before {name}, {level}")
                 reset_peak()
                 try:
+                    if (held := allocated()) > HELD:
+                        raise RuntimeError(f"{held / MIB:,.0f} MiB of an earlier contestant are still allocated")
                     count = run(name, level, batch, watch)
                     watches[level].append(watch)
                 except Exception as error:
