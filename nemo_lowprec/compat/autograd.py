@@ -13,6 +13,7 @@ is_batched = _functorch.is_batchedtensor  # by ``torch.vmap``
 is_legacy_batched = _functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(is_grads_batched=True)``
 is_transforming = torch._C._are_functorch_transforms_active
 current_backward = torch._C._current_graph_task_id  # a number for each backward pass; -1 outside
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph  # whether another backward pass may follow
 
 
 unwrap_if_dead = _functorch.unwrap_if_dead  # a tensor that a transform has left behind, as the plain tensor that it is

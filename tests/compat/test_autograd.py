@@ -49,6 +49,16 @@ def test_a_backward_pass_has_a_number_and_calls_at_its_end():
     assert -1 != seen[2][1] != first != -1
 
 
+def test_a_backward_pass_tells_whether_another_one_may_follow():
+    x, seen = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(autograd.keeps_graph()))
+    total = y.sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    assert seen == [True, False]
+
+
 def test_transforms_are_seen_through():
     def look(x):
         seen.append((autograd.is_batched(x), autograd.is_transforming()))

@@ -115,7 +115,8 @@ def train(model, optimizer, level, steps=9, accumulate=1, clip=None, evaluate=Fa
     scaler = torch.amp.GradScaler("cuda", enabled=level.startswith("fp16"), init_scale=2.0**10)
     for step in range(steps):
         for _ in range(accumulate):
-            shape = (2, ROWS if batch is None else batch[step], WIDTH)
+            size = ROWS if batch is None else batch[step]
+            shape = size if isinstance(size, tuple) else (2, size, WIDTH)
             x = torch.randn(shape, device="cuda", generator=generator)
             with torch.autocast("cuda", dtype=half_of(level)):
                 loss = model(x).float().pow(2).mean()
@@ -391,6 +392,61 @@ def test_what_a_graph_cannot_do_is_an_error():
         model.blocks[0].up.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         before.backward()
+
+
+@pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed", "msamp_o2"])
+@pytest.mark.parametrize("graphs", ["whole", "blocks"])
+def test_a_second_backward_pass_over_what_is_kept(level, graphs):
+    """It finds what the first one found, random numbers of dropout included; without retain_graph it is an error."""
+    model, optimizer = made(level, graphs, dropout=0.5)
+    train(model, optimizer, level, steps=9)
+    assert as_asked(model, graphs)
+    for p in model.parameters():
+        p.grad = None
+    with torch.autocast("cuda", dtype=half_of(level)):
+        out = model(torch.randn(2, ROWS, WIDTH, device="cuda"))
+    found = []
+    for again in (True, True, False):
+        found.append(torch.autograd.grad(out.float().pow(2).sum(), list(model.parameters()), retain_graph=again))
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], grads, strict=True))
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        out.backward(torch.ones_like(out))
+    assert train(model, optimizer, level, steps=2)
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(12)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed", "msamp_o2"])
+def test_a_whole_model_takes_no_more_memory_as_one_graph(level):
+    """Backward writes gradients into what activations leave: a third more is what the sum of both would be."""
+    peaks = {}
+    for graphs in (False, "whole"):
+        gc.collect()
+        torch.cuda.empty_cache()
+        idle = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        model = Wide().cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = prepare(model, optimizer, level, graphs=graphs == "whole")
+        train(model, optimizer, level, steps=8, batch=[(4096, 4096)] * 8)
+        torch.cuda.reset_peak_memory_stats()
+        train(model, optimizer, level, steps=2, batch=[(4096, 4096)] * 2)
+        reserved = sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))
+        peaks[graphs] = torch.cuda.max_memory_allocated() - idle
+        if graphs:
+            assert passes(model) == 1
+            assert reserved > 0.3 * peaks[False]
+    assert peaks["whole"] < 1.1 * peaks[False]
 
 
 def test_copies_and_pickles_have_no_graphs():

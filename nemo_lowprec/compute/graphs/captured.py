@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from nemo_lowprec.compat.autograd import graph_of
+from nemo_lowprec.compat.autograd import graph_of, keeps_graph
 from nemo_lowprec.compat.capture import hidden_capture
 from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
 from nemo_lowprec.compat.modules import is_compiled
@@ -23,7 +23,7 @@ from nemo_lowprec.compute.graphs.constants import known_integers_of
 from nemo_lowprec.compute.graphs.gradients import WrittenGradients
 from nemo_lowprec.compute.graphs.inputs import CONSTANTS, Unfit, described, flatten
 from nemo_lowprec.compute.graphs.layers import Layers
-from nemo_lowprec.compute.graphs.lent import Lent
+from nemo_lowprec.compute.graphs.lent import Lent, Loans
 from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
 from nemo_lowprec.compute.graphs.twins import grad_buffers, twin_of, with_twins
@@ -36,13 +36,17 @@ _SAVES_OTHERWISE = "it recomputes or offloads activations"
 class CapturedPass:
     """The forward and the backward pass of a block for arguments of one key.
 
+    The pass of a whole model has its memory for itself. There backward writes gradients, and whatever it needs in
+    between, into the memory that activations leave, as without graphs. The next forward pass overwrites that memory:
+    before it gradients that a parameter still has are copied, and it does not run where somebody else holds one.
+
     Args:
         run: the block's own forward.
         leaves, structure: the arguments of the call, from ``inputs.flatten``; tensors are copied, not held.
         block: the module.
         layers: of the block. What they read must be the same objects whenever the graphs run.
         pool: of the model.
-        reads_constants: whether the host may read what the block makes of constants alone.
+        is_whole: whether the block is a whole model, of which the host may read what it makes of constants alone.
 
     Raises:
         Unfit: the block did what a graph cannot do.
@@ -51,7 +55,8 @@ class CapturedPass:
         params: the block's parameters that require a gradient.
         is_compiled: whether a module of the block is compiled.
         number: counts the passes of the pool, in the order of their capture.
-        first: whether the pass is the first one of the pool's memory.
+        shares_memory: whether other passes have the same memory.
+        first: whether the pass is the first one of its memory.
         runs: forward passes so far.
     """
 
@@ -63,11 +68,11 @@ class CapturedPass:
         block: nn.Module,
         layers: Layers,
         pool: GraphPool,
-        reads_constants: bool,
+        is_whole: bool,
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
-        self.number, self.first = pool.add(self)
+        self.number = pool.add(self)
         self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.is_compiled = any(map(is_compiled, block.modules()))
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -75,16 +80,26 @@ class CapturedPass:
         self._waits: Any = None  # the token of the pass that waits for its backward pass, held weakly
         self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        # Not in the graphs' memory: they live from backward to the optimizer's step, while other graphs run.
+        # The gradients of arguments would be overwritten, and compiled code writes into what it has saved.
+        self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled
+        self._memory, self._memory_of_backward, self.first = pool.memory(self.shares_memory)
+        self._results, self._gradients = (pool.results, pool.gradients) if self.shares_memory else (Loans(), Loans())
+        self._buffers = list(block.buffers())
+        self._generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        self._offset = 0  # of the random numbers of the last forward pass
         twins = [twin_of(param) for param in self._all_params]
         own = [twin for twin in twins if twin.requires_grad]
-        self._grads: list[Tensor | None] = grad_buffers(own, self.params, layers.beside())
+        # Not in memory that graphs share: they live from backward to the optimizer's step, while other graphs run.
+        self._grads: list[Tensor | None] = (
+            grad_buffers(own, self.params, layers.beside()) if self.shares_memory else [None] * len(own)
+        )
         self._in_fp8 = QuantizedGradients(self.params)
         with self._capturing(), with_twins(block, self._all_params, twins):
-            self._capture_forward(run, structure, own, block if reads_constants else None)
+            self._capture_forward(run, structure, own, block if is_whole else None)
+            self._lent_outputs = Lent(self._outputs)  # before backward frees what forward has saved of them
             self._capture_backward(own)
+        self._lent_grads = Lent(self._grad_inputs, self._grad_outputs)
         self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
-        self._lent_outputs, self._lent_grads = Lent(self._outputs), Lent(self._grad_inputs, self._grad_outputs)
         self._reads, self._pointers = layers.reads(), self._addresses()
 
     @contextmanager
@@ -119,7 +134,7 @@ class CapturedPass:
         versions = [self._leaves[i]._version for i in self._tensors]
         args, kwargs = tree_unflatten(self._leaves, structure)
         with (
-            _recording(self._forward, self.pool.forward),
+            _recording(self._forward, self._memory),
             disable_saved_tensors_hooks(_SAVES_OTHERWISE),
             hidden_capture(),
             without_compiling(),
@@ -156,9 +171,11 @@ class CapturedPass:
         self._grad_outputs = [torch.zeros_like(out) for out in outputs]
         wanted = [*(self._leaves[i] for i in self._trained), *own]
         # The forward pass that captures is under autocast, and loops call ``backward`` outside of it.
-        with AutocastOff("cuda"), _recording(self._backward, self.pool.backward), overwriting_saved_tensors():
-            # The graph of autograd is kept, and with it the memory of everything that backward reads.
-            found = list(torch.autograd.grad(outputs, wanted, self._grad_outputs, True, allow_unused=True))
+        with AutocastOff("cuda"), _recording(self._backward, self._memory_of_backward), overwriting_saved_tensors():
+            # Where other graphs share the memory, the graph of autograd is kept, and with it what backward reads.
+            found = list(
+                torch.autograd.grad(outputs, wanted, self._grad_outputs, self.shares_memory, allow_unused=True)
+            )
             self._grad_inputs, found = found[: len(self._trained)], found[len(self._trained) :]
             if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
                 self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
@@ -175,6 +192,23 @@ class CapturedPass:
 
     def _addresses(self) -> list[int]:
         return [stored_data(param).data_ptr() for param in self._all_params]
+
+    def gives_gradients_up(self) -> bool:
+        """Whether the forward pass overwrites no gradient that somebody holds.
+
+        A parameter with a gradient of an earlier micro-batch, to which autograd adds, gets a copy.
+        """
+        if self.shares_memory:
+            return True
+        self._copy_gradients()
+        pairs = zip(self._grads, self._alone, strict=True)
+        return all(grad is None or storage_use_count(grad) <= alone for grad, alone in pairs)
+
+    def _copy_gradients(self) -> None:
+        """Give each parameter whose gradient lies where backward writes a copy of the gradient."""
+        for param, grad in zip(self.params, self._grads, strict=True):
+            if grad is not None and type(param.grad) is Tensor and param.grad.data_ptr() == grad.data_ptr():
+                param.grad = param.grad.clone()
 
     @property
     def waits(self) -> bool:
@@ -196,23 +230,38 @@ class CapturedPass:
         """Replay the forward pass. Returns the token of the pass, and the results."""
         for i in self._tensors:
             self._leaves[i].detach().copy_(leaves[i])
-        outputs = self.pool.results.written_by(self.number, self._lent_outputs, self._forward.replay)
+        self._offset = self._generator.get_offset()
+        outputs = self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
         token = _Waiting(self)
         self._waits = weakref.ref(token)
         self.runs += 1
         return token, tuple(outputs)  # type: ignore[arg-type]
 
-    def run_backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward pass. Returns the gradients of the arguments that require one, and of the parameters."""
+    def _run_forward_again(self) -> None:
+        """Compute once more what the backward pass has overwritten."""
+        buffers, offset = [buffer.clone() for buffer in self._buffers], self._generator.get_offset()
+        self._generator.set_offset(self._offset)
+        self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
+        self._generator.set_offset(offset)
+        for buffer, values in zip(self._buffers, buffers, strict=True):
+            buffer.copy_(values)
+
+    def run_backward(self, grads: Sequence[Tensor | None], again: bool) -> list[Tensor | None]:
+        """Replay the backward pass. Returns the gradients of the arguments that require one, and of the parameters.
+
+        Args:
+            grads: of the results.
+            again: whether another backward pass may follow.
+        """
         for static, j in zip(self._grad_outputs, self._with_gradient, strict=True):
             grad = grads[j]
             if grad is None:
                 static.zero_()
             else:
                 static.copy_(grad)
-        held = self._held_gradients()
+        held = self._held_gradients() if self.shares_memory else [None] * len(self._grads)
         self._in_fp8.hold()
-        found = self.pool.gradients.written_by(self.number, self._lent_grads, self._backward.replay)
+        found = self._gradients.written_by(self.number, self._lent_grads, self._backward.replay)
         self._waits = None
         self._written.move()
         for buffer, values in zip(self._grads, held, strict=True):
@@ -221,15 +270,16 @@ class CapturedPass:
             else:
                 found.append(buffer.clone())
                 buffer.copy_(values)
+        if again and not self.shares_memory:
+            found = [None if grad is None else grad.clone() for grad in found]
+            self._run_forward_again()
         self._in_fp8.offer(found[len(self._trained) :])
         return found
 
     def _held_gradients(self) -> list[Tensor | None]:
         """Copies of those gradients of an earlier pass, in the memory that backward writes, that somebody holds."""
         copies: list[Tensor | None] = []
-        for param, buffer in zip(self.params, self._grads, strict=True):
-            if buffer is not None and type(param.grad) is Tensor and param.grad.data_ptr() == buffer.data_ptr():
-                param.grad = param.grad.clone()  # of an earlier micro-batch, to which autograd adds
+        self._copy_gradients()
         for buffer, alone in zip(self._grads, self._alone, strict=True):
             held = buffer is not None and storage_use_count(buffer) > alone
             copies.append(buffer.clone() if buffer is not None and held else None)
@@ -241,6 +291,7 @@ class _Waiting:
 
     def __init__(self, captured: CapturedPass) -> None:
         self.captured, self.run = captured, captured.runs + 1
+        self.is_over = False  # no other backward pass may follow
         self.weights = [param._version for param in captured.params]
         captured.pool.begin(captured.number)
         self.end = weakref.finalize(self, captured.pool.end, captured.number)
@@ -266,6 +317,10 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError(
                 "A second backward pass through a block whose CUDA graph has run again since. Pass graphs=False."
             )
+        if token.is_over:
+            raise RuntimeError(
+                "A second backward pass through a block that runs as a CUDA graph. Pass retain_graph=True to the first."
+            )
         if captured.is_compiled and not token.end.alive:
             raise RuntimeError(
                 "A second backward pass through compiled code, which has overwritten the tensors that it had saved. "
@@ -276,7 +331,9 @@ class _Replay(torch.autograd.Function):
                 "One of the parameters needed for gradient computation has been modified by an inplace operation "
                 "since the forward pass of its block."
             )
-        found = captured.run_backward(grads)
+        again = keeps_graph()
+        found = captured.run_backward(grads, again)
+        token.is_over = not again
         token.end()
         return None, None, *found
 

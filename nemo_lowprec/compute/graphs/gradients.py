@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nemo_lowprec.compat.tensors import storage_use_count
+from nemo_lowprec.compat.tensors import base_of, storage_use_count
 
 
 class WrittenGradients:
@@ -18,10 +18,11 @@ class WrittenGradients:
     graph's memory. There a graph that was captured earlier, and runs later, has temporary tensors. So the first graph
     of a memory leaves its gradients there, and any other graph copies its gradients into the buffers. A buffer of
     another dtype than autograd's would round the gradient: ``move`` copies such a gradient into memory of its dtype.
+    Without buffers all gradients stay in the graph's memory.
 
     Args:
         computed: in the capture of the graph; None where a twin has no gradient.
-        buffers: from ``twins.grad_buffers``.
+        buffers: from ``twins.grad_buffers``; None for all gradients of a graph whose memory no other graph has.
         others: addresses of tensors, beside the gradients, that may be the same tensor as a gradient.
         first: whether no graph was captured in this memory before.
 
@@ -32,9 +33,18 @@ class WrittenGradients:
     def __init__(
         self, computed: Sequence[Tensor | None], buffers: Sequence[Tensor | None], others: Iterable[int], first: bool
     ) -> None:
-        taken = Counter([*others, *(grad.data_ptr() for grad in computed if grad is not None)])
+        there = [grad for grad in computed if grad is not None]
+        taken = Counter([*others, *(grad.data_ptr() for grad in there)])
+        pieces = Counter(_storage(grad) for grad in there)
+        sizes: Counter[int] = Counter()
+        for grad in there:
+            sizes[_storage(grad)] += grad.nbytes
 
-        def written(grad: Tensor, buffer: Tensor) -> Tensor:
+        def written(grad: Tensor, buffer: Tensor | None) -> Tensor:
+            if buffer is None:  # the gradients of weights that compute as one are pieces of one tensor
+                pieces_alone = storage_use_count(grad) == pieces[_storage(grad)] + 1 + (base_of(grad) is not None)
+                whole = grad.untyped_storage().nbytes() == sizes[_storage(grad)]
+                return grad if taken[grad.data_ptr()] == 1 and pieces_alone and whole else grad.clone()
             if grad.data_ptr() == buffer.data_ptr():
                 return buffer
             alone = taken[grad.data_ptr()] == 1 and storage_use_count(grad) == 2
@@ -63,3 +73,7 @@ class WrittenGradients:
         """The graph has run."""
         for to, grad in self._moves:
             to.copy_(grad)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -207,7 +207,8 @@ class GraphedForward:
             return None
         reads = self._layers.reads()
         for found in passes:
-            if not found.waits and self.pool.may_run(found.number) and found.fits(reads):
+            may_run = not found.waits and self.pool.may_run(found.number) and found.fits(reads)
+            if may_run and found.gives_gradients_up():
                 return found
         return None
 

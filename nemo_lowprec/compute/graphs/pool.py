@@ -52,9 +52,9 @@ class GraphPool:
     once a graph has run. What a graph keeps from forward to backward is never given away. So a forward pass may run
     as long as no graph that was captured after it waits for its backward pass. Forward and backward graphs have memory
     of their own, since backward passes run in the reverse order. ``Loans`` keeps the results that graphs have lent.
+    The pass of a whole model has memory that no other pass has (``memory``).
 
     Attributes:
-        forward, backward: handles of the memory of the two kinds of graphs.
         stream: the stream of the capture.
         results, gradients: the results that forward graphs and backward graphs have lent.
         clocks: of each module's passes before its capture, by the module's class and the key of its arguments.
@@ -77,19 +77,29 @@ class GraphPool:
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
 
-    def add(self, captured: Any) -> tuple[int, bool]:
-        """(the number of a pass that is about to be captured, whether the pass is the first one of the memory)."""
+    def add(self, captured: Any) -> int:
+        """The number of a pass that is about to be captured."""
         if not self._passes:
             self.renew()  # memory whose last graph is gone cannot be used again
             self.results, self.gradients = Loans(), Loans()
         self._passes.add(captured)
         self._captured += 1
+        return self._captured
+
+    def memory(self, is_shared: bool) -> tuple[Any, Any, bool]:
+        """(handles of the memory of a forward and of a backward graph, whether no graph was captured there before).
+
+        Where no other pass shares the memory, both are one: backward may take what activations leave.
+        """
+        if not is_shared:
+            handle = torch.cuda.graph_pool_handle()
+            return handle, handle, True
         first, self._unused = self._unused, False
-        return self._captured, first
+        return self._forward, self._backward, first
 
     def renew(self) -> None:
         """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
-        self.forward, self.backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self._forward, self._backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._unused = True
 
     def has_room(self) -> bool:
