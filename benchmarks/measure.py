@@ -18,7 +18,7 @@ from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
 __all__ = [
-    "DEVICE", "MIB", "Watch", "allocated", "peaks", "release", "reset_peak", "sizes", "stay_on_gpu",
+    "DEVICE", "MIB", "Watch", "allocated", "idle_in_graphs", "peaks", "release", "reset_peak", "sizes", "stay_on_gpu",
     "synchronize",
 ]  # fmt: skip
 
@@ -61,6 +61,12 @@ def peaks() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
+def idle_in_graphs() -> int:
+    """Bytes that CUDA graphs keep for their temporary tensors, which the allocator counts as allocated in no replay."""
+    segments = torch.cuda.memory_snapshot() if DEVICE.type == "cuda" else []
+    return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
 def _plain(value: Any) -> Iterator[Tensor]:
     """The plain tensors inside of a tensor, a dict or a sequence."""
     if isinstance(value, QuantizedTensor):
@@ -97,7 +103,8 @@ def _taken(optimizer: torch.optim.Optimizer) -> int:
 class Watch(pl.Callback):
     """Seconds a step over rounds, peaks of memory, and the bytes by column at the peak.
 
-    Peaks count from step ``settled`` on, without what setting up and the steps before it left in torch's cache. One
+    Peaks count from step ``settled`` on, without what setting up and the steps before it left in torch's cache. All
+    memory of a CUDA graph counts as allocated from the first round on, when graphs are captured (``warmup``). One
     step after the last round is traced: wherever the peak rises, the gradients that are there are noted. ``rest`` is
     the peak less weights, masters, optimizer states and those gradients: activations, casts of weights, workspaces.
     The end of training moves nothing to the CPU.
@@ -116,7 +123,7 @@ class Watch(pl.Callback):
         self.setup_peak = self.first_steps_peak = self.peak = self.peak_reserved = self.skipped = 0
         self.columns: dict[str, int] = {}
         self._start = 0.0
-        self._high = self._gradients = self._taken = 0
+        self._high = self._gradients = self._taken = self._idle = 0
         self._params: list[Any] = []
         self._hooks: list[Any] = []
 
@@ -133,6 +140,8 @@ class Watch(pl.Callback):
             self.first_steps_peak = peaks()[0]
             release()
             reset_peak()
+        if index == self.warmup:
+            self._count_peaks()
         if index >= self.warmup and (index - self.warmup) % self.every == 0:
             synchronize()
             now = time.perf_counter()
@@ -143,10 +152,17 @@ class Watch(pl.Callback):
             self._start = now
         if index == self.traced:
             self.skipped = index - self.warmup - (_taken(trainer.optimizers[0]) - self._taken)
-            self.peak, self.peak_reserved = peaks()
-            reset_peak()
+            self._count_peaks()
             self._params = list(module.parameters())
             self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._params if p.requires_grad]
+
+    def _count_peaks(self) -> None:
+        """Count the peaks since the last call. A graph that was captured in between counts with what was allocated."""
+        allocated, reserved = peaks()
+        self.peak = max(self.peak, allocated + self._idle)
+        self.peak_reserved = max(self.peak_reserved, reserved)
+        self._idle = idle_in_graphs()
+        reset_peak()
 
     def _note(self, *_: Any) -> None:
         high = peaks()[0]
@@ -165,7 +181,7 @@ class Watch(pl.Callback):
             return
         for hook in self._hooks:
             hook.remove()
-        self.peak, self.peak_reserved = map(max, zip((self.peak, self.peak_reserved), peaks(), strict=True))
+        self._count_peaks()
         states = [(k, v) for s in trainer.optimizers[0].state.values() for k, v in s.items()]
         masters = [v for k, v in states if "master" in k]
         masters += [m for m in map(master_of, self._params) if m is not None]

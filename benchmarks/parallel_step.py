@@ -29,13 +29,13 @@ from benchmarks.fsdp2 import Float8Gathered, HalfGathered, Sharded
 from benchmarks.levels import HOPPER
 from benchmarks.llama import BATCH, SEQUENCE, Llama
 from benchmarks.record import Record, arguments, earlier
-from benchmarks.train_step import ROUND, under_trainer
+from benchmarks.train_step import ROUND, Figures, under_trainer
 from nemo_lowprec import CHART
 from nemo_lowprec.observers import NOBODY
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import Traffic
 
-Contestant = Callable[[int, dict[str, Any]], list[float]]
+Contestant = Callable[[int, dict[str, Any]], Figures]
 """Given rounds and the Trainer's arguments for the processes: seconds a step, by round."""
 
 STRATEGIES = ("ddp", "lowprec_ddp", "lowprec_sharded")
@@ -64,20 +64,11 @@ class Sent(pl.Callback):
             self._traffic = None
 
 
-class Peak(pl.Callback):
-    """Bytes of memory at the peak of training, without what ending it takes."""
-
-    bytes = 0
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.bytes = torch.cuda.max_memory_allocated()
-
-
 def ours(level: str, **options: Any) -> Contestant:
     if CHART[level].has_fp8:
         options = {"attention": "cudnn", "convert": "*"} | options
 
-    def train(rounds: int, processes: dict[str, Any]) -> list[float]:
+    def train(rounds: int, processes: dict[str, Any]) -> Figures:
         return under_trainer(rounds, torch.float32, plugins=getattr(nemo_lowprec, level)(**options), **processes)
 
     return train
@@ -88,7 +79,7 @@ def lightning(dtype: torch.dtype, **options: Any) -> Contestant:
 
 
 def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Contestant:
-    def train(rounds: int, processes: dict[str, Any]) -> list[float]:
+    def train(rounds: int, processes: dict[str, Any]) -> Figures:
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(data_parallel_size=processes["devices"], tensor_parallel_size=1)
@@ -97,7 +88,7 @@ def fsdp2(kind: type[Llama], dtype: torch.dtype, precision: str) -> Contestant:
     return train
 
 
-def transformer_engine(rounds: int, processes: dict[str, Any]) -> list[float]:
+def transformer_engine(rounds: int, processes: dict[str, Any]) -> Figures:
     from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
     plugin = TransformerEnginePrecision(weights_dtype=torch.bfloat16)
@@ -137,9 +128,9 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         gc.collect()
         torch.cuda.empty_cache()
         left = torch.cuda.memory_allocated()
-        sent, peak = Sent(), Peak()
+        sent = Sent()
         # What is compiled is compiled once more within a mode that looks at operations.
-        looks = [peak] if alone or "compiled" in name else [peak, sent]
+        looks = [] if alone or "compiled" in name else [sent]
         try:
             if alone:
                 found = ours(name)(rounds, {"devices": [rank], "callbacks": looks})
@@ -150,7 +141,7 @@ def work(rank: int, gpus: int, names: list[str], alone: bool, rounds: int, port:
         except Exception as error:
             results.put((name, f"{type(error).__name__}: {error}"[:300], [], {}))
             raise
-        worst = torch.tensor([*found, (peak.bytes - left) / 2**30], device="cuda")
+        worst = torch.tensor([*found.seconds, (found.peak - left) / 2**30], device="cuda")
         if not alone:
             dist.all_reduce(worst, dist.ReduceOp.MAX)
         if alone or rank == 0:

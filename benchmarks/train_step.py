@@ -17,13 +17,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 
 from benchmarks.llama import BATCH, SEQUENCE, Llama, loader, loss_of, new_model
-from benchmarks.measure import stay_on_gpu
+from benchmarks.measure import idle_in_graphs, stay_on_gpu
 from benchmarks.record import Record, arguments, earlier
 from nemo_lowprec.compute.attention import prefer_attention
 from nemo_lowprec.plugins import LEVELS
@@ -31,8 +31,15 @@ from nemo_lowprec.plugins import LEVELS
 WARMUP, ROUND = 16, 5  # steps: CUDA graphs come at the 13th at the latest
 
 
+class Figures(NamedTuple):
+    """Seconds a step, one a round, and the most bytes allocated, with all memory of CUDA graphs."""
+
+    seconds: list[float]
+    peak: int
+
+
 class Rounds:
-    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``, by events on the GPU.
+    """Seconds a step, over rounds of ``ROUND`` steps after ``WARMUP``, by events on the GPU, and the peak of memory.
 
     The host does not wait for the GPU between rounds: in training it prepares a step while the GPU works on another.
     """
@@ -48,13 +55,16 @@ class Rounds:
         self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[-1].record()
 
-    def seconds(self) -> list[float]:
+    def figures(self) -> Figures:
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) / 1e3 / ROUND for start, end in pairwise(self._events)]
+        seconds = [start.elapsed_time(end) / 1e3 / ROUND for start, end in pairwise(self._events)]
+        return Figures(seconds, torch.cuda.max_memory_allocated() + idle_in_graphs())
 
 
 class Clock(pl.Callback):
-    """``Rounds`` of a Trainer."""
+    """``Rounds`` of a Trainer, without what the end of training takes."""
+
+    figures: Figures
 
     def __init__(self) -> None:
         self.rounds = Rounds()
@@ -63,6 +73,7 @@ class Clock(pl.Callback):
         self.rounds.begin_step(index)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.figures = self.rounds.figures()
         stay_on_gpu(trainer, module)
 
 
@@ -73,7 +84,7 @@ def under_trainer(
     kind: type[Llama] = Llama,
     callbacks: Sequence[pl.Callback] = (),
     **kwargs: Any,
-):
+) -> Figures:
     module = kind(dtype)
     if prepare is not None:
         prepare(module)
@@ -84,10 +95,10 @@ def under_trainer(
         **({"devices": 1} | kwargs),
     )  # fmt: skip
     trainer.fit(module, loader())
-    return clock.rounds.seconds()
+    return clock.figures
 
 
-def by_hand(rounds: int) -> list[float]:
+def by_hand(rounds: int) -> Figures:
     """bf16_with_fp8_mixed's loop without Lightning: half copies, FP32 masters, FP8 layers, fused AdamW.
 
     As the plugin does, it skips a step whose gradients are not finite.
@@ -115,7 +126,7 @@ def by_hand(rounds: int) -> list[float]:
     for index, tokens in enumerate(loader()):
         clock.begin_step(index)
         if index == WARMUP + ROUND * rounds:
-            return clock.seconds()
+            return clock.figures()
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = loss_of(model, tokens.cuda(non_blocking=True))
         for p in params:
@@ -155,22 +166,22 @@ def liger() -> Iterator[None]:
             setattr(modeling_llama, name, value)
 
 
-def contestants() -> dict[str, Callable[[int], list[float]]]:
+def contestants() -> dict[str, Callable[[int], Figures]]:
     from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 
     bf16, fp32 = torch.bfloat16, torch.float32
 
-    def te(rounds: int) -> list[float]:
+    def te(rounds: int) -> Figures:
         return under_trainer(rounds, bf16, plugins=TransformerEnginePrecision(weights_dtype=bf16))
 
-    def within(context: Callable[[], Any], run: Callable[[int], list[float]]) -> Callable[[int], list[float]]:
-        def inside(rounds: int) -> list[float]:
+    def within(context: Callable[[], Any], run: Callable[[int], Figures]) -> Callable[[int], Figures]:
+        def inside(rounds: int) -> Figures:
             with context():
                 return run(rounds)
 
         return inside
 
-    def ours(name: str, **options: Any) -> Callable[[int], list[float]]:
+    def ours(name: str, **options: Any) -> Callable[[int], Figures]:
         return lambda rounds: under_trainer(rounds, fp32, plugins=LEVELS[name](**options))
 
     return {
@@ -250,8 +261,9 @@ def main() -> None:
         for name, run in field.items():
             torch.cuda.empty_cache()
             try:
-                seconds[name] += run(args.rounds)
-                peaks[name] = torch.cuda.max_memory_allocated() / 2**30
+                found = run(args.rounds)
+                seconds[name] += found.seconds
+                peaks[name] = found.peak / 2**30
             except Exception as error:
                 traceback.print_exc()
                 record.add(benchmark="train_step", name=name, error=f"{type(error).__name__}: {error}"[:300])

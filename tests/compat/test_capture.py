@@ -1,11 +1,12 @@
-"""``hidden_capture``: who learns of a capture, and that nothing stays behind."""
+"""Who learns of a capture, where its memory comes from, and that nothing stays behind."""
 
 import types
 
 import pytest
 import torch
 
-from nemo_lowprec.compat.capture import hidden_capture, is_capturing
+from nemo_lowprec.compat.capture import end_failed_capture, growing_segments, hidden_capture, is_capturing
+from nemo_lowprec.compute.graphs.captured import _end_capture_of_generators
 
 ASK = "import torch\ndef ask(): return torch.cuda.is_current_stream_capturing()"
 
@@ -36,6 +37,21 @@ def test_the_answer_is_put_back_after_an_error():
     assert torch.cuda.is_current_stream_capturing is before
 
 
+@pytest.mark.parametrize("own", ["", "garbage_collection_threshold:0.8", "expandable_segments:False"])
+def test_the_allocator_has_its_settings_back(own):
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(own)
+    try:
+        with pytest.raises(ValueError), growing_segments():
+            inside = torch._C._accelerator_getAllocatorSettings()
+            raise ValueError
+        assert torch._C._accelerator_getAllocatorSettings() == own
+        assert ("expandable_segments:True" in inside) is ("expandable_segments" not in own)
+        assert own in inside
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
 def test_no_stream_is_captured():
     assert not is_capturing()
 
@@ -48,3 +64,24 @@ def test_a_captured_stream():
         with hidden_capture():
             assert is_capturing()
     assert not is_capturing()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_allocator_learns_of_a_capture_that_has_failed():
+    """By ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``: it frees what it has cached, the graph's memory, too."""
+    graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        values = torch.ones(2**26, device="cuda")
+        with pytest.raises(RuntimeError):
+            values.sum().item()
+        with pytest.raises(RuntimeError):
+            graph.capture_end()
+    end_failed_capture(graph, pool)
+    _end_capture_of_generators(stream)
+    del values
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved + 2**22

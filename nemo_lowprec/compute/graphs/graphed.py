@@ -207,9 +207,11 @@ class GraphedForward:
             return None
         reads = self._layers.reads()
         for found in passes:
-            may_run = not found.waits and self.pool.may_run(found.number) and found.fits(reads)
-            if may_run and found.gives_gradients_up():
+            if found.waits or not self.pool.may_run(found.number) or not found.fits(reads):
+                continue
+            if found.gives_gradients_up():
                 return found
+            self.pool.say(self.name, "somebody holds the gradients of its last pass")
         return None
 
     def _capture(self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any) -> CapturedPass:
