@@ -69,7 +69,7 @@ def test_a_captured_stream():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_the_allocator_learns_of_a_capture_that_has_failed():
-    """By ``_cuda_endAllocateToPool`` and ``_cuda_releasePool``: it frees what it has cached, the graph's memory, too."""
+    """The allocator frees what it has cached, the memory of the graph, too."""
     graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.Stream()
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
