@@ -17,26 +17,6 @@ _KNOW = ("torch", "triton", "nemo_lowprec")
 _failed: list[torch.cuda.CUDAGraph] = []  # which the allocator of pinned memory asks for as long as the process lives
 
 
-@contextmanager
-def growing_segments() -> Iterator[None]:
-    """Context in which the allocator takes memory as segments that grow, not as one segment for each large tensor.
-
-    A capture takes new memory for all its tensors. What is left between tensors of other sizes stays with the graph
-    for as long as the graph lives, and pieces of two segments never become one.
-    """
-    own = torch._C._accelerator_getAllocatorSettings()
-    if "expandable_segments" in own:  # the user has chosen
-        yield
-        return
-    # Settings that are not named go back to their defaults.
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [own, "expandable_segments:True"])))
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(",".join(filter(None, [own, "expandable_segments:False"])))
-        torch._C._accelerator_setAllocatorSettings(own)
-
-
 def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     """Tell the allocator that a capture is over whose ``capture_end`` has failed.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import graph_of, keeps_graph
-from nemo_lowprec.compat.capture import end_failed_capture, growing_segments, hidden_capture
+from nemo_lowprec.compat.capture import end_failed_capture, hidden_capture
 from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
 from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
@@ -343,7 +343,7 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     # Only this thread: others may copy batches to the GPU.
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
-        with capture_of_zeros(), growing_segments():
+        with capture_of_zeros():
             yield
     except BaseException:
         try:

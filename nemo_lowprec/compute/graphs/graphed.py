@@ -253,7 +253,6 @@ class BlockGraphs:
         plans_of: returns the ``GemmPlan``s of a module, without its children's.
         observers: see ``GraphedForward``.
         always: see ``GraphedForward``.
-        saves_memory: see ``GraphPool``.
     """
 
     def __init__(
@@ -263,9 +262,8 @@ class BlockGraphs:
         plans_of: Callable[[nn.Module], Iterable[GemmPlan]],
         observers: Observers,
         always: bool,
-        saves_memory: bool,
     ) -> None:
-        self.pool = GraphPool(device, saves_memory)
+        self.pool = GraphPool(device)
         self._blocks: list[nn.Module] = []
         blocks = find_blocks(model)
         wholes = find_wholes(model, blocks)
