@@ -62,7 +62,7 @@ def peaks() -> tuple[int, int]:
 
 
 def idle_in_graphs() -> int:
-    """Bytes that CUDA graphs keep for their temporary tensors, which the allocator counts as allocated in no replay."""
+    """Bytes that CUDA graphs keep for temporary tensors. In a replay the allocator does not count them as allocated."""
     segments = torch.cuda.memory_snapshot() if DEVICE.type == "cuda" else []
     return sum(s["total_size"] - s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -14,26 +14,38 @@ is_capturing = (  # whether the current stream is captured; ``hidden_capture`` h
 )
 
 _KNOW = ("torch", "triton", "nemo_lowprec")
-_failed: list[torch.cuda.CUDAGraph] = []  # which the allocator of pinned memory asks for as long as the process lives
+_failed: list[torch.cuda.CUDAGraph] = []  # torch's allocator of pinned memory keeps a pointer to each failed graph
 
 
-def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Tell the allocator that a capture is over whose ``capture_end`` has failed.
+def end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """End the capture of ``graph`` on the current stream; torch works as before the capture where it has failed.
 
-    ``capture_end`` raises before it does so, up to torch 2.13 at least. The allocator believes in a capture then: it
-    frees no cached memory, not even where memory runs out, and takes back no tensor that another stream has used.
+    ``capture_end`` raises before it tells the allocator and the generators of random numbers (torch 2.11). The
+    allocator then frees no cached memory, not even where memory runs out, and takes back no tensor that another stream
+    has used. From the generators neither eager operations nor earlier graphs can draw.
 
     Args:
-        graph: that was captured on the current device.
+        graph: whose capture has begun.
         pool: the handle of the graph's memory.
+
+    Raises:
+        RuntimeError: the capture has failed.
     """
-    _failed.append(graph)
-    device = torch.cuda.current_device()
     try:
-        torch._C._cuda_endAllocateToPool(device, pool)
-    except RuntimeError:  # a torch whose ``capture_end`` does it
-        return
-    torch._C._cuda_releasePool(device, pool)
+        graph.capture_end()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        _failed.append(graph)
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # of a torch whose ``capture_end`` tells the allocator in time
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        # The end of any capture tells the generators.
+        something, another = torch.empty(1, device=device, dtype=torch.float32), torch.cuda.CUDAGraph()
+        another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        something.zero_()
+        another.capture_end()
+        raise
 
 
 @contextmanager

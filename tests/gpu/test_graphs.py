@@ -403,7 +403,7 @@ def test_what_a_graph_cannot_do_is_an_error():
 @pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed", "msamp_o2"])
 @pytest.mark.parametrize("graphs", ["whole", "blocks"])
 def test_a_second_backward_pass_over_what_is_kept(level, graphs):
-    """It finds what the first one found, random numbers of dropout included; without retain_graph it is an error."""
+    """Each pass finds the same gradients, with dropout, too; after a pass without retain_graph it is an error."""
     model, optimizer = made(level, graphs, dropout=0.5)
     train(model, optimizer, level, steps=9)
     assert as_asked(model, graphs)
@@ -434,7 +434,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("level", ["fp16_amp", "bf16_with_fp8_mixed", "msamp_o2"])
 def test_a_whole_model_takes_no_more_memory_as_one_graph(level):
-    """Backward writes gradients into what activations leave: a third more is what the sum of both would be."""
+    """Backward writes gradients into memory that activations left; side by side they would take a third more."""
     peaks = {}
     for graphs in (False, "whole"):
         gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from operator import is_
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from nemo_lowprec.compat.autograd import graph_of, keeps_graph
-from nemo_lowprec.compat.capture import end_failed_capture, hidden_capture
+from nemo_lowprec.compat.capture import end_capture, hidden_capture
 from nemo_lowprec.compat.compiler import overwriting_saved_tensors, without_compiling
 from nemo_lowprec.compat.modules import is_compiled
 from nemo_lowprec.compat.tensors import storage_use_count, tree_unflatten
@@ -36,9 +36,9 @@ _SAVES_OTHERWISE = "it recomputes or offloads activations"
 class CapturedPass:
     """The forward and the backward pass of a block for arguments of one key.
 
-    The pass of a whole model has its memory for itself. There backward writes gradients, and whatever it needs in
-    between, into the memory that activations leave, as without graphs. The next forward pass overwrites that memory:
-    before it gradients that a parameter still has are copied, and it does not run where somebody else holds one.
+    The pass of a whole model shares its memory with no other pass. As without graphs, backward writes gradients and
+    temporary tensors into memory that activations have left. The next forward pass overwrites that memory: before the
+    forward pass, gradients that parameters still have are copied (``gives_gradients_up``).
 
     Args:
         run: the block's own forward.
@@ -104,7 +104,7 @@ class CapturedPass:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Context of a capture. The generator of random numbers is as before where it fails."""
+        """Context of a capture."""
         collects = gc.isenabled()
         gc.disable()  # to free another model's graph would end the capture
         torch.cuda.synchronize()
@@ -118,7 +118,6 @@ class CapturedPass:
                 yield
         except Exception as error:
             self.pool.renew()
-            _end_capture_of_generators(self.pool.stream)
             if isinstance(error, Unfit):
                 raise
             raise Unfit(f"its capture failed ({type(error).__name__}: {str(error).splitlines()[0][:120]})") from error
@@ -194,9 +193,9 @@ class CapturedPass:
         return [stored_data(param).data_ptr() for param in self._all_params]
 
     def gives_gradients_up(self) -> bool:
-        """Whether the forward pass overwrites no gradient that somebody holds.
+        """Whether the forward pass may run: it overwrites no gradient that somebody holds.
 
-        A parameter with a gradient of an earlier micro-batch, to which autograd adds, gets a copy.
+        A parameter whose gradient is of an earlier micro-batch, to which autograd adds, gets a copy of the gradient.
         """
         if self.shares_memory:
             return True
@@ -238,7 +237,7 @@ class CapturedPass:
         return token, tuple(outputs)  # type: ignore[arg-type]
 
     def _run_forward_again(self) -> None:
-        """Compute once more what the backward pass has overwritten."""
+        """Replay the forward pass for another backward pass: the last one has overwritten activations."""
         buffers, offset = [buffer.clone() for buffer in self._buffers], self._generator.get_offset()
         self._generator.set_offset(self._offset)
         self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
@@ -346,25 +345,10 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         with capture_of_zeros():
             yield
     except BaseException:
-        try:
-            graph.capture_end()
-        except RuntimeError:  # says only that the capture has failed
-            torch.cuda.synchronize()
-            end_failed_capture(graph, pool)
+        with suppress(RuntimeError):  # says only that the capture has failed
+            end_capture(graph, pool)
         raise
-    graph.capture_end()
-
-
-def _end_capture_of_generators(stream: torch.cuda.Stream) -> None:
-    """Let the random number generator work as before a capture that has failed.
-
-    The failure leaves the generator in its capture, where neither eager operations nor earlier graphs can draw. The end
-    of the next capture ends that, too.
-    """
-    with torch.cuda.stream(stream):
-        something, graph = torch.empty(1, device=stream.device, dtype=torch.float32), torch.cuda.CUDAGraph()
-        with _recording(graph, torch.cuda.graph_pool_handle()):
-            something.zero_()
+    end_capture(graph, pool)
 
 
 def _static(tensor: Tensor) -> Tensor:

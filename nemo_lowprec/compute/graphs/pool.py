@@ -89,7 +89,7 @@ class GraphPool:
     def memory(self, is_shared: bool) -> tuple[Any, Any, bool]:
         """(handles of the memory of a forward and of a backward graph, whether no graph was captured there before).
 
-        Where no other pass shares the memory, both are one: backward may take what activations leave.
+        Where no other pass shares the memory, both handles are equal: backward may use memory that activations left.
         """
         if not is_shared:
             handle = torch.cuda.graph_pool_handle()
