@@ -267,9 +267,14 @@ class Computation(Column):
             if self.device.type == "cuda":
                 log.info("CUDA graphs: off, %s.", obstacle)
             return
-        always = self.options.graphs is True
+        always, saves_memory = self.options.graphs is True, self.options.activations is not None
         self._graphs = BlockGraphs(
-            self._model, self.device, lambda module: gemm_plans(module).values(), self.observers, always=always
+            self._model,
+            self.device,
+            lambda module: gemm_plans(module).values(),
+            self.observers,
+            always=always,
+            saves_memory=saves_memory and not always,
         )
 
     def no_graphs(self) -> str | None:
@@ -282,8 +287,6 @@ class Computation(Column):
             return "as graphs=False"
         if self.options.graphs == "auto" and dist.is_initialized() and dist.get_world_size() > 1:
             return "as there are several processes; graphs=True turns them on"
-        if self.options.graphs == "auto" and self.options.activations is not None:
-            return "as they would take what activations saves; graphs=True turns them on"
         return None
 
     def _keeps_weights(self) -> bool:

@@ -217,7 +217,7 @@ def test_a_cache_of_keys_and_values_says_how_to_leave_it_out():
         ("auto", None, 2, None, "off, as there are several processes; graphs=True turns them on"),
         (False, None, 1, None, "off, as graphs=False"),
         ("auto", torch.bfloat16, 1, None, "off, as FSDP2 gathers the weights anew for each pass"),
-        ("auto", None, 1, "fp8", "off, as they would take what activations saves; graphs=True turns them on"),
+        ("auto", None, 1, "fp8", "of the model or its blocks, after a few passes"),
     ],
 )
 def test_the_table_says_whether_there_are_graphs(graphs, gathered, processes, activations, said, monkeypatch):

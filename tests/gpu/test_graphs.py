@@ -450,7 +450,7 @@ def test_a_whole_model_takes_no_more_memory_as_one_graph(level):
         peaks[graphs] = torch.cuda.max_memory_allocated() + idle_in_graphs() - idle
         if graphs:
             assert passes(model) == 1
-            assert idle_in_graphs() > 0.3 * peaks[False]
+            assert idle_in_graphs() > 12 * 4096**2  # its activations count, at a byte a value or more
     assert peaks["whole"] < 1.1 * peaks[False]
 
 
@@ -519,10 +519,17 @@ def test_a_capture_takes_the_memory_of_the_passes_before():
 
 @pytest.mark.parametrize("activations", [None, "fp8"])
 def test_auto_takes_a_model_that_waits_for_the_host(activations):
-    """Unless its memory counts."""
     model, optimizer = made("bf16_with_fp8_mixed", "auto", activations=activations)
     train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
-    assert as_asked(model, "whole" if activations is None else None)
+    assert as_asked(model, "whole")
+
+
+def test_auto_takes_no_blocks_where_memory_counts():
+    model, optimizer = made("bf16_with_fp8_mixed", "auto", activations="fp8")
+    model.first.register_forward_hook(lambda *_: None)  # so that the model is not one graph
+    train(model, optimizer, "bf16_with_fp8_mixed", steps=6)
+    assert captured(model) == (0, 0)
+    assert any("activations is there to save" in str(reason) for reason in reasons(model))
 
 
 def test_under_the_trainer(tmp_path):

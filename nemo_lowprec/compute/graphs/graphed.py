@@ -253,6 +253,7 @@ class BlockGraphs:
         plans_of: returns the ``GemmPlan``s of a module, without its children's.
         observers: see ``GraphedForward``.
         always: see ``GraphedForward``.
+        saves_memory: see ``GraphPool``.
     """
 
     def __init__(
@@ -262,8 +263,9 @@ class BlockGraphs:
         plans_of: Callable[[nn.Module], Iterable[GemmPlan]],
         observers: Observers,
         always: bool,
+        saves_memory: bool,
     ) -> None:
-        self.pool = GraphPool(device)
+        self.pool = GraphPool(device, saves_memory)
         self._blocks: list[nn.Module] = []
         blocks = find_blocks(model)
         wholes = find_wholes(model, blocks)

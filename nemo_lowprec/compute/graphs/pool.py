@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import torch
 
+from nemo_lowprec.compute.graphs.inputs import Unfit
 from nemo_lowprec.compute.graphs.lent import Loans
 
 log = logging.getLogger("nemo_lowprec")
@@ -54,6 +55,10 @@ class GraphPool:
     of their own, since backward passes run in the reverse order. ``Loans`` keeps the results that graphs have lent.
     The pass of a whole model has memory that no other pass has (``memory``).
 
+    Args:
+        device: a GPU.
+        saves_memory: whether a pass is captured only where its graph takes about the memory that the pass takes.
+
     Attributes:
         stream: the stream of the capture.
         results, gradients: the results that forward graphs and backward graphs have lent.
@@ -64,8 +69,8 @@ class GraphPool:
 
     _unused: bool  # whether no pass was captured in the memory
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, saves_memory: bool = False) -> None:
+        self.device, self._saves_memory = device, saves_memory
         self.results, self.gradients = Loans(), Loans()
         self.clocks: dict[Hashable, list[Clock]] = defaultdict(list)
         self.within: dict[str, list[Clock]] | None = None
@@ -90,10 +95,15 @@ class GraphPool:
         """(handles of the memory of a forward and of a backward graph, whether no graph was captured there before).
 
         Where no other pass shares the memory, both handles are equal: backward may use memory that activations left.
+
+        Raises:
+            Unfit: the pass would share memory, where its activations stay for as long as there are graphs.
         """
         if not is_shared:
             handle = torch.cuda.graph_pool_handle()
             return handle, handle, True
+        if self._saves_memory:
+            raise Unfit("its graph would keep memory that activations is there to save; graphs=True allows it")
         first, self._unused = self._unused, False
         return self._forward, self._backward, first
 
