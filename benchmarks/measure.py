@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
@@ -126,6 +128,7 @@ class Watch(pl.Callback):
         self._high = self._gradients = self._taken = self._idle = 0
         self._params: list[Any] = []
         self._hooks: list[Any] = []
+        self._undo = ExitStack()
 
     @property
     def steps(self) -> int:
@@ -155,6 +158,8 @@ class Watch(pl.Callback):
             self._count_peaks()
             self._params = list(module.parameters())
             self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._params if p.requires_grad]
+            # Not ``on_before_zero_grad``, which tells the plugin that somebody reads gradients then.
+            replace_attribute(self._undo, module, "training_step", self._noted(module.training_step))
 
     def _count_peaks(self) -> None:
         """Count the peaks since the last call. A graph that was captured in between counts with what was allocated."""
@@ -169,8 +174,13 @@ class Watch(pl.Callback):
         if self._params and high > self._high:
             self._high, self._gradients = high, sum(sizes(gradients=[p.grad for p in self._params]).values())
 
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self._note()
+    def _noted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            self._note()
+            return result
+
+        return training_step
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self._note()
@@ -181,6 +191,7 @@ class Watch(pl.Callback):
             return
         for hook in self._hooks:
             hook.remove()
+        self._undo.close()
         self._count_peaks()
         states = [(k, v) for s in trainer.optimizers[0].state.values() for k, v in s.items()]
         masters = [v for k, v in states if "master" in k]

@@ -37,6 +37,11 @@ def is_mid_step(trainer: pl.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+def is_first_of_step(trainer: pl.Trainer) -> bool:
+    """Whether the batch is the first one of an optimizer step: the Trainer zeroes gradients after its forward pass."""
+    return trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
 def steps_of_epoch(trainer: pl.Trainer) -> int:
     """How many steps of the loggers' count were taken."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -257,6 +257,11 @@ class Computation(Column):
             self._joined.part()
             self._joined = None
 
+    @property
+    def overwrites_gradients(self) -> bool:
+        """Whether a forward pass overwrites the last gradients: it copies those that parameters still have."""
+        return self._graphs is not None and self._graphs.overwrite_gradients
+
     def _capture_blocks(self) -> None:
         """Let the model's blocks run as CUDA graphs, once they have run a few times."""
         if self._graphs is not None:

@@ -30,6 +30,7 @@ from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
 from nemo_lowprec.plugins.logged import LevelLog
 from nemo_lowprec.plugins.manual import ManualPasses
+from nemo_lowprec.plugins.old_gradients import zero_before_forward
 from nemo_lowprec.plugins.resume import ResumeState
 from nemo_lowprec.plugins.schedulers import StepwiseSchedulers
 from nemo_lowprec.plugins.signals import StopTogether
@@ -236,6 +237,8 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self.before_step()
         if self._manual is not None:
             self._manual.before_training_step()
+        if self._module is not None and self.engine.columns.computation.overwrites_gradients:
+            zero_before_forward(self._module)
         with self.forward_context():
             yield
 

@@ -541,9 +541,10 @@ def test_under_the_trainer(tmp_path):
         def __init__(self):
             super().__init__()
             self.model = Model()
-            self.losses = []
+            self.losses, self.had_gradients = [], []
 
         def training_step(self, batch, index):
+            self.had_gradients.append(any(p.grad is not None for p in self.parameters()))
             loss = self.model(batch).float().pow(2).mean()
             self.losses.append(loss.detach())
             return loss
@@ -568,6 +569,8 @@ def test_under_the_trainer(tmp_path):
         module.on_train_end = lambda seen=seen, module=module: seen.append(passes(module.model) > 0)
         trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(data[:2], batch_size=None))
         assert seen == [graphs]
+        # A graph overwrites their memory: those of the step before are gone, and copied are those of the same step.
+        assert module.had_gradients[-4:] == [not graphs, True] * 2
         found.append(torch.stack(module.losses).tolist())
     assert found[0] == found[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -71,6 +71,11 @@ class GraphedForward:
         self._changed: Counter[Hashable] = Counter()
         self._unfit = 0  # calls whose arguments no graph takes
         self._off: str | None = None
+
+    @property
+    def overwrites_gradients(self) -> bool:
+        """Whether a graph's forward pass writes where its last backward pass has left gradients."""
+        return any(not found.shares_memory for passes in self._passes.values() for found in passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
@@ -281,11 +286,20 @@ class BlockGraphs:
             )
             self._blocks.append(block)
 
-    def remove(self) -> None:
-        """Give the blocks their forwards back."""
+    def _forwards(self) -> Iterator[tuple[nn.Module, GraphedForward]]:
         for block in self._blocks:
             forward = block.__dict__.get("forward")
             if isinstance(forward, GraphedForward):
-                forward.close()
-                del block.__dict__["forward"]
+                yield block, forward
+
+    @property
+    def overwrite_gradients(self) -> bool:
+        """Whether forward passes copy the gradients that parameters still have, to overwrite their memory."""
+        return any(forward.overwrites_gradients for _, forward in self._forwards())
+
+    def remove(self) -> None:
+        """Give the blocks their forwards back."""
+        for block, forward in list(self._forwards()):
+            forward.close()
+            del block.__dict__["forward"]
         self._blocks.clear()
