@@ -32,6 +32,7 @@ _INSTANCES = 16  # captured passes of one key, of which each waits for its backw
 _CAPTURES = 3  # captures of one key, after the block was changed
 _LARGE = 2**28  # bytes of results, of which a graph holds three copies, up to which a whole model is one graph
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
+_BUSY_SAVING = 1.0  # the same where memory counts, which a small gain is not worth
 
 
 class GraphedForward:
@@ -197,7 +198,7 @@ class GraphedForward:
         # asked the driver for memory.
         groups = list(self._within[key].values()) or [self.pool.clocks[type(self._block()), key]]
         gpu, host = (sum(min(map(time, clocks), default=0.0) for clocks in groups) for time in (Clock.gpu, Clock.host))
-        return gpu > _BUSY * host
+        return gpu > (_BUSY_SAVING if self.pool.saves_memory else _BUSY) * host
 
     def _find(self, key: Hashable) -> CapturedPass | None:
         """A captured pass that may run now."""

@@ -70,7 +70,7 @@ class GraphPool:
     _unused: bool  # whether no pass was captured in the memory
 
     def __init__(self, device: torch.device, saves_memory: bool = False) -> None:
-        self.device, self._saves_memory = device, saves_memory
+        self.device, self.saves_memory = device, saves_memory
         self.results, self.gradients = Loans(), Loans()
         self.clocks: dict[Hashable, list[Clock]] = defaultdict(list)
         self.within: dict[str, list[Clock]] | None = None
@@ -102,7 +102,7 @@ class GraphPool:
         if not is_shared:
             handle = torch.cuda.graph_pool_handle()
             return handle, handle, True
-        if self._saves_memory:
+        if self.saves_memory:
             raise Unfit("its graph would keep memory that activations is there to save; graphs=True allows it")
         first, self._unused = self._unused, False
         return self._forward, self._backward, first
