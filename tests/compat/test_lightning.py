@@ -88,6 +88,20 @@ def test_a_batch_that_is_no_end_of_a_step_is_told(tmp_path):
     assert seen == [True, False, True, False]
 
 
+def test_a_batch_is_told_after_whose_forward_pass_gradients_are_zeroed(tmp_path):
+    told, zeroed = [], []
+
+    class Tells(Callback):
+        def on_train_batch_start(self, trainer, module, batch, index):
+            told.append(compat.is_first_of_step(trainer))
+
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            zeroed.append(len(told))
+
+    trainer_with(tmp_path, Tells(), accumulate_grad_batches=2).fit(Model(), loader())
+    assert told == [True, False, True, False] and zeroed == [1, 3]
+
+
 def test_training_data_and_loaders(tmp_path):
     class TwoLoaders(Model):
         def training_step(self, batch, index):

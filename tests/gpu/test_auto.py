@@ -119,7 +119,7 @@ def microseconds(*models):
     """GPU time of a step of each model: the shortest, in turns, since other processes may use the GPU."""
     x = torch.randn(ROWS, WIDTH, device="cuda")
     steps, times = [captured_step(model, x) for model in models], [[] for _ in models]
-    for _ in range(30):
+    for _ in range(200):
         for step, of in zip(steps, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -32,7 +32,7 @@ _INSTANCES = 16  # captured passes of one key, of which each waits for its backw
 _CAPTURES = 3  # captures of one key, after the block was changed
 _LARGE = 2**28  # bytes of results, of which a graph holds three copies, up to which a whole model is one graph
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
-_BUSY_SAVING = 1.0  # the same where memory counts, which a small gain is not worth
+_BUSY_SAVING = 1.15  # the same where memory counts: just above 1, which is the ratio where the GPU waits
 
 
 class GraphedForward:
