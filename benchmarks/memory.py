@@ -28,6 +28,7 @@ SCALE = 2.0**12  # loss scale that no step overflows at, so that every step coun
 LEVELS_AND_ARGUMENTS = [
     LIGHTNING, OURS, "msamp_o1", "msamp_o2", "msamp_o3", "msamp_o2, activations=recompute",
     "msamp_o2, activations=fp8", "msamp_o2, activations=fp8+recompute", "msamp_o2, graphs=False",
+    "msamp_o2, activations=fp8+recompute, graphs=False",
 ]  # fmt: skip
 WARMUP = 16  # steps: CUDA graphs come at the 13th at the latest
 HELD = 512 * MIB  # bytes that may outlive a contestant: workspaces of libraries

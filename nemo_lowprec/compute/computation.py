@@ -259,8 +259,8 @@ class Computation(Column):
 
     @property
     def overwrites_gradients(self) -> bool:
-        """Whether a forward pass overwrites the last gradients: it copies those that parameters still have."""
-        return self._graphs is not None and self._graphs.overwrite_gradients
+        """Whether a forward pass overwrites the last gradients, and copies each gradient that a parameter still has."""
+        return self._graphs is not None and self._graphs.overwrites_gradients
 
     def _capture_blocks(self) -> None:
         """Let the model's blocks run as CUDA graphs, once they have run a few times."""

@@ -12,7 +12,10 @@ from nemo_lowprec.compat.lightning import is_first_of_step, trainer_of
 
 
 def zero_before_forward(module: pl.LightningModule) -> None:
-    """Zero the gradients that Lightning is to zero after this forward pass, unless somebody may read them by then."""
+    """Zero the gradients that Lightning is to zero after this forward pass, unless a hook may read them by then.
+
+    A ``training_step`` that reads ``param.grad`` finds None.
+    """
     trainer = trainer_of(module)
     if trainer is None or not module.automatic_optimization or not is_first_of_step(trainer):
         return

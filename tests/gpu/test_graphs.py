@@ -569,7 +569,7 @@ def test_under_the_trainer(tmp_path):
         module.on_train_end = lambda seen=seen, module=module: seen.append(passes(module.model) > 0)
         trainer.fit(module, DataLoader(data, batch_size=None), DataLoader(data[:2], batch_size=None))
         assert seen == [graphs]
-        # A graph overwrites their memory: those of the step before are gone, and copied are those of the same step.
+        # A graph overwrites gradients: before a step's first batch they are gone, and the second batch adds to copies.
         assert module.had_gradients[-4:] == [not graphs, True] * 2
         found.append(torch.stack(module.losses).tolist())
     assert found[0] == found[1]

@@ -75,7 +75,7 @@ class GraphedForward:
 
     @property
     def overwrites_gradients(self) -> bool:
-        """Whether a graph's forward pass writes where its last backward pass has left gradients."""
+        """Whether the forward pass of a graph writes where the graph's last backward pass has left gradients."""
         return any(not found.shares_memory for passes in self._passes.values() for found in passes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -294,8 +294,8 @@ class BlockGraphs:
                 yield block, forward
 
     @property
-    def overwrite_gradients(self) -> bool:
-        """Whether forward passes copy the gradients that parameters still have, to overwrite their memory."""
+    def overwrites_gradients(self) -> bool:
+        """Whether the forward pass of a graph writes where the graph's last backward pass has left gradients."""
         return any(forward.overwrites_gradients for _, forward in self._forwards())
 
     def remove(self) -> None:

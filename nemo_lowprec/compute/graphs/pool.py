@@ -57,7 +57,8 @@ class GraphPool:
 
     Args:
         device: a GPU.
-        saves_memory: whether a pass is captured only where its graph takes about the memory that the pass takes.
+        saves_memory: whether memory counts. Then a pass is captured only where the GPU waits for the host, and where
+            the graph takes about the memory that the pass takes.
 
     Attributes:
         stream: the stream of the capture.
