@@ -14,8 +14,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.class_swap import derive, dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
+from nemo_lowprec.compute.experts.gate import Gate
+from nemo_lowprec.compute.experts.layout import layout_of
+from nemo_lowprec.compute.experts.layout import obstacle as experts_obstacle
+from nemo_lowprec.compute.experts.module import LowPrecisionExperts
 from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry
@@ -76,6 +80,8 @@ def convert_layers(
         for item, weight in _linear_weights(name, module).items():
             if half_backend is None and _is_conv1d(module):  # which has no form like HalfLinear
                 continue
+            if layout_of(module) is not None:
+                continue
             if weight in gemm_plans(module) or _linear_obstacle(module, weight) is not None:
                 continue
             _plan(module, weight, GemmPlan(half_backend, half, name=item, observers=observers))  # type: ignore[arg-type]
@@ -99,6 +105,8 @@ def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
     """The plans by which backends compute a converted module, by the names of its weights."""
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {name: plan for name, plan in module.gemm_plans.items() if plan.backend is not None}
+    if isinstance(module, LowPrecisionExperts):
+        return dict(module.gemm_plans)
     return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
 
 
@@ -122,18 +130,19 @@ def _call_layers(module: nn.Module) -> None:
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
-    """The weights of a linear layer, or of an attention's input projections: name in ``Conversion`` to own name."""
+    """The weights of a linear layer, an attention's input projections or experts: name in ``Conversion`` to own name."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {full_name(name, weight): weight for weight in projection_weights(module)}
-    return {}
+    layout = layout_of(module)
+    return {} if layout is None else {full_name(name, weight): weight for weight in layout.weights}
 
 
 def replace_plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     """Compute with ``weight`` of a converted ``module`` by another ``plan``. FSDP2 may have changed its class."""
     _give_entry(module, weight, plan)
-    if isinstance(module, LowPrecisionMultiheadAttention):
+    if isinstance(module, LowPrecisionMultiheadAttention | LowPrecisionExperts):
         module.gemm_plans[weight] = plan
     else:
         module.__dict__["gemm_plan"] = plan
@@ -146,7 +155,11 @@ def _give_entry(module: nn.Module, weight: str, plan: GemmPlan) -> None:
 def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     """Compute with ``weight`` of ``module`` by ``plan``."""
     _give_entry(module, weight, plan)
-    if isinstance(module, LowPrecisionMultiheadAttention):
+    layout = layout_of(module)
+    if layout is not None and not isinstance(module, LowPrecisionExperts):
+        gate = Gate.of(module, layout)
+        swap(module, derive(LowPrecisionExperts, type(module)), gemm_plans={}, layout=layout, gate=gate)
+    if isinstance(module, LowPrecisionMultiheadAttention | LowPrecisionExperts):
         module.gemm_plans[weight] = plan
     elif _is_conv1d(module):
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
@@ -230,6 +243,10 @@ def _unread(model: nn.Module) -> dict[int, str]:
 
 def _linear_obstacle(module: nn.Module, own: str) -> str | None:
     """Why the GEMMs of this layer's weight ``own`` cannot be replaced; None where they can."""
+    layout = layout_of(module)
+    if layout is not None:
+        reasons = (own_forward(module), experts_obstacle(module, layout))
+        return next(filter(None, (*reasons, *(dtype_obstacle(module._parameters[n]) for n in layout.weights))), None)  # type: ignore[arg-type]
     if not (type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)):
         return f"{type(module).__name__} has a forward of its own"
     if obstacle := own_forward(module):
@@ -244,7 +261,9 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
 
 def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:
     multiple = FEATURE_MULTIPLE[recipe.scaling]
-    for size in module._parameters[own].shape:  # type: ignore[union-attr]
+    layout = layout_of(module)
+    weights = (own,) if layout is None else layout.weights
+    for size in (size for name in weights for size in module._parameters[name].shape[-2:]):  # type: ignore[union-attr]
         if size % multiple or size == 0:
             return f"a side of {size} is no multiple of {multiple}"
     return None

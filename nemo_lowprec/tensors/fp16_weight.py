@@ -48,6 +48,10 @@ class Fp16Weight(QuantizedTensor):
         """Some of the rows, sharing the storage."""
         return self._with(self.data_fp16[start:stop])
 
+    def item_of(self, index: int) -> Fp16Weight:
+        """One item of the first dimension, sharing the storage."""
+        return self._with(self.data_fp16[index])
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor (of FP16, the storage itself)."""
         return self.data_fp16.to(dtype or self.dtype)

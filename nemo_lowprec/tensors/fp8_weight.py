@@ -66,6 +66,10 @@ class Fp8Weight(QuantizedTensor):
         """Some of the rows, sharing the storage and the scale (a slice is a plain tensor of the values)."""
         return self._with(self.data_fp8[start:stop], self.scale_inv)
 
+    def item_of(self, index: int) -> Fp8Weight:
+        """One item of the first dimension, sharing the storage and the scale."""
+        return self._with(self.data_fp8[index], self.scale_inv)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor."""
         return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)

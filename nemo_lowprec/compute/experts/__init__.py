@@ -1,0 +1,11 @@
+"""Mixture of experts: experts whose weights are one parameter [experts, ...] are computed by grouped GEMMs.
+
+layout.py     recognises such a module, by the interface that transformers gives its experts
+routing.py    the order of the tokens by expert
+gate.py       what a module computes between its two GEMMs
+gemms.py      the grouped GEMMs of any backend, expert by expert: the reference
+fused.py      the same in a few launches, without waiting for the device
+function.py   forward and backward of a module, as one node of autograd
+module.py     the converted module
+router.py     routers, which compute in FP32
+"""
