@@ -130,7 +130,7 @@ def _call_layers(module: nn.Module) -> None:
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
-    """The weights of a linear layer, an attention's input projections or experts: name in ``Conversion`` to own name."""
+    """Weights of a linear layer, an attention's input projections or experts: name in ``Conversion`` to own name."""
     if isinstance(module, nn.Linear) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):

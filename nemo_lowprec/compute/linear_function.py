@@ -139,15 +139,7 @@ class LinearFunction(torch.autograd.Function):
             weight = _half_weight(weight, plan, keeper, transposed)
         w_kept = w_columnwise and plan.keeps_weight and (keeper is not None or not isinstance(weight, Fp8Weight))
         if fprop8 or w_kept:
-            w8 = None if keeper is None else keeper.kept(fprop8, w_kept)
-            if w8 is None and keeper is not None:
-                with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
-                    w8 = new_weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
-                keeper.keep(w8, fprop8, w_kept, transposed)
-            elif w8 is None:
-                w8 = new_weight_operand(weight, plan, rowwise=fprop8, columnwise=w_kept)
-            elif plan.observers.quantized:
-                plan.announce("weight", weight, w8)
+            w8 = _operand_of(weight, plan, keeper, rowwise=fprop8, columnwise=w_kept, transposed=transposed)
 
         if fprop8:
             out = backend.fprop(x8, w8, bias, out_dtype)
@@ -319,6 +311,34 @@ def _half_weight(weight: Tensor, plan: GemmPlan, keeper: WeightState, transposed
             half = plan.in_half("weight", weight)
         keeper.keep(half, True, True, transposed)
     return half
+
+
+def weight_operand(matrix: Tensor, weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:
+    """The quantized ``weight``, kept from step to step where the plan says so.
+
+    Args:
+        matrix: the weight as a matrix in its storage.
+    """
+    keeps = plan.weight is not None and not weight.is_inference() and plan.weight.keeps
+    keeper = plan.weight if keeps else None
+    return _operand_of(matrix, plan, keeper, rowwise=rowwise, columnwise=columnwise, transposed=False)
+
+
+def _operand_of(
+    weight: Tensor, plan: GemmPlan, keeper: WeightState | None, *, rowwise: bool, columnwise: bool, transposed: bool
+) -> Any:
+    """The quantized ``weight``: what ``keeper`` keeps of it, if that is there, else made anew, and kept."""
+    w8 = None if keeper is None else keeper.kept(rowwise, columnwise)
+    if w8 is not None:
+        if plan.observers.quantized:
+            plan.announce("weight", weight, w8)
+        return w8
+    if keeper is None:
+        return new_weight_operand(weight, plan, rowwise=rowwise, columnwise=columnwise)
+    with torch.inference_mode(False), torch.no_grad():  # a later pass may save it for backward
+        w8 = new_weight_operand(weight, plan, rowwise=rowwise, columnwise=columnwise)
+    keeper.keep(w8, rowwise, columnwise, transposed)
+    return w8
 
 
 def new_weight_operand(weight: Tensor, plan: GemmPlan, *, rowwise: bool, columnwise: bool) -> Any:

@@ -223,7 +223,9 @@ class WeightState:
             return stored_data(weight), parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
-        source, scale = stored_data(weight), self._scale()
+        # The weights of experts are kept as one matrix.
+        source = stored_data(weight).view(row.shape if row is not None else col.shape[::-1])  # type: ignore[union-attr]
+        scale = self._scale()
         if not isinstance(weight, Fp8Weight):
             return None if scale is None else (source, scale, scale_inv, row, col)
         if col is None or (row is not None and row.data_ptr() != source.data_ptr()):

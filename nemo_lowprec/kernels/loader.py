@@ -29,3 +29,5 @@ join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the g
 loss_kernels = partial(_load, "nemo_lowprec.kernels.triton_cross_entropy")  # cross entropy of half logits
 activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  # activations between FP8 layers
 embedding_kernels = partial(_load, "nemo_lowprec.kernels.triton_embedding")  # gradients of embeddings
+grouped_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped")  # grouped GEMMs of experts
+expert_kernels = partial(_load, "nemo_lowprec.kernels.triton_experts")  # what experts do between these GEMMs

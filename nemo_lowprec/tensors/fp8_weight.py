@@ -66,6 +66,10 @@ class Fp8Weight(QuantizedTensor):
         """Some of the rows, sharing the storage and the scale (a slice is a plain tensor of the values)."""
         return self._with(self.data_fp8[start:stop], self.scale_inv)
 
+    def joined(self) -> Fp8Weight:
+        """The first two dimensions as one, sharing the storage and the scale."""
+        return self._with(self.data_fp8.flatten(0, 1), self.scale_inv)
+
     def item_of(self, index: int) -> Fp8Weight:
         """One item of the first dimension, sharing the storage and the scale."""
         return self._with(self.data_fp8[index], self.scale_inv)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_lowprec.compute.autocast import AutocastOff
+from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.tensors.gradient import computed_dtype
 
 
@@ -92,7 +93,9 @@ def _ins_of(weight: Tensor, transposed: bool) -> int:
 
 def _weight(gemms: Any, weight: Tensor, plan: Any, transposed: bool, need_dgrad: bool) -> tuple[Any, bool]:
     """The weight as the forward GEMM reads it, and whether it has the form that backward reads, too."""
-    kept = need_dgrad and plan.keeps_weight
+    # A weight that is stored in FP8 is transposed again in backward, which takes less memory than two orientations.
+    keeps = plan.weight is not None and plan.weight.keeps
+    kept = need_dgrad and plan.keeps_weight and (keeps or not isinstance(weight, Fp8Weight))
     return gemms.weight(weight, plan, transposed, rowwise=plan.fp8[0], columnwise=kept and plan.fp8[1]), kept
 
 
@@ -115,9 +118,7 @@ def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         tensors, plan = saved[at : at + meta[0]], plans[place // 2]
         at += meta[0]
         if meta[1] is None:  # a weight that is quantized again
-            operands.append(
-                gemms.weight(tensors[0], plan, layout.transposed, rowwise=False, columnwise=plan.fp8[1])
-            )
+            operands.append(gemms.weight(tensors[0], plan, layout.transposed, rowwise=False, columnwise=plan.fp8[1]))
         else:
             operands.append(gemms.restore(tensors, meta[1], plan))
     x, up8, a, down8 = operands
@@ -141,6 +142,7 @@ def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:
         dh8, dh, dfactor = gemms.activate_backward(
             da, h, factor, gate, module, up_plan,
             rowwise=need_x and up_plan.fp8[1], columnwise=need_up and up_plan.fp8[2], record=record,
+            half=need_up_bias,
         )  # fmt: skip
         if need_scores:
             if down_bias is not None:

@@ -85,7 +85,15 @@ class LoopGemms:
         return self._quantize(rows, rows, plan, kind, rowwise=rowwise, columnwise=columnwise, record=record)
 
     def _quantize(
-        self, rows: Tensor, measured: Tensor, plan: GemmPlan, kind: str, *, rowwise: bool, columnwise: bool, record: bool
+        self,
+        rows: Tensor,
+        measured: Tensor,
+        plan: GemmPlan,
+        kind: str,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        record: bool,
     ) -> Parts:
         half = plan.in_half(kind, rows) if _reads_half(plan, kind) else None
         if not (rowwise or columnwise):
@@ -103,7 +111,7 @@ class LoopGemms:
                     plan.announce(kind, part, found)
         return Parts(parts, half)
 
-    def _cut(self, rows: Tensor, multiple: int) -> list[Tensor | None]:
+    def _cut(self, rows: Tensor, multiple: int) -> list[Any]:
         """The rows of each expert, with zeros to a multiple of ``multiple`` rows; None for no rows."""
         cut = rows[: sum(self.sizes)].split(self.sizes)
         return [F.pad(part, (0, 0, 0, -len(part) % multiple)) if len(part) else None for part in cut]
@@ -165,7 +173,9 @@ class LoopGemms:
             at += size
         return out
 
-    def wgrad(self, grad: Any, x: Any, plan: GemmPlan, shape: torch.Size, transposed: bool, dtype: torch.dtype) -> Tensor:
+    def wgrad(
+        self, grad: Any, x: Any, plan: GemmPlan, shape: torch.Size, transposed: bool, dtype: torch.dtype
+    ) -> Tensor:
         """The gradient of a weight of this ``shape``, in ``dtype``."""
         out = torch.zeros(shape, dtype=dtype, device=self.routing.order.device)
         cut = [self._cut(operand.values, 1) if not plan.fp8[2] else operand.parts for operand in (grad, x)]
@@ -205,12 +215,13 @@ class LoopGemms:
 
     def activate_backward(
         self, grad: Tensor, h: Tensor, factor: Tensor, gate: Gate, module: nn.Module, plan: GemmPlan, *,
-        rowwise: bool, columnwise: bool, record: bool,
-    ) -> tuple[Any, Tensor, Tensor]:  # fmt: skip
+        rowwise: bool, columnwise: bool, record: bool, half: bool,
+    ) -> tuple[Any, Tensor | None, Tensor]:  # fmt: skip
         """The gradient of ``h`` quantized for the first projection, in half, and the gradient of ``factor``.
 
         Args:
             grad: half [rows, ins], of the input of the second projection.
+            half: whether the half gradient is wanted.
         """
         dh, values = gate.backward(module, (grad.float() * factor[:, None]).to(grad.dtype), h)
         dh8 = self.quantize(dh, plan, "grad_output", rowwise=rowwise, columnwise=columnwise, record=record)
@@ -240,7 +251,7 @@ def _with_one_scale(operand: Operand, values: Tensor, record: bool) -> Operand:
 def _matrix(weight: Tensor, expert: int, transposed: bool) -> Tensor:
     """The weight [outs, ins] of one expert, in its storage."""
     if isinstance(weight, Fp8Weight | Fp16Weight):
-        one = weight.item_of(expert)
-        return one.transposed() if transposed else one
+        stored = weight.item_of(expert)
+        return stored.transposed() if transposed else stored
     one = stored_data(weight)[expert]
     return one.t() if transposed else one

@@ -13,6 +13,7 @@ from nemo_lowprec.compat.autograd import unwrap_if_dead
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.experts.function import ExpertsFunction
+from nemo_lowprec.compute.experts.fused import FusedGemms, can_fuse
 from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.gemms import LoopGemms
 from nemo_lowprec.compute.experts.layout import ExpertsLayout
@@ -49,7 +50,8 @@ class LowPrecisionExperts(nn.Module):
         biases = (None, None) if self.layout.biases is None else [self._parameters[name] for name in self.layout.biases]
         grad = torch.is_grad_enabled()
         with AutocastOff(device):
-            gemms = LoopGemms(index, self.num_experts)  # type: ignore[arg-type]
+            kind = FusedGemms if can_fuse(plans, tokens.device) else LoopGemms
+            gemms = kind(index, self.num_experts)  # type: ignore[arg-type]
             call = self, self.layout, self.gate, plans, gemms, tokens.dtype, self.training, grad
             return ExpertsFunction.apply(tokens, scores, up, down, *biases, call)  # type: ignore[no-any-return]
 

@@ -1,0 +1,72 @@
+"""Tiny modules of experts as transformers builds them, and what they compute, for tests on CPUs and GPUs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+from nemo_lowprec.compute import convert_layers
+from nemo_lowprec.engine.build import new_amaxes
+from nemo_lowprec.options import LayerFilter, Recipe
+
+KINDS = ("mixtral", "gpt_oss", "nemotron_h")
+TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 96, 64, 48, 5, 2
+
+
+def experts_of(kind, tokens=TOKENS, hidden=HIDDEN, inner=INNER, experts=EXPERTS, top_k=TOP_K, device="cpu"):
+    """A module of experts in a parent, and its inputs: tokens, index, scores. The last expert has no token."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", hidden_size=hidden, intermediate_size=inner, num_local_experts=experts)
+    if kind == "gpt_oss":
+        config.swiglu_alpha, config.swiglu_limit = 1.702, 7.0
+        module = GptOssExperts(config)
+    elif kind == "nemotron_h":
+        sizes = {"n_routed_experts": experts, "hidden_size": hidden, "moe_intermediate_size": inner}
+        config = SimpleNamespace(**sizes, moe_latent_size=None, mlp_hidden_act="relu2", _experts_implementation="eager")
+        module = NemotronHExperts(config)
+    else:
+        module = MixtralExperts(config)
+    config._experts_implementation = "eager"
+    for param in module.parameters():
+        nn.init.normal_(param, std=0.05)
+    scores = torch.rand(tokens, top_k) + 0.1
+    index = torch.stack([torch.randperm(experts - 1)[:top_k] for _ in range(tokens)])
+    parent = nn.Sequential()
+    parent.experts = module
+    x = torch.randn(tokens, hidden)
+    return parent.to(device), x.to(device), index.to(device), scores.to(device)
+
+
+def convert(parent, backend, recipe=None, half=torch.bfloat16):
+    """Convert ``parent``; returns the amaxes of its operands."""
+    recipe = Recipe("delayed") if recipe is None else recipe
+    amaxes = new_amaxes(recipe)
+    done = convert_layers(
+        parent, half, recipe, backend, None, LayerFilter(), amaxes.histories, weights=amaxes.weights
+    )  # fmt: skip
+    assert len(done.low) == 2, done.kept
+    amaxes.settle(next(parent.parameters()).device)
+    return amaxes
+
+
+def passes(parent, x, index, scores, half=torch.bfloat16):
+    """One forward and backward pass: the output, and the gradients by name."""
+    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
+    parent.zero_grad()
+    with torch.autocast(x.device.type, half):
+        out = parent.experts(x, index, scores)
+    weight = torch.linspace(-1, 1, out.numel(), device=x.device).view_as(out)
+    (out.float() * weight).sum().backward()
+    grads = {name: param.grad.clone() for name, param in parent.experts.named_parameters()}
+    return out.detach(), {**grads, "tokens": x.grad, "scores": scores.grad}
+
+
+def distance(found, expected):
+    """The norm of the difference, as a part of the norm of what is expected."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
