@@ -38,7 +38,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.everyday_contestants import CONTESTANTS, EAGER, Contestant, Training, forget, names
-from benchmarks.everyday_models import MODELS, Batch, loss_of
+from benchmarks.everyday_models import MODELS, Batch, Task, loss_of
 from benchmarks.kernel_kinds import milliseconds
 from benchmarks.measure import DEVICE, release, synchronize
 from benchmarks.record import Record, arguments, earlier
@@ -55,9 +55,9 @@ class Runner:
         passes: milliseconds of a step's forward and backward pass, of each round.
     """
 
-    def __init__(self, contestant: Contestant, model: str, batch: Batch) -> None:
+    def __init__(self, contestant: Contestant, task: Task, batch: Batch) -> None:
         start = time.perf_counter()
-        self.training: Training = contestant.make(MODELS[model])
+        self.training: Training = contestant.make(task)
         self.batch = batch
         self.rounds: list[float] = []
         self.passes: list[float] = []
@@ -162,8 +162,9 @@ def measure(
     """The figures of the chosen contestants of a model; those of the eager one come last."""
     torch.manual_seed(0)
     try:
-        batch = MODELS[model].batch()
-        eager = Runner(CONTESTANTS[EAGER], model, batch)
+        task = MODELS[model]
+        batch = task.batch()
+        eager = Runner(CONTESTANTS[EAGER], task, batch)
         before = eager.round(3)
     except Exception as error:
         yield from (_failed(name, error) for name in chosen)
@@ -176,7 +177,7 @@ def measure(
         if name == EAGER:
             continue
         try:
-            other = Runner(CONTESTANTS[name], model, batch)
+            other = Runner(CONTESTANTS[name], task, batch)
             beside, passes_beside = in_turns(eager, other, rounds, steps)
             figure, passes = _milliseconds(other.rounds), statistics.median(other.passes)
             gpu = other.gpu()

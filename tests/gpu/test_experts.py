@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support import kernels_or_skip
-from tests.experts import KINDS, convert, distance, experts_of, passes
 
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
@@ -13,6 +12,7 @@ from nemo_lowprec.compute.experts.gemms import LoopGemms
 from nemo_lowprec.formats import E4M3, E5M2, cast, decode
 from nemo_lowprec.kernels.loader import expert_kernels, grouped_kernels
 from nemo_lowprec.options import Recipe
+from tests.experts import KINDS, convert, distance, experts_of, passes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
