@@ -199,7 +199,7 @@ class Computation(Column):
         if not bool(cost.any()):
             return  # no layer has run
         groups = groups_of(self._model, self.conversion)
-        kept = sum(group.elements for group in groups if group.fate.kind == "half")
+        kept = round(sum(group.products for group in groups if group.fate.kind == "half"))
         # With activations memory counts: a layer in half precision keeps more than an FP8 layer.
         by_host = self.device.type == "cuda" and self.no_graphs() is not None and self.options.activations is None
         self._take(choose(cost, names, times, self.options.level.autocast.upper(), kept, by_host))

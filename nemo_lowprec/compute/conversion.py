@@ -22,6 +22,7 @@ class Conversion:
         asked: names in ``kept`` of layers that the arguments for choosing layers leave out.
         fused: name to pattern, for every parent of converted layers that a pattern computes (``compute.patterns``).
         unfused: name to reason, for every other parent that a pattern has looked at.
+        routers: names of the modules that choose the experts of a token, which compute in FP32.
         keeping: name to kind, for every module of which backward needs the inputs alone (``activations``).
     """
 
@@ -34,4 +35,5 @@ class Conversion:
     asked: set[str] = field(default_factory=set)
     fused: dict[str, str] = field(default_factory=dict)
     unfused: dict[str, str] = field(default_factory=dict)
+    routers: list[str] = field(default_factory=list)
     keeping: dict[str, str] = field(default_factory=dict)

@@ -16,10 +16,12 @@ from torch.nn.parameter import UninitializedParameter
 from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.class_swap import derive, dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
+from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.layout import layout_of
 from nemo_lowprec.compute.experts.layout import obstacle as experts_obstacle
 from nemo_lowprec.compute.experts.module import LowPrecisionExperts
+from nemo_lowprec.compute.experts.router import ROUTER, compute_in_fp32
 from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry
@@ -190,12 +192,14 @@ def _convert_low(
         name: recognise(*candidate, refused.get(name) or unlisted.get(name)) for name, candidate in found.items()
     }
     unread = _unread(model)
+    routers = {name: model.get_submodule(name) for block in blocks_of(model) for name in block.routers}
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
     for name, module in linears.items():
         for item, weight in _linear_weights(name, module).items():
             reason = (
-                refused.get(name)
+                (ROUTER if name in routers else None)
+                or refused.get(name)
                 or unread.get(id(module))
                 or _linear_obstacle(module, weight)
                 or _size_obstacle(module, weight, recipe)
@@ -206,6 +210,9 @@ def _convert_low(
                     result.asked.add(item)
             else:
                 chosen[item] = full_name(name, weight), module, weight
+    for module in routers.values():
+        compute_in_fp32(module)
+    result.routers += routers
     slots: dict[str, Any] = {}
     if histories is not None:
         kinds = [kind for kind in OPERANDS if kind != "weight"]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.conversion import Conversion
+from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.te_layers import is_te_module
 
-_ENOUGH = 0.5  # of the elements
+_ENOUGH = 0.5  # of the products
 _NAMED = 3
 _PARAMETRIZED = re.compile(r"(^|\.)parametrizations\..*$")
 
@@ -27,8 +28,8 @@ class Fate(NamedTuple):
     Attributes:
         kind: ``low``: by a converted layer; ``left``: by a converted layer that ``convert="auto"`` runs in half
             precision; ``te``: in Transformer Engine's own layers; ``half``; ``asked``: half, by the arguments that
-            choose layers; ``norm``; ``embedding``: a lookup, which is no GEMM; ``fused`` and ``unfused``: a parent of
-            layers, which a pattern computes or not.
+            choose layers; ``router``: in FP32; ``norm``; ``embedding``: a lookup, which is no GEMM; ``fused`` and
+            ``unfused``: a parent of layers, which a pattern computes or not.
         reason: why the kind is not ``low``; for ``fused`` the name of the pattern.
         pattern: of a matrix without a layer, its name with ``*`` for numbers, so that such matrices form one group.
     """
@@ -45,11 +46,14 @@ class Group:
     Attributes:
         names: of the layers or matrices, in the model's order.
         elements: number of elements of their matrices (parameters of two or more dimensions), each counted once.
+        products: of the matrices' elements with those of one token. A token passes a part of the experts; a matrix
+            that is looked up has none.
     """
 
     fate: Fate
     names: list[str] = field(default_factory=list)
     elements: int = 0
+    products: float = 0.0
 
     @property
     def is_gemm(self) -> bool:
@@ -57,7 +61,7 @@ class Group:
 
         A matrix outside of torch's layers counts as one that a GEMM reads, since no module shows its use.
         """
-        return self.fate.kind in ("low", "te", "left", "half")
+        return self.fate.kind in ("low", "te", "left", "half", "router")
 
     @property
     def is_low(self) -> bool:
@@ -73,6 +77,8 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     """
     names: dict[Fate, dict[str, None]] = defaultdict(dict)
     elements: dict[Fate, int] = defaultdict(int)
+    products: dict[Fate, float] = defaultdict(float)
+    shares = {block.experts: block.share for block in blocks_of(model)}
     for name in conversion.low:
         names[_converted(name, conversion)][name] = None
     for name in conversion.norms:
@@ -87,12 +93,20 @@ def groups_of(model: nn.Module, conversion: Conversion) -> list[Group]:
     for matrix, places in _matrices(model):
         _, fate, name = min((_found(*place, low, conversion) for place in places), key=lambda found: found[0])
         names[fate][name] = None
-        elements[fate] += 0 if isinstance(matrix, UninitializedParameter) else matrix.numel()
-    groups = [Group(fate, list(of), elements[fate]) for fate, of in names.items()]
+        size = 0 if isinstance(matrix, UninitializedParameter) else matrix.numel()
+        elements[fate] += size
+        if fate.kind not in ("norm", "embedding"):
+            products[fate] += size * _share(places[0][0], shares)
+    groups = [Group(fate, list(of), elements[fate], products[fate]) for fate, of in names.items()]
     return sorted(groups, key=lambda group: (_ORDER.index(group.fate.kind), -group.elements))
 
 
-_ORDER = ("low", "te", "left", "norm", "fused", "unfused", "half", "asked", "embedding")
+_ORDER = ("low", "te", "left", "norm", "fused", "unfused", "half", "asked", "router", "embedding")
+
+
+def _share(module: str, shares: dict[str, float]) -> float:
+    """The part of a module that a token passes."""
+    return next((share for name, share in shares.items() if f"{module}.".startswith(f"{name}.")), 1.0)
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[Tensor, list[tuple[str, nn.Module, str]]]]:
@@ -112,6 +126,8 @@ def _found(
     full = full_name(name, own)
     if full in low:
         return 0, _converted(low[full], conversion), low[full]
+    if name in conversion.routers:
+        return 0, Fate("router", "routers"), name
     if is_te_module(module):
         return 1, Fate("te"), name
     outside = _PARAMETRIZED.sub("", name)
@@ -174,22 +190,22 @@ def _pattern(name: str) -> str:
 
 
 def too_little(groups: list[Group]) -> str | None:
-    """A warning where converted layers have less than half of the elements of the matrices that GEMMs read, else None.
+    """A warning where converted layers do less than half of the products of a token with matrices, else None.
 
     Not counted are norms, layers that the user has asked to keep, and embeddings (a lookup is no GEMM) unless the
     embedding is the head, too.
     """
-    counted = sum(group.elements for group in groups if group.is_gemm)
-    low = sum(group.elements for group in groups if group.is_low)
+    counted = sum(group.products for group in groups if group.is_gemm)
+    low = sum(group.products for group in groups if group.is_low)
     if low and low >= _ENOUGH * counted:
         return None
-    others = sorted((g for g in groups if g.is_gemm and not g.is_low and g.elements), key=lambda g: -g.elements)
+    others = sorted((g for g in groups if g.is_gemm and not g.is_low and g.products), key=lambda g: -g.products)
     shown = [
-        f"{g.elements / counted:.0%} {', '.join(as_patterns(g.names)[:_NAMED])}, {g.fate.reason}"
+        f"{g.products / counted:.0%} {', '.join(as_patterns(g.names)[:_NAMED])}, {g.fate.reason}"
         for g in others[:_NAMED]
     ]
     more = f"; and {len(others) - _NAMED} more groups" if len(others) > _NAMED else ""
-    what = f"only {low / counted:.0%} of the elements of the matrices" if low else "no matrix"
+    what = f"only {low / counted:.0%} of the FLOP of the matrices" if low else "no matrix"
     return f"{what} that this model multiplies with {'are' if low else 'is'} in a converted layer" + (
         f". Others are: {'; '.join(shown)}{more}." if shown else "."
     )

@@ -12,7 +12,7 @@ from nemo_lowprec.compute.coverage import Group, as_globs, groups_of, too_little
 from nemo_lowprec.lines import WIDTH, name_lines, text_lines
 
 _NAMED = 8  # layers of a group
-_INDENT = 18
+_INDENT = 26
 _ARE = {
     "te": "{low}, by Transformer Engine",
     "norm": "norm with half output",
@@ -21,12 +21,15 @@ _ARE = {
     "left": "half precision",
     "half": "half precision",
     "asked": "half precision",
+    "router": "FP32",
     "embedding": "no GEMM",
 }
 
 
 def layers_table(groups: list[Group], low: str, note: str = "") -> str:
-    """One row for each group of layers: count, share of all matrices' elements, computation and reason; then names.
+    """One row for each group of layers: count, shares of all matrices, computation and reason; then names.
+
+    The shares are those of the elements, and of the products of a token with them.
 
     Lines have at most 80 characters. Layers are named by globs, which ``convert`` and ``skip`` take.
 
@@ -34,21 +37,22 @@ def layers_table(groups: list[Group], low: str, note: str = "") -> str:
         low: how converted layers compute, for example ``FP8 (delayed, te)``.
         note: more of them.
     """
-    lines = [_row("Layers", "Weights", "Are")[0], " " + "─" * (WIDTH - 2)]
-    total = sum(group.elements for group in groups)
+    lines = [_row("Layers", "Weights", "FLOP", "Are")[0], " " + "─" * (WIDTH - 2)]
+    total, products = sum(group.elements for group in groups), sum(group.products for group in groups)
     for group in groups:
         kind, reason, _ = group.fate
         reason = note if kind == "low" else reason
         share = f"{100 * group.elements / total:.1f} %" if group.elements else ""
+        flop = f"{100 * group.products / products:.1f} %" if group.products else ""
         what = low if kind == "low" else _ARE[kind].format(low=low.partition(" ")[0])
-        lines += _row(f"{len(group.names):,}", share, f"{what}: {reason}" if reason else what)
+        lines += _row(f"{len(group.names):,}", share, flop, f"{what}: {reason}" if reason else what)
         others = [name for other in groups if other is not group for name in other.names]
         found = [glob or "the module itself" for glob in as_globs(group.names, others)]
         lines += name_lines(found[:_NAMED], _INDENT + 2)
         if len(found) > _NAMED:
             lines.append(" " * (_INDENT + 2) + f"and {len(found) - _NAMED} more")
     if not any(group.is_low for group in groups):
-        lines += _row("0", "", f"{low}: no layer can be converted")
+        lines += _row("0", "", "", f"{low}: no layer can be converted")
     return "\n".join(lines)
 
 
@@ -74,7 +78,7 @@ def describe_layers(
         problem = too_little(groups)
     table = layers_table(groups, f"{level.compute.upper()} ({how})", note)
     if activations is not None:
-        table = "\n".join([table, *_row(f"{len(conversion.keeping):,}", "", _kept(conversion, activations))])
+        table = "\n".join([table, *_row(f"{len(conversion.keeping):,}", "", "", _kept(conversion, activations))])
     return table, problem and f"{level.name}: {problem}"
 
 
@@ -86,6 +90,6 @@ def _kept(conversion: Conversion, activations: str) -> str:
     return f"keep for backward their inputs alone, {form}{behind}: {found}"
 
 
-def _row(count: str, share: str, text: str) -> list[str]:
+def _row(count: str, share: str, flop: str, text: str) -> list[str]:
     lines = text_lines(text, _INDENT)
-    return [f" {count:>6}  {share:>7}  {lines[0].lstrip()}", *lines[1:]]
+    return [f" {count:>6}  {share:>7} {flop:>7}  {lines[0].lstrip()}", *lines[1:]]

@@ -2,7 +2,6 @@
 
 import math
 from fnmatch import fnmatchcase
-from itertools import pairwise
 
 import pytest
 import torch
@@ -122,45 +121,56 @@ def test_what_the_first_batch_will_give_its_shape_is_there_without_elements():
     assert [(g.names, g.elements) for g in groups(nn.LazyConv2d(3, 3, bias=False))] == [(["weight"], 0)]
 
 
-def test_experts_of_transformers_are_named_with_their_share():
+def test_experts_of_transformers_are_converted_and_counted_by_what_a_token_passes():
     model = mixtral()
     found = groups(model)
     experts, attention, head = 4 * 3 * 64 * 96 * 2, (64 * 64 * 2 + 64 * 32 * 2) * 2, 128 * 64
     layers, attend = "model.layers.*", ("q_proj", "k_proj", "v_proj", "o_proj")
+    low = [f"{layers}.self_attn.{part}" for part in attend]
+    low += [f"{layers}.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
     assert sizes(found) == {
-        ("low", "", *(f"{layers}.self_attn.{part}" for part in attend)): attention,
-        ("half", "a parameter of MixtralExperts", f"{layers}.mlp.experts.gate_up_proj"): experts * 2 // 3,
-        ("half", "a parameter of MixtralExperts", f"{layers}.mlp.experts.down_proj"): experts // 3,
+        ("low", "", *low): attention + experts,
         ("half", "the head (head='fp8' converts it)", "lm_head"): head,
-        ("half", "a parameter of MixtralTopKRouter", f"{layers}.mlp.gate.weight"): 4 * 64 * 2,
+        ("router", "routers", f"{layers}.mlp.gate"): 4 * 64 * 2,
         ("embedding", "an embedding", "model.embed_tokens.weight"): head,
     }
-    total = experts + attention + head + 512
-    assert too_little(found) == (
-        f"only {attention / total:.0%} of the elements of the matrices that this model multiplies with are in a "
-        f"converted layer. Others are: {experts * 2 / 3 / total:.0%} {layers}.mlp.experts.gate_up_proj, a parameter "
-        f"of MixtralExperts; {experts / 3 / total:.0%} {layers}.mlp.experts.down_proj, a parameter of MixtralExperts; "
-        f"{head / total:.0%} lm_head, the head (head='fp8' converts it); and 1 more groups."
+    products = {group.fate.kind: group.products for group in found if group.products}
+    assert products == {"low": attention + experts / 2, "half": head, "router": 512}  # two of four experts
+
+
+def test_experts_that_stay_are_named_with_their_share_of_the_flop():
+    experts, attention, head = 4 * 3 * 64 * 96 * 2, (64 * 64 * 2 + 64 * 32 * 2) * 2, 128 * 64
+    model = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.experts.has_post_expert_norm = True
+    counted = attention + experts / 2 + head + 512
+    said = "MixtralExperts normalizes what each expert returns"
+    assert too_little(groups(model)) == (
+        f"only {attention / counted:.0%} of the FLOP of the matrices that this model multiplies with are in a "
+        f"converted layer. Others are: {experts / 2 / counted:.0%} model.layers.*.mlp.experts.gate_up_proj, "
+        f"model.layers.*.mlp.experts.down_proj, {said}; {head / counted:.0%} lm_head, the head (head='fp8' converts "
+        f"it); {512 / counted:.0%} model.layers.*.mlp.gate, routers."
     )
 
 
 def test_the_table_has_all_of_it():
     model = mixtral()
     lines = layers_table(groups(model), "FP8 (current, reference)").splitlines()
-    assert lines[0].split() == ["Layers", "Weights", "Are"]
+    assert lines[0].split() == ["Layers", "Weights", "FLOP", "Are"]
     names = {name.rstrip(",") for line in lines[2:] if "*" in line for name in line.split()}
     assert names == {
         *(f"*.self_attn.{part}_proj" for part in "qkvo"), "*.experts.gate_up_proj", "*.experts.down_proj",
-        "lm_head", "*.gate.weight", "*.embed_tokens.weight", "*.input_layernorm", "*.post_attention_layernorm",
+        "lm_head", "*.mlp.gate", "*.embed_tokens.weight", "*.input_layernorm", "*.post_attention_layernorm",
         "*.norm", "*.self_attn",
     } - {"lm_head"}  # fmt: skip
     assert lines[lines.index(next(line for line in lines if "the head" in line)) + 1].split() == ["lm_head"]
-    shares = [float(line.split("%")[0].split()[-1]) for line in lines if "%" in line]
-    assert math.isclose(sum(shares), 100, abs_tol=0.5)
-    above = {line.split()[0]: before.split()[1] for before, line in pairwise(lines) if "*.experts" in line}
-    share = 100 * 4 * 64 * 96 * 2 / elements_of(model)
-    assert float(above["*.experts.gate_up_proj"]) == round(2 * share, 1)
-    assert float(above["*.experts.down_proj"]) == round(share, 1)
+    for place in range(2):  # weights, FLOP
+        shares = [line.split("%")[place].split()[-1] for line in lines if line.count("%") > place]
+        assert math.isclose(sum(map(float, shares)), 100, abs_tol=0.5)
+    experts, attention, head = 4 * 3 * 64 * 96 * 2, (64 * 64 * 2 + 64 * 32 * 2) * 2, 128 * 64
+    weights, flop = (float(part.split()[-1]) for part in lines[2].split("%")[:2])
+    assert weights == round(100 * (experts + attention) / elements_of(model), 1)
+    assert flop == round(100 * (experts / 2 + attention) / (experts / 2 + attention + head + 512), 1)
 
 
 def llama(**fields):
@@ -217,7 +227,7 @@ def test_no_line_is_over_80_columns_and_no_name_is_broken_but_behind_a_dot(name,
     every = [n for group in found for n in group.names]
     lines = layers_table(found, "FP8 (delayed, reference)").splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
-    shown = iter([line.strip() for line in lines if line.startswith(" " * 20)])
+    shown = iter([line.strip() for line in lines if line.startswith(" " * 28)])
     for group in found:
         text = next(shown)
         while text.endswith((",", ".")):
@@ -274,8 +284,8 @@ def stack(other):
     ("other", "arguments", "says"),
     [
         (nn.Conv2d(32, 32, 1), {}, None),  # just half
-        (nn.Conv2d(33, 32, 1), {}, "only 49% of the elements"),
-        (nn.Linear(33, 32), {}, "only 49% of the elements"),
+        (nn.Conv2d(33, 32, 1), {}, "only 49% of the FLOP"),
+        (nn.Linear(33, 32), {}, "only 49% of the FLOP"),
         (nn.Embedding(999, 32), {}, None),
         (nn.Linear(32, 999), {"skip": ["other"]}, None),
         (nn.Linear(32, 96), {"convert": ["up"]}, None),

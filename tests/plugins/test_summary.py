@@ -156,14 +156,14 @@ def test_matrices_of_no_layer_are_in_the_table_and_worth_a_warning(case, capsys)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         train(Experts(), case, max_steps=1)
-    said = [str(w.message) for w in found if "of the elements of the matrices" in str(w.message)]
+    said = [str(w.message) for w in found if "of the FLOP of the matrices" in str(w.message)]
     lines = capsys.readouterr().out.splitlines()
     rows = [line for line in lines if "a parameter of Experts" in line]
     assert len(said) == len(rows) == int(fp8)
     total = 8 * 128 * 128 + 32 * 128 + 128 * 128 + 128 * 32
     if fp8:
         low = (32 * 128 + 128 * 128) / total
-        assert said[0].startswith(f"{level_of(case).name}: only {low:.0%} of the elements of the matrices")
+        assert said[0].startswith(f"{level_of(case).name}: only {low:.0%} of the FLOP of the matrices")
         assert f"{100 * 8 * 128 * 128 / total:.1f} %" in rows[0]
         assert lines[lines.index(rows[0]) + 1].strip() == "experts"
 

@@ -63,9 +63,9 @@ class ExpertsFunction(torch.autograd.Function):
         out = gemms.combine(rows, out_dtype)
 
         saved = [
-            gemms.save(x, up_plan) if need_up else None,
+            gemms.save(x, up_plan, up_plan.fp8[2]) if need_up else None,
             _saved_weight(gemms, up, up8, up_plan, up_kept) if needs[0] else None,
-            gemms.save(a, down_plan) if need_down else None,
+            gemms.save(a, down_plan, down_plan.fp8[2]) if need_down else None,
             _saved_weight(gemms, down, down8, down_plan, down_kept) if need_h or needs[1] else None,
         ]
         tensors = [tensor for part in saved if part is not None for tensor in part[0]]
@@ -100,7 +100,7 @@ def _weight(gemms: Any, weight: Tensor, plan: Any, transposed: bool, need_dgrad:
 
 
 def _saved_weight(gemms: Any, weight: Tensor, operand: Any, plan: Any, kept: bool) -> tuple[list[Any], Any]:
-    return gemms.save(operand, plan) if kept else ([weight], None)
+    return gemms.save(operand, plan, plan.fp8[1]) if kept else ([weight], None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> list[Tensor | None]:

@@ -89,7 +89,7 @@ class FusedGemms(LoopGemms):
         turned = col and kernels.Weight(col.data, col.scale_inv, 0, down, across)  # type: ignore[union-attr]
         return _Weight(turned, stored) if transposed else _Weight(stored, turned)
 
-    def save(self, operand: Any, plan: GemmPlan) -> tuple[list[Tensor | None], Any]:
+    def save(self, operand: Any, plan: GemmPlan, low: bool) -> tuple[list[Tensor | None], Any]:
         if isinstance(operand, _Weight):
             data, scale_inv, *steps = operand.backward
             return [data, scale_inv], tuple(steps)

@@ -131,21 +131,28 @@ class LoopGemms:
             ]  # fmt: skip
         return Parts(parts, half)
 
-    def save(self, operand: Any, plan: GemmPlan) -> tuple[list[Tensor | None], Any]:
-        """What backward reads of an operand, as plain tensors and a description."""
+    def save(self, operand: Any, plan: GemmPlan, low: bool) -> tuple[list[Tensor | None], Any]:
+        """What backward reads of an operand, as plain tensors and a description (not None).
+
+        Args:
+            low: whether the GEMM of backward that reads it runs in FP8.
+        """
+        if not low:
+            return [operand.values], ()
         saved = [None if part is None else plan.backend.save(part) for part in operand.parts]
         tensors = [tensor for part in saved if part is not None for tensor in part[0]]
-        metas = [None if part is None else (len(part[0]), part[1]) for part in saved]
-        return [*tensors, operand.values], metas
+        return tensors, [None if part is None else (len(part[0]), part[1]) for part in saved]
 
     def restore(self, tensors: Sequence[Tensor | None], metas: Any, plan: GemmPlan) -> Any:
         """The operand of which ``save`` has returned ``tensors`` and ``metas``."""
+        if metas == ():
+            return Parts([], tensors[0])
         parts: list[Any] = []
         at = 0
         for meta in metas:
             parts.append(None if meta is None else plan.backend.restore(list(tensors[at : at + meta[0]]), meta[1]))
             at += 0 if meta is None else meta[0]
-        return Parts(parts, tensors[-1])
+        return Parts(parts, None)
 
     # GEMMs
 
