@@ -42,6 +42,10 @@ class Shard(QuantizedTensor):
     def renew(self, weight: Any, along: Any) -> None:
         """Update ``weight``, whose storage FSDP2 has filled with new data, from the metadata ``along``."""
 
+    def _scaled_as_this(self, other: Any) -> Any:
+        """``other``, a part of this shard, with what the whole weight's scale has left on this one."""
+        return other
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage of the elements. FSDP2 compares it to notice that a parameter has other data."""
         return self.parts()[0].untyped_storage()
@@ -68,10 +72,11 @@ class Shard(QuantizedTensor):
     def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         this = args[0] if args else None
         if isinstance(this, Shard):
+            # FSDP2 pads shards of unequal numbers of rows, and takes a slice of the padded one for the shard.
             if func is aten.new_zeros.default:
-                return this.zeros_of(args[1])
+                return this._scaled_as_this(this.zeros_of(args[1]))
             if func is aten.slice.Tensor and (args[1] if len(args) > 1 else 0) == 0:
-                return this._each(lambda part: func(part, *args[1:]) if part.dim() else part)
+                return this._scaled_as_this(this._each(lambda part: func(part, *args[1:]) if part.dim() else part))
             if func is aten.view.default:  # FSDP2 keeps a flat view, and never reads it
                 return this._each(lambda part: part)
         return super()._special(func, args, kwargs)
@@ -130,6 +135,12 @@ class Fp8Gathered(Shard):
     gathers_as: torch.dtype  # that the gathered weight reads as
     margin: int  # the scale is divided by 2**margin
     power_of_two: bool  # whether the scale is a power of two
+
+    def _scaled_as_this(self, other: Any) -> Any:
+        for name in ("scale", "scale_inv", "amax_of_step"):
+            if name in self.__dict__:
+                other.__dict__[name] = self.__dict__[name]
+        return other
 
     def local_amax(self) -> Tensor:
         """Largest magnitude in this shard, FP32 scalar."""
