@@ -24,6 +24,7 @@ from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
+from nemo_lowprec.compute.experts.reading import compute_in_half
 from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
@@ -145,6 +146,8 @@ class Computation(Column):
         )
         for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
             plan.inputs.parameters_stay = self._gathered_as is None
+        if not (self._half_weights and self._opens_autocast):  # weights read as FP32
+            compute_in_half(model)
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
         if self._half_weights:

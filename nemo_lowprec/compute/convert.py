@@ -21,7 +21,7 @@ from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.layout import layout_of
 from nemo_lowprec.compute.experts.layout import obstacle as experts_obstacle
 from nemo_lowprec.compute.experts.module import LowPrecisionExperts
-from nemo_lowprec.compute.experts.router import ROUTER, compute_in_fp32
+from nemo_lowprec.compute.experts.reading import ROUTER, compute_in_fp32
 from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry

@@ -13,7 +13,7 @@ from nemo_lowprec import prepare
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.experts.blocks import blocks_of
-from nemo_lowprec.compute.experts.router import Fp32Router
+from nemo_lowprec.compute.experts.reading import Fp32Router
 from nemo_lowprec.compute.experts.routing import route
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
@@ -267,3 +267,20 @@ def test_experts_are_chosen_by_name():
     arguments = (torch.bfloat16, Recipe("current"), ReferenceBackend(), None)
     done = convert_layers(parent, *arguments, LayerFilter(skip=("experts",)), None)
     assert not done.low and done.asked == {"experts.gate_up_proj", "experts.down_proj"}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("level", ["fp16_amp", "te_fp8", "bf16_mixed", "msamp_o2"])
+def test_experts_that_stay_compute_in_half_precision(level, implementation):
+    model = model_of("mixtral")
+    model.set_experts_implementation(implementation)
+    expected = losses(copy.deepcopy(model))
+    found = losses(model, level=level, **({"skip": ["*.experts"]} if CHART[level].has_fp8 else {}))
+    assert all(abs(a - b) < 0.05 for a, b in zip(found, expected, strict=True))
+    experts = model.model.layers[0].mlp.experts
+    x, index, scores = torch.randn(8, 64), torch.zeros(8, 2, dtype=torch.int64), torch.full((8, 2), 0.5)
+    with torch.autocast("cpu", torch.float16 if level == "fp16_amp" else torch.bfloat16):
+        half = experts(x, index, scores)
+    assert half.dtype == torch.float32
+    if CHART[level].weight == "fp32":
+        assert 0 < distance(half, experts(x, index, scores)) < 1e-2

@@ -7,5 +7,6 @@ gemms.py      the grouped GEMMs of any backend, expert by expert: the reference
 fused.py      the same in a few launches, without waiting for the device
 function.py   forward and backward of a module, as one node of autograd
 module.py     the converted module
-router.py     routers, which compute in FP32
+blocks.py     finds routers, and the share of its experts that a token passes
+reading.py    routers in FP32, and experts that are not converted in half precision
 """
