@@ -220,7 +220,8 @@ class WeightState:
         """A job of ``WeightCast`` that makes ``kept`` anew; None where no job does."""
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         if _is_in_squares(kept):
-            return stored_data(weight), parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
+            source = stored_data(weight).view(parts[0].data.shape)
+            return source, parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
         # The weights of experts are kept as one matrix.

@@ -31,3 +31,4 @@ activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  
 embedding_kernels = partial(_load, "nemo_lowprec.kernels.triton_embedding")  # gradients of embeddings
 grouped_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped")  # grouped GEMMs of experts
 expert_kernels = partial(_load, "nemo_lowprec.kernels.triton_experts")  # what experts do between these GEMMs
+grouped_block_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped_blocks")  # the same with scales of blocks

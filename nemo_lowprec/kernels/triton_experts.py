@@ -61,7 +61,7 @@ def _write(
 
 
 @triton.jit
-def _rows_kernel(
+def _gather_kernel(
     x_ptr, order_ptr, tiles_ptr, total_ptr, owners_ptr, row_ptr, col_ptr, scale_ptr, scale_inv_ptr, amax_ptr,
     width, places, top_k,
     GATHER: tl.constexpr, SCALED: tl.constexpr, FP8_MAX: tl.constexpr, ROWWISE: tl.constexpr,
@@ -123,7 +123,7 @@ def quantize(
 def _launch_rows(x, order, row, col, scale, scale_inv, record, width, top_k, tables, **how) -> None:  # type: ignore[no-untyped-def]
     place = row if row is not None else col
     with torch.cuda.device(x.device):
-        _rows_kernel[(_programs(tables, width, _COLS),)](
+        _gather_kernel[(_programs(tables, width, _COLS),)](
             x, order, tables.tiles, tables.total, tables.owners, place if row is None else row,
             place if col is None else col, scale_inv if scale is None else scale, scale_inv,
             scale_inv if record is None else record, width, tables.most * TILE, top_k,

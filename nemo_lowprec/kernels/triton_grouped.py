@@ -150,10 +150,10 @@ def rows_gemm(
     rows, outs = len(a), weight.outs
     bn = 128 if exact or outs <= 128 else 256
     out = torch.empty(rows, outs, dtype=dtype, device=a.device)
-    programs = _multiprocessors(a.get_device())
+    programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
         _rows_kernel[(programs,)](
-            _described(a, TILE), _described(weight.data, bn), out, tables.tiles, tables.total, tables.owners, scale_inv,
+            described(a, TILE), described(weight.data, bn), out, tables.tiles, tables.total, tables.owners, scale_inv,
             weight.scale_inv, rows, len(tables.tiles) // 4, outs, contracted, weight.row_step, weight.col_step,
             BM=TILE, BN=bn, BK=_K, PROGRAMS=programs, EXACT=exact, num_warps=8,
             num_stages=4 if contracted <= 2048 else 3,
@@ -196,20 +196,20 @@ def weights_gemm(
     (rows, _), cols, experts = a.shape, len(b), len(tables.tiles) // 4
     bn = 128 if exact or cols <= 128 else 256
     out = torch.empty(experts, rows, cols, dtype=dtype, device=a.device)
-    programs = _multiprocessors(a.get_device())
+    programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
         _weights_kernel[(programs,)](
-            _described(a, TILE), _described(b, bn), out, tables.tiles, a_scale_inv, b_scale_inv, experts, rows, cols,
+            described(a, TILE), described(b, bn), out, tables.tiles, a_scale_inv, b_scale_inv, experts, rows, cols,
             BM=TILE, BN=bn, BK=TILE, PROGRAMS=programs, EXACT=exact, num_warps=8, num_stages=3,
         )  # fmt: skip
     return out
 
 
 @cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _described(data: Tensor, rows: int) -> Any:
+def described(data: Tensor, rows: int) -> Any:
     """How the copy engine reads ``data`` [rows, contracted] in tiles."""
     return TensorDescriptor(data, list(data.shape), list(data.stride()), [rows, _K])

@@ -7,10 +7,12 @@ from support import kernels_or_skip
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
+from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.experts.fused import FusedGemms, can_fuse
 from nemo_lowprec.compute.experts.gemms import LoopGemms
 from nemo_lowprec.formats import E4M3, E5M2, cast, decode
-from nemo_lowprec.kernels.loader import expert_kernels, grouped_kernels
+from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128, dequantize_blocks, quantize_blocks
+from nemo_lowprec.kernels.loader import expert_kernels, grouped_block_kernels, grouped_kernels, tile_kernels
 from nemo_lowprec.options import Recipe
 from tests.experts import KINDS, convert, distance, experts_of, passes
 
@@ -178,6 +180,77 @@ def test_sums_of_tokens(kernels, grouped):
         rtol=1e-6,
         atol=1e-6,
     )
+
+
+def in_blocks(rows, cols, seed):
+    values = torch.randn(rows, cols, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+    return (values * 4 ** torch.randn(rows, 1, device="cuda")).bfloat16()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_rows_in_blocks(grouped, sizes):
+    kernels = kernels_or_skip(grouped_block_kernels())
+    _, order, tables = routed(grouped, sizes)
+    top_k = 2 if sum(sizes) % 2 == 0 else 1
+    tokens = in_blocks(sum(sizes) // top_k, 208, 0)
+    rows = tokens[order // top_k]
+    expected = quantize_blocks(rows, E4M3, ROW_128)
+    gathered = kernels.quantize(tokens, order, top_k, E4M3, tables, True, True)
+    for made in (gathered, kernels.quantize(rows, None, 1, E4M3, tables, True, True)):
+        assert torch.equal(made.row.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(made.row_scale.t(), expected.scale_inv)
+        place = first = 0
+        for size in sizes:
+            if not size:
+                continue
+            of_expert = quantize_blocks(rows[first : first + size].t(), E4M3, ROW_128)
+            tiles = -(-size // grouped.TILE)
+            found = made.col[:, place * grouped.TILE :][:, : tiles * grouped.TILE].view(torch.uint8)
+            assert torch.equal(found[:, :size], of_expert.data.view(torch.uint8)) and not found[:, size:].any()
+            assert torch.equal(made.col_scale[place : place + tiles].t(), of_expert.scale_inv)
+            first, place = first + size, place + tiles
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gemms_in_blocks(grouped, sizes):
+    kernels = kernels_or_skip(grouped_block_kernels())
+    _, _, tables = routed(grouped, sizes)
+    experts, ins, outs, rows = len(sizes), 208, 256, sum(sizes)
+    x, w, dy = in_blocks(rows, ins, 0), in_blocks(experts * outs, ins, 1), in_blocks(rows, outs, 2)
+    x8, dy8 = (kernels.quantize(t, None, 1, E4M3, tables, True, True) for t in (x, dy))
+    row, row_scale, col, col_scale = tile_kernels().quantize(w, E4M3, True, True, True)
+    weight = dequantize_blocks(quantize_blocks(w, E4M3, SQUARE_128)).view(experts, outs, ins)
+    exact = [dequantize_blocks(quantize_blocks(t, E4M3, ROW_128)).split(sizes) for t in (x, dy)]
+    found = kernels.rows_gemm(
+        x8.row, x8.row_scale, grouped.Weight(row, row_scale, outs, 0, outs), ins, tables, torch.bfloat16
+    )
+    assert distance(found, torch.cat([v @ weight[g].t() for g, v in enumerate(exact[0])])) < 4e-3
+    found = kernels.rows_gemm(
+        dy8.row, dy8.row_scale, grouped.Weight(col, col_scale, 0, outs, ins), outs, tables, torch.bfloat16
+    )
+    assert distance(found, torch.cat([v @ weight[g] for g, v in enumerate(exact[1])])) < 4e-3
+    found = kernels.weights_gemm(dy8.col, dy8.col_scale, x8.col, x8.col_scale, tables, torch.float32)
+    parts = [
+        [dequantize_blocks(quantize_blocks(part.t(), E4M3, ROW_128)) for part in t.split(sizes) if len(part)]
+        for t in (dy, x)
+    ]
+    expected = iter([a @ b.t() for a, b in zip(*parts, strict=True)])
+    for expert, size in enumerate(sizes):
+        assert distance(found[expert], next(expected)) < 1e-3 if size else not found[expert].any()
+
+
+@pytest.mark.parametrize("inner", [128, 96])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_in_blocks_compute_as_the_reference_does(kernels, kind, inner):
+    found = []
+    for backend in (ReferenceBackend(), ScaledBlocksBackend()):
+        parent, *inputs = experts_of(kind, tokens=400, hidden=128, inner=inner, experts=9, top_k=3, device="cuda")
+        convert(parent, backend, Recipe("blockwise", fp8="e4m3"))
+        found.append(passes(parent, *inputs))
+    (expected, wanted), (out, grads) = found
+    assert distance(out, expected) < 1e-2
+    for name, grad in wanted.items():
+        assert distance(grads[name], grad) < 4e-2, name
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends import fused_activations
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
+from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
 from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.gemms import LoopGemms
 from nemo_lowprec.compute.experts.routing import Routing, route
@@ -22,12 +23,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def can_fuse(plans: Sequence[GemmPlan], device: torch.device) -> bool:
-    """Whether ``FusedGemms`` computes the projections of these plans."""
+    """Whether this device has the kernels, and they know what these plans say of the two projections."""
     if device.type != "cuda" or grouped_kernels() is None or expert_kernels() is None:
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    return all(type(plan.backend) is ScaledMMBackend and all(plan.fp8) and plan.half in _HALVES for plan in plans)
+    kinds = {type(plan.backend) for plan in plans}
+    return (
+        kinds <= {ScaledMMBackend, ScaledBlocksBackend}
+        and len(kinds) == 1
+        and all(all(plan.fp8) and plan.half in _HALVES for plan in plans)
+    )
 
 
 class _Weight(NamedTuple):
@@ -68,16 +74,14 @@ class FusedGemms(LoopGemms):
         operand = expert_kernels().quantize(  # type: ignore[union-attr]
             rows.contiguous(), scale, plan.operands[kind].fmt, amax, self.tables, rowwise, columnwise
         )
-        self._announce(plan, kind, rows, operand)
+        self._announce(plan, kind, rows)
         return operand
 
-    def _announce(self, plan: GemmPlan, kind: str, rows: Tensor, operand: Any) -> None:
-        if plan.observers.quantized and operand.row is not None:
-            plan.announce(
-                kind,
-                rows,
-                plan.backend.quantize(rows, plan.operands[kind], rowwise=True, columnwise=False, record=False),
-            )
+    @staticmethod
+    def _announce(plan: GemmPlan, kind: str, values: Tensor) -> None:
+        if plan.observers.quantized:
+            how = {"rowwise": True, "columnwise": False, "record": False}
+            plan.announce(kind, values, plan.backend.quantize(values, plan.operands[kind], **how))
 
     def weight(self, weight: Tensor, plan: GemmPlan, transposed: bool, *, rowwise: bool, columnwise: bool) -> Any:
         wanted = (columnwise, rowwise) if transposed else (rowwise, columnwise)

@@ -14,6 +14,7 @@ from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.experts.function import ExpertsFunction
 from nemo_lowprec.compute.experts.fused import FusedGemms, can_fuse
+from nemo_lowprec.compute.experts.fused_blocks import FusedBlockGemms, fits
 from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.gemms import LoopGemms
 from nemo_lowprec.compute.experts.layout import ExpertsLayout
@@ -50,8 +51,7 @@ class LowPrecisionExperts(nn.Module):
         biases = (None, None) if self.layout.biases is None else [self._parameters[name] for name in self.layout.biases]
         grad = torch.is_grad_enabled()
         with AutocastOff(device):
-            kind = FusedGemms if can_fuse(plans, tokens.device) else LoopGemms
-            gemms = kind(index, self.num_experts)  # type: ignore[arg-type]
+            gemms = _gemms_of(plans, (up, down), tokens.device)(index, self.num_experts)  # type: ignore[arg-type]
             call = self, self.layout, self.gate, plans, gemms, tokens.dtype, self.training, grad
             return ExpertsFunction.apply(tokens, scores, up, down, *biases, call)  # type: ignore[no-any-return]
 
@@ -60,6 +60,15 @@ class LowPrecisionExperts(nn.Module):
             if not mode and plan.weight is not None:
                 plan.weight.look_again()
         return super().train(mode)
+
+
+def _gemms_of(plans: list[GemmPlan], weights: tuple[Any, ...], device: torch.device) -> type[LoopGemms]:
+    """What computes the two projections."""
+    if not can_fuse(plans, device):
+        return LoopGemms
+    if plans[0].operands["weight"].layout is None:
+        return FusedGemms
+    return FusedBlockGemms if fits(weights) else LoopGemms
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
