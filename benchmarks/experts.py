@@ -28,7 +28,7 @@ from benchmarks.measure import DEVICE, MIB, peaks, reset_peak
 from benchmarks.record import Record, arguments, earlier
 
 SEQUENCE = 64 if SMALL else 4096
-BATCH = 2
+BATCH = 2 if SMALL else 4
 
 
 def _qwen3() -> nn.Module:

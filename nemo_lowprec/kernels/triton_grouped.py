@@ -156,7 +156,7 @@ def rows_gemm(
             described(a, TILE), described(weight.data, bn), out, tables.tiles, tables.total, tables.owners, scale_inv,
             weight.scale_inv, rows, len(tables.tiles) // 4, outs, contracted, weight.row_step, weight.col_step,
             BM=TILE, BN=bn, BK=_K, PROGRAMS=programs, EXACT=exact, num_warps=8,
-            num_stages=4 if contracted <= 2048 else 3,
+            num_stages=4 if exact or contracted <= 2048 else 3,
         )  # fmt: skip
     return out
 
@@ -194,13 +194,13 @@ def weights_gemm(
     The result of an expert without rows is zero.
     """
     (rows, _), cols, experts = a.shape, len(b), len(tables.tiles) // 4
-    bn = 128 if exact or cols <= 128 else 256
+    bn = 128 if cols <= 128 else 256
     out = torch.empty(experts, rows, cols, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
         _weights_kernel[(programs,)](
             described(a, TILE), described(b, bn), out, tables.tiles, a_scale_inv, b_scale_inv, experts, rows, cols,
-            BM=TILE, BN=bn, BK=TILE, PROGRAMS=programs, EXACT=exact, num_warps=8, num_stages=3,
+            BM=TILE, BN=bn, BK=TILE, PROGRAMS=programs, EXACT=exact, num_warps=16 if exact else 8, num_stages=3,
         )  # fmt: skip
     return out
 
