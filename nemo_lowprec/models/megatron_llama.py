@@ -26,6 +26,7 @@ _LLAMA3_ROPE = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_posit
 # Fused kernels, on by default and no part of the architecture: SwiGLU and residual addition are compiled by torch; RoPE
 # is Transformer Engine's kernel, which rotates in FP32 whatever the dtype of queries and keys.
 _FUSIONS = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "apply_rope_fusion": True}
+_ROUTER = {"moe_router_dtype": "fp32"}  # rounded scores are often equal
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def build_gpt(
     from megatron.core.transformer import TransformerConfig
 
     try:
-        config = TransformerConfig(**architecture.transformer, **{**_FUSIONS, **fields})
+        config = TransformerConfig(**architecture.transformer, **{**_FUSIONS, **_ROUTER, **fields})
     except Exception as error:  # assertions among them
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"Megatron-core makes no TransformerConfig of this: {one_line(error)}") from error
