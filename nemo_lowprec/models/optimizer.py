@@ -8,6 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from nemo_lowprec.compute.filters import find_heads
+
+_NOT_HIDDEN = (
+    nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)  # fmt: skip
+
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: weight decay applies to matrices, and not to parameters of one dimension (biases, norms).
@@ -21,6 +28,37 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0, "name": "no_decay"},
     ]
     return [group for group in groups if group["params"]]
+
+
+def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """The parameter groups of ``nemo_lowprec.optim.Muon`` for a model: hidden matrices, and what AdamW steps.
+
+    Muon takes weights of two dimensions and stacks of them, as experts are stored. AdamW takes embeddings, the head
+    (the layer that computes the model's output), convolutions, and parameters of one dimension (biases, norms), which do
+    not decay. A tied parameter is listed once. Frozen parameters and empty groups are left out.
+
+    Raises:
+        ValueError: the model has no hidden matrix that is trained.
+    """
+    weighted = {name: m for name, m in module.named_modules() if isinstance(getattr(m, "weight", None), nn.Parameter)}
+    apart = [m for m in module.modules() if isinstance(m, _NOT_HIDDEN)] + [
+        weighted[name] for name in find_heads(module, weighted)
+    ]
+    ids = {id(param) for m in apart for param in m.parameters(recurse=False)}
+    groups: dict[str, list[nn.Parameter]] = {"muon": [], "adamw": [], "adamw_no_decay": []}
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            continue
+        stacked = param.dim() == 3 and param.shape[0] > 1  # positions and class tokens have one
+        is_hidden = (param.dim() == 2 or stacked) and id(param) not in ids and "embed" not in name.rpartition(".")[2]
+        groups["muon" if is_hidden else "adamw" if param.dim() >= 2 else "adamw_no_decay"].append(param)
+    if not groups["muon"]:
+        raise ValueError(f"{type(module).__name__} has no hidden matrix that is trained, and Muon nothing to do.")
+    settings: dict[str, dict[str, Any]] = {
+        "muon": {"use_muon": True}, "adamw": {"use_muon": False},
+        "adamw_no_decay": {"use_muon": False, "weight_decay": 0.0},
+    }  # fmt: skip
+    return [{"params": params, "name": name, **settings[name]} for name, params in groups.items() if params]
 
 
 def default_warmup(total_steps: int) -> int:

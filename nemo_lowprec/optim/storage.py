@@ -25,18 +25,20 @@ from nemo_lowprec.tensors.marks import is_matrix
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
 _BLOCKS = {"fp16": FP16, "fp8": E4M3}
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # names of states; the last is SGD's and Muon's first moment
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StateFormats:
-    """Storage of an Adam optimizer's states.
+    """Storage of an optimizer's states.
 
     Parameters of fewer than two dimensions (norms, biases) keep FP32 masters, and FP32 states unless ``vectors``: they
     are a thousandth of a model, and a norm's weight of 1.0 would not feel updates below 0.0005 in FP16.
 
     Attributes:
-        exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
+        exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements). The
+            first also holds for ``momentum_buffer``.
         master_weight: ``fp32``, ``fp16`` (in blocks) or None, for parameters below FP32.
         stochastic_rounding: whether the master (or the parameter without one) is rounded so, if it is 16-bit.
         seed: of stochastic rounding, also of the moments' (see ``stands_still``).
@@ -63,9 +65,9 @@ class StateFormats:
 
     def of(self, name: str, param: Tensor) -> StateFormat:
         """Format of the state ``name`` of ``param``."""
-        if not is_matrix(param) and not (self.vectors and name in ("exp_avg", "exp_avg_sq")):
+        if not is_matrix(param) and not (self.vectors and name in MOMENTS):
             return "fp32"
-        found: StateFormat = getattr(self, name)
+        found: StateFormat = getattr(self, "exp_avg" if name == "momentum_buffer" else name)
         return found
 
 
@@ -74,15 +76,16 @@ def stands_still(beta: float, dtype: torch.dtype) -> bool:
     return dtype != torch.float32 and 1 - beta < torch.finfo(dtype).eps / 2
 
 
-def store(values: Tensor, fmt: StateFormat, positive: bool = False) -> Tensor:
-    """A new tensor that holds ``values`` in ``fmt``; see ``write``."""
+def store(values: Tensor, name: str, fmt: StateFormat) -> Tensor:
+    """A new tensor that holds ``values``, of the state or master ``name``, in ``fmt``."""
     if fmt in _BLOCKS:
+        positive = name == "exp_avg_sq"
         return BlockScaledTensor(*quantize_blocks_of_rows(values.detach(), _BLOCKS[fmt], positive), _BLOCKS[fmt])
     return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
 
 
-def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
-    """A new tensor of zeros of the shape and on the device of ``param``."""
+def zeros(param: Tensor, name: str, fmt: StateFormat) -> Tensor:
+    """A new tensor of zeros, the state ``name`` in ``fmt``, of the shape and on the device of ``param``."""
     if fmt in _BLOCKS:
         return BlockScaledTensor.zeros(param.shape, _BLOCKS[fmt], param.device)
     return torch.zeros(param.shape, dtype=_PLAIN[fmt], device=param.device)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
+from nemo_lowprec.report.parts import Parts, converted_weights, parts_of, states_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -43,7 +43,7 @@ class EngineLook(Look):
 
     def held(self, params: Sequence[nn.Parameter]) -> Held:
         optimizers = self._trainer.optimizers
-        found = [Bytes(o.state.get(p, {}).get(key) for o in optimizers for p in params) for key in STATES]
+        found = [Bytes(tensors) for tensors in states_of(o.state.get(p, {}) for o in optimizers for p in params)]
         states = [one if one.total else None for one in found]
         return Held(Bytes(params), Bytes(map(master_of, params)), states, sum(local_shard(p).numel() for p in params))
 

@@ -80,7 +80,7 @@ def test_a_second_moment_is_zero_in_blocks_of_zeros_only(fmt):
     exact[:, ::5] = 0
     exact[1] = 0
     exact[2, 3], exact[2, 8] = float("nan"), float("inf")
-    stored = store(exact, "fp8" if fmt is E4M3 else "fp16", positive=True)
+    stored = store(exact, "exp_avg_sq", "fp8" if fmt is E4M3 else "fp16")
     assert isinstance(stored, BlockScaledTensor)
     nearest = BlockScaledTensor.from_float(exact, fmt)
     assert torch.equal(stored.exponent, nearest.exponent)
@@ -88,7 +88,7 @@ def test_a_second_moment_is_zero_in_blocks_of_zeros_only(fmt):
     assert torch.equal(got[want > 0], want[want > 0]) and got[1].count_nonzero() == 0
     smallest = fmt.smallest * 2.0 ** (int(stored.exponent[0, 0]) - 127)
     assert (got[[0, 2, 3]][want[[0, 2, 3]] == 0] == smallest).all()
-    again = store(stored.dequantize(), "fp8" if fmt is E4M3 else "fp16", positive=True)
+    again = store(stored.dequantize(), "exp_avg_sq", "fp8" if fmt is E4M3 else "fp16")
     assert torch.equal(again.dequantize().nan_to_num(7), got)
 
 

@@ -13,7 +13,6 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import state_formats
 from nemo_lowprec.optim.storage import zeros
 from nemo_lowprec.options import Options
-from nemo_lowprec.report.parts import STATES
 from nemo_lowprec.report.plan.tracing import Activations, Phases
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
@@ -66,8 +65,8 @@ class PlannedColumn:
     def add_states(self, part: str, param: Tensor, shard: Tensor, options: Options) -> None:
         """Add Adam's moments of ``param``, of which this process has ``shard``."""
         formats = state_formats(options)
-        for name in STATES:
-            self.add(part, zeros(shard, formats.of(name, param)))
+        for name in ("exp_avg", "exp_avg_sq"):
+            self.add(part, zeros(shard, name, formats.of(name, param)))
 
 
 def columns_of_chart() -> tuple[PlannedColumn, ...]:
