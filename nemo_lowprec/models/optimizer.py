@@ -34,8 +34,8 @@ def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
     """The parameter groups of ``nemo_lowprec.optim.Muon`` for a model: hidden matrices, and what AdamW steps.
 
     Muon takes weights of two dimensions and stacks of them, as experts are stored. AdamW takes embeddings, the head
-    (the layer that computes the model's output), convolutions, and parameters of one dimension (biases, norms), which do
-    not decay. A tied parameter is listed once. Frozen parameters and empty groups are left out.
+    (the layer that computes the model's output), convolutions, and parameters of one dimension (biases, norms), which
+    do not decay. A tied parameter is listed once. Frozen parameters and empty groups are left out.
 
     Raises:
         ValueError: the model has no hidden matrix that is trained.

@@ -107,15 +107,19 @@ class ShardedLook(EngineLook):
 
     def sent_gradients(self) -> list[Sent] | None:
         sent = super().sent_gradients()
-        return None if sent is None else [s for s in sent if not self._is_weight(s)]
+        return None if sent is None else [s for s in sent if not (self._is_weight(s) or s.by_optimizer)]
 
     def _is_weight(self, sent: Sent) -> bool:
         """Whether a message gathers weights: of one copy of the model, among the processes that hold it."""
         sharding = self._engine.sharding
         assert sharding is not None
         group = sharding.shards or dist.group.WORLD
-        return sent.kind == "all_gather" and sent.group == group.group_name  # type: ignore[union-attr]
+        return not sent.by_optimizer and sent.kind == "all_gather" and sent.group == group.group_name  # type: ignore[union-attr]
 
     def further_bytes(self) -> dict[str, int]:
-        weights = sum(s.bytes for s in self.traffic.sent if self._is_weight(s))
-        return {"Comm, gathered weights": weights} if weights else {}
+        sent = self.traffic.sent
+        further = {
+            "Comm, gathered weights": sum(s.bytes for s in sent if self._is_weight(s)),
+            "Comm, matrices that Muon orthogonalizes": sum(s.bytes for s in sent if s.by_optimizer),
+        }
+        return {name: size for name, size in further.items() if size}
