@@ -125,7 +125,12 @@ def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.const
 @triton.jit
 def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
     """FP32 values of a tile; a BLOCKED tile's values times ``factor``."""
-    x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = place[0].dtype.element_ty
+    if tl.uint8 == dtype:
+        x = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int16) << 7
+        x = x.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
     if BLOCKED:
         exponent = tl.load(place[1] + block, mask=live, other=127).to(tl.int32)
         x = x * (power_of_two(exponent) * factor)[:, None]  # as x * 2**e * factor, since 2**e rounds nothing
@@ -134,7 +139,7 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 @triton.jit
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
-    """Store a tile as HOW says (see above); returns the stored elements' values."""
+    """Store a tile as HOW says (see above); returns the stored elements' values, but of E5M3."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     TOP: tl.constexpr = HOW[0]
     MANTISSA: tl.constexpr = HOW[1]
@@ -152,9 +157,15 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
         scaled = x
     if ROUND_BITS > 0:
         scaled = round_stochastic(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST)
-    stored = scaled.to(dtype)
-    tl.store(place[0] + offset, stored, mask=inside)
-    values = stored.to(tl.float32)
+    if tl.uint8 == dtype:
+        bits = scaled.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        bits = (bits + 0x3F + ((bits >> 7) & 1)) >> 7
+        tl.store(place[0] + offset, tl.where(scaled == scaled, bits, 0xFC).to(tl.uint8), mask=inside)
+        values = scaled
+    else:
+        stored = scaled.to(dtype)
+        tl.store(place[0] + offset, stored, mask=inside)
+        values = stored.to(tl.float32)
     if BLOCKED:
         values = values * power_of_two(exponent)[:, None]
     return values
@@ -188,16 +199,18 @@ def step_kernel(
         live, inside = live & goes, inside & goes
 
     grad_at = _place(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, first, base)
+    if HAS_FIRST:
+        moment_at = _place(row, 5, FIRST, FIRST_BLOCKED, ALIGNED, first, base)
+    if RULE == "adam":
+        second_at = _place(row, 7, SECOND, SECOND_BLOCKED, ALIGNED, first, base)
     weight_at = _place(row, 0, WEIGHT, WEIGHT_BLOCKED, ALIGNED, first, base)
     factor = 1.0
     if GRAD_BLOCKED:
         factor = tl.load(_address(row, 4, tl.float32, 4))
     grad = _read(grad_at, GRAD_BLOCKED, factor, block, live, offset, inside)
     if HAS_FIRST:
-        moment_at = _place(row, 5, FIRST, FIRST_BLOCKED, ALIGNED, first, base)
         moment = _read(moment_at, FIRST_BLOCKED, 1.0, block, live, offset, inside)
     if RULE == "adam":
-        second_at = _place(row, 7, SECOND, SECOND_BLOCKED, ALIGNED, first, base)
         second = _read(second_at, SECOND_BLOCKED, 1.0, block, live, offset, inside)
     if HAS_MASTER:
         master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
