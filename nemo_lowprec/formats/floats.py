@@ -33,8 +33,8 @@ class FloatFormat:
 FP16 = FloatFormat("fp16", torch.float16, 65504.0)
 E4M3 = FloatFormat("e4m3", torch.float8_e4m3fn, 448.0)
 E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0)
-# Numbers that are not negative: FP16 without its sign and its last seven bits. Of Adam's second moment it has 34 binades
-# in steps of a sixteenth to an eighth, where E4M3 has 18.
+# Numbers that are not negative: FP16 without its sign and its last seven bits. It has E4M3's precision over 33 binades,
+# where E4M3 has 18: the square of a gradient spans twice as many as the gradient.
 E5M3 = FloatFormat("e5m3", torch.uint8, 61440.0)
 _NAN = 0xFC  # of E5M3
 

@@ -49,7 +49,7 @@ def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> Tensor:
-    """Round FP32 ``values`` up or down to FP16, BF16, E4M3 or E5M3, up with the probability of the fraction that is cut off.
+    """Round FP32 ``values`` up or down to a dtype of ``rounding_rule``, up with the probability of the part cut off.
 
     Two elements share 32 random bits where 16 each suffice. Non-finite elements become NaN.
 

@@ -53,8 +53,8 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
         "input nor FP8 weight, and results are the same), or 'fp8+recompute'."
     ),
     "states": (
-        "optimizer states: 'fp8+fp16', or 'fp8+fp8' for a second moment in E5M3, FP8 without a sign; of optimizers with "
-        "one moment the first format counts."
+        "optimizer states: 'fp8+fp16', or 'fp8+fp8' for a second moment in E5M3, FP8 without a sign; the first format "
+        "counts where an optimizer has one moment."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }
