@@ -292,5 +292,5 @@ def test_both_moments_in_fp8(case, tmp_path):
 def test_states_that_a_level_does_not_have():
     with pytest.raises(ValueError, match=r"states='fp16\+fp8' must be 'fp8\+fp16' or 'fp8\+fp8'"):
         plugin("msamp_o2", states="fp16+fp8")
-    with pytest.raises(TypeError, match="msamp_o1 takes no 'states'. Levels that do: msamp_o2, msamp_o3"):
+    with pytest.raises(TypeError, match=r"msamp_o1 takes no 'states'\. Levels that do: msamp_o2, msamp_o3"):
         plugin("msamp_o1", states="fp8+fp8")
