@@ -1,4 +1,4 @@
-"""Settings of the optimizer: parameter groups of the weight decay, linear warm-up, then cosine decay."""
+"""The optimizer: parameter groups of weight decay and of Muon, linear warm-up, then cosine decay."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from nemo_lowprec.compute.filters import find_heads
+from nemo_lowprec.optim import Lion, Muon
 
 _NOT_HIDDEN = (
     nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
@@ -59,6 +62,37 @@ def muon_groups(module: nn.Module) -> list[dict[str, Any]]:
         "adamw_no_decay": {"use_muon": False, "weight_decay": 0.0},
     }  # fmt: skip
     return [{"params": params, "name": name, **settings[name]} for name, params in groups.items() if params]
+
+
+def make_optimizer(
+    name: str,
+    module: nn.Module,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    fused: bool | None = None,
+) -> Optimizer:
+    """An optimizer of the parameters of ``module``; ``weight_decay`` is that of matrices.
+
+    Args:
+        name: ``adamw``, ``muon``, ``lion`` or ``sgd``.
+        betas: AdamW's and Lion's; of SGD the first is the momentum.
+        fused: torch's fused AdamW; None: where the parameters are on a GPU.
+    """
+    if name == "muon":
+        return Muon(
+            muon_groups(module), lr, weight_decay, adjust_lr_fn="match_rms_adamw", adamw_betas=betas, adamw_eps=eps,
+            adamw_weight_decay=weight_decay,
+        )  # fmt: skip
+    groups = decay_groups(module, weight_decay)
+    if name == "lion":
+        return Lion(groups, lr, betas)
+    if name == "sgd":
+        return torch.optim.SGD(groups, lr, momentum=betas[0])
+    if fused is None:
+        fused = all(p.device.type == "cuda" for p in module.parameters())
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused or None)
 
 
 def default_warmup(total_steps: int) -> int:
