@@ -35,7 +35,8 @@ class PrecisionLevel:
         weight: column Weight.
         master_weight: column Master weight; None where the weight is the only copy.
         weight_grad: column Weight gradient, as stored between backward and step.
-        optimizer_states: column Optimizer states, (first moment, second moment) of Adam.
+        optimizer_states: column Optimizer states, (first moment, second moment) of Adam; the first is that of SGD's,
+            Lion's and Muon's momentum.
         rest: format of the parameters that are not weights of converted layers.
         vectors: format of parameters of fewer than two dimensions (norms, biases) in every column; None: as ``rest``.
         autocast: half format of the forward pass outside the low-precision GEMMs.
