@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from nemo_lowprec.compat.modules import is_wrapped, mark_wrapped, note_step, patch_step
 from nemo_lowprec.optim.adam import Adam, AdamStates, AdamW
 from nemo_lowprec.optim.lion import Lion
-from nemo_lowprec.optim.low_bit import ORIGINAL, LowBitStates, count_unless_counted
+from nemo_lowprec.optim.low_bit import ORIGINAL, ORIGINAL_FORMATS, LowBitStates, count_unless_counted
 from nemo_lowprec.optim.muon import Muon, MuonStates, TorchMuon, check_matrices
 from nemo_lowprec.optim.reference import read
 from nemo_lowprec.optim.sgd import SGD, SgdStates
@@ -29,7 +29,6 @@ _CLASSES: dict[type[Optimizer], type[LowBitStates]] = {
     torch.optim.Adam: Adam, torch.optim.AdamW: AdamW, torch.optim.SGD: SGD, torch.optim.Muon: TorchMuon,
 }  # fmt: skip
 _OWN = (Lion, Muon)  # which hold states in FP32 until they are adopted
-_ORIGINAL_FORMATS = "_lowprec_formats"
 
 
 def check_adoptable(optimizer: Optimizer) -> None:
@@ -117,7 +116,7 @@ def adopt(optimizer: Optimizer, formats: StateFormats, gradient_release: bool = 
     check_adoptable(optimizer)
     optimizer.__dict__[ORIGINAL] = type(optimizer)
     if isinstance(optimizer, LowBitStates):
-        optimizer.__dict__[_ORIGINAL_FORMATS] = optimizer.formats
+        optimizer.__dict__[ORIGINAL_FORMATS] = optimizer.formats
     optimizer.__class__ = _class_for(type(optimizer))  # type: ignore[arg-type]
     patch_step(optimizer)
     _rewrap_step(optimizer)
@@ -139,7 +138,7 @@ def release(optimizer: Optimizer) -> None:
     _rewrap_step(optimizer)
     for name in ("formats", "_fused", "_places", "_gradient_release", "_written"):
         optimizer.__dict__.pop(name, None)
-    formats = optimizer.__dict__.pop(_ORIGINAL_FORMATS, None)
+    formats = optimizer.__dict__.pop(ORIGINAL_FORMATS, None)
     if isinstance(optimizer, LowBitStates):
         optimizer._setup(formats)
     on_device = isinstance(optimizer, LowBitStates) or any(

@@ -21,6 +21,7 @@ from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import as_dtensor_like, is_sharded, local_shard
 
 ORIGINAL = "_lowprec_class"  # on an adopted optimizer: the class that it had
+ORIGINAL_FORMATS = "_lowprec_formats"  # and the formats, if it is of this package
 _MASTER = "master_weight"
 
 
@@ -255,7 +256,7 @@ class LowBitStates(Optimizer):
         return value.to(param.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        adopted = {ORIGINAL: self.__dict__[ORIGINAL]} if ORIGINAL in self.__dict__ else {}
+        adopted = {name: self.__dict__[name] for name in (ORIGINAL, ORIGINAL_FORMATS) if name in self.__dict__}
         return {**super().__getstate__(), "formats": self.formats, "_fused": FusedStep(), "_places": {}, **adopted}
 
 

@@ -7,7 +7,7 @@ from torch import nn, optim
 
 import nemo_lowprec
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.optim import LowBitStates
+from nemo_lowprec.optim import Lion, LowBitStates, Muon
 from nemo_lowprec.tensors import BlockScaledTensor
 
 LEVELS = ["O1", "O2", "O3"]
@@ -82,6 +82,27 @@ def test_a_closure_is_called_once_a_step(level):
 
     assert isinstance(late.step(closure), torch.Tensor) and isinstance(late.step(closure), torch.Tensor)
     assert len(calls) == 2
+
+
+LATE = {
+    "sgd": lambda p: optim.SGD(p, 0.05, momentum=0.9), "lion": lambda p: Lion(p, 1e-3),
+    "muon": lambda p: Muon([{"params": [q for q in p if q.dim() > 1]},
+                            {"params": [q for q in p if q.dim() < 2], "use_muon": False}], 1e-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_sgd_lion_and_muon_are_attached_at_their_first_step_too(name):
+    model, _ = nemo_lowprec.initialize(net(), opt_level="O2")
+    late, losses = LATE[name](list(model.parameters())), []
+    for _ in range(3):
+        losses.append((model(X) - Y).square().mean())
+        losses[-1].backward()
+        late.step()
+        late.zero_grad()
+    assert losses[-1] < losses[0]
+    assert isinstance(late, LowBitStates) and late.formats.exp_avg == "fp8"
+    assert all(int(state["step"]) == 3 for state in late.state.values())
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -259,8 +260,13 @@ def test_adopted_and_released(kind):
             assert torch.equal(optimizer.state[p][key], stored[id(p)])
     run(optimizer, members(optimizer), 1, first=3)
     adopt(optimizer, LOW)
-    release(optimizer)
-    check_adoptable(optimizer)
+    copied = pickle.loads(pickle.dumps(optimizer))
+    for one in (optimizer, copied):
+        release(one)
+        assert type(one) is cls and not any(
+            isinstance(v, BlockScaledTensor) for s in one.state.values() for v in s.values()
+        )
+        check_adoptable(one)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,8 +92,7 @@ def test_four_bytes_a_parameter_at_o2(name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
-@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("case", MSAMP_LEVELS)
+@pytest.mark.parametrize(("case", "stochastic"), [("msamp_o1", False), ("msamp_o2", True), ("msamp_o3", False)])
 def test_a_run_resumes_bit_for_bit(tmp_path, case, name, stochastic):
     options = {"data": stateful_loader(), "max_steps": 8, "max_epochs": 2}
     at = lambda: plugin(case, stochastic_rounding=stochastic)  # noqa: E731
@@ -143,7 +142,7 @@ def test_gradient_release_and_accumulation_and_clipping(name):
     for key, value in kept["weights"].items():
         torch.testing.assert_close(released["weights"][key].float(), value.float(), rtol=0, atol=5e-4)
     model = MODELS[name]()
-    train(model, "msamp_o2", max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    train(model, "msamp_o2", max_epochs=4, accumulate_grad_batches=2, gradient_clip_val=0.5)
     assert model.losses[-1] < model.losses[0]
 
 

@@ -22,6 +22,9 @@ OF_CHART: dict[str, When] = {
 }  # fmt: skip
 
 
+ADAM = ("exp_avg", "exp_avg_sq")
+
+
 @dataclass
 class PlannedColumn:
     """One column, which adds up what a process (the one with the largest shards) holds.
@@ -62,10 +65,12 @@ class PlannedColumn:
             self.found.add(format_of(dtype))
             self.parts[part] += size
 
-    def add_states(self, part: str, param: Tensor, shard: Tensor, options: Options) -> None:
-        """Add Adam's moments of ``param``, of which this process has ``shard``."""
+    def add_states(
+        self, part: str, param: Tensor, shard: Tensor, options: Options, moments: tuple[str, ...] = ADAM
+    ) -> None:
+        """Add the ``moments`` of ``param``, of which this process has ``shard``."""
         formats = state_formats(options)
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in moments:
             self.add(part, zeros(shard, name, formats.of(name, param)))
 
 
