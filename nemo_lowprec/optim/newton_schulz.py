@@ -22,7 +22,9 @@ def orthogonalize_(stack: Tensor, group: dict[str, Any]) -> None:
         stack: contiguous; overwritten.
         group: Muon's ``ns_coefficients``, ``ns_steps`` and ``eps``.
     """
-    at_a_time = max(1, _ELEMENTS // max(1, stack[0].numel()))
+    if not stack.numel():
+        return
+    at_a_time = max(1, _ELEMENTS // stack[0].numel())
     for part in stack.split(at_a_time):
         part.copy_(_iterate(part, group))
 

@@ -265,3 +265,66 @@ def test_an_overflow_skips_the_step_of_sparse_gradients(case):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, case, max_steps=1)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class ScheduleFree(optim.Optimizer):
+    """SGD of arXiv:2405.15682: the weights are y in training and the average x in evaluation."""
+
+    def __init__(self, params, lr=0.5, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "trains": False})
+
+    @torch.no_grad()
+    def _move(self, weight_of, trains):
+        for group in self.param_groups:
+            for param in group["params"] if group["trains"] != trains else ():
+                if param in self.state:
+                    param.lerp_(self.state[param]["z"], weight_of(group["beta"]))
+            group["trains"] = trains
+
+    def train(self):
+        self._move(lambda beta: 1 - beta, True)
+
+    def eval(self):
+        self._move(lambda beta: 1 - 1 / beta, False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            assert group["trains"]
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.detach().clone())
+                param.lerp_(z, share).add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+
+class Averaged(Net):
+    def __init__(self):
+        super().__init__(optimizer=ScheduleFree)
+        self.averages = {}
+
+    def on_train_epoch_start(self):
+        self.optimizers().optimizer.train()
+
+    def on_train_epoch_end(self):
+        self.optimizers().optimizer.eval()
+        self.averages = {n: p.detach().float().clone() for n, p in self.named_parameters()}
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_mixed", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
+def test_a_schedule_free_optimizer_averages_the_masters(case):
+    model, plain = Averaged(), Averaged()
+    train(plain, None, max_epochs=3)
+    run = train(model, case, max_epochs=3)
+    assert model.losses == pytest.approx(plain.losses, rel=0.1) and model.losses[-1] < 0.8 * model.losses[0]
+    for name, value in model.averages.items():  # what is evaluated is rounded from what is saved
+        exact = run.state["masters"].get(name, value)
+        assert (value - exact).abs().max() <= 0.07 * exact.abs().max() + 1e-6
+        z = next(o for o in run.trainer.optimizers).state[dict(model.named_parameters())[name]]["z"]
+        assert z.dtype == torch.float32 and not torch.equal(z, exact.to(z))
+    [optimizer] = run.trainer.optimizers
+    assert not {"train", "eval"} & vars(optimizer).keys()
