@@ -263,7 +263,7 @@ class MasterWeights(HalfStore):
                 self._write_masters_in(optimizer, name)
 
     def _write_masters_in(self, optimizer: Optimizer, name: str) -> None:
-        """Let a method of a schedule-free ``optimizer``, which moves the weights to their averages or back, see masters.
+        """Let a method of a schedule-free ``optimizer``, which moves weights to their averages or back, see masters.
 
         Source: "The Road Less Scheduled", arXiv:2405.15682, whose optimizers have the methods ``train`` and ``eval``.
         """
