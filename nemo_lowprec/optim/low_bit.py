@@ -197,7 +197,7 @@ class LowBitStates(Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with plain tensors of exactly the states' values; any Adam loads it."""
+        """torch's state dict with plain tensors of exactly the states' values; torch's optimizer of the kind loads it."""
         saved = super().state_dict()
         state = {
             key: {k: portable(v) if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -206,7 +206,11 @@ class LowBitStates(Optimizer):
         return {**saved, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states of any Adam, in any formats, into the formats of this optimizer."""
+        """Load states of the same kind of optimizer, in any formats, into the formats of this one.
+
+        Raises:
+            ValueError: the states were saved by an optimizer of another kind, or with ``amsgrad``.
+        """
         # torch casts tensors to the parameter's dtype; it leaves wrapped tensors alone, and __setstate__ unwraps them.
         state = {
             key: {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items()}
