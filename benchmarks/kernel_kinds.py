@@ -10,7 +10,7 @@ __all__ = ["KINDS", "kind_of", "milliseconds"]
 _PARTS = {
     "attention": ("flash", "fmha", "sdpa", "cudnn::fusion"),
     "gemm": ("nvjet", "gemm", "cutlass", "cublas"),
-    "optimizer": ("adam",),
+    "optimizer": ("adam", "step_kernel"),
 }
 KINDS = (*_PARTS, "other")
 

@@ -35,7 +35,8 @@ class PrecisionLevel:
         weight: column Weight.
         master_weight: column Master weight; None where the weight is the only copy.
         weight_grad: column Weight gradient, as stored between backward and step.
-        optimizer_states: column Optimizer states, (first moment, second moment) of Adam.
+        optimizer_states: column Optimizer states, (first moment, second moment) of Adam; the first is that of SGD's,
+            Lion's and Muon's momentum.
         rest: format of the parameters that are not weights of converted layers.
         vectors: format of parameters of fewer than two dimensions (norms, biases) in every column; None: as ``rest``.
         autocast: half format of the forward pass outside the low-precision GEMMs.
@@ -104,6 +105,25 @@ class PrecisionLevel:
                     known = ", ".join(map(str, choices))
                     raise ValueError(f"{column}={value!r} of the row {self.name!r} must be one of: {known}{of}.")
         return self
+
+    @property
+    def has_fp8_states(self) -> bool:
+        """Whether the first moment is in FP8, so that the second one may be, too."""
+        return self.optimizer_states[0] == "fp8"
+
+    def with_states(self, states: str) -> PrecisionLevel:
+        """The same row with other optimizer states.
+
+        Args:
+            states: the row's own, or ``fp8+fp8``.
+
+        Raises:
+            ValueError: another value.
+        """
+        own = "+".join(self.optimizer_states)
+        if states not in (own, "fp8+fp8"):
+            raise ValueError(f"states={states!r} must be {own!r} or 'fp8+fp8'.")
+        return self if states == own else replace(self, optimizer_states=("fp8", "fp8"))
 
     def with_half(self, half: str) -> PrecisionLevel:
         """The same row with ``half`` as the format outside the low-precision GEMMs.

@@ -39,7 +39,8 @@ def initialize(
 
     Args:
         model: any module.
-        optimizer: torch's Adam or AdamW over its parameters; None for AdamW with torch's defaults.
+        optimizer: torch's Adam, AdamW, SGD or Muon, or this package's Lion or Muon, over its parameters; None for AdamW
+            with torch's defaults.
         opt_level: ``O1``, ``O2`` or ``O3``.
         use_te: whether Transformer Engine runs the GEMMs; None for the fastest backend that can.
         options: the FP8 and layer arguments of ``nemo_lowprec.msamp_o1``, ``stochastic_rounding``,

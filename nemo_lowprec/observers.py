@@ -87,6 +87,7 @@ class Observers:
 
     Attributes:
         quantized, gradient, message, weight, step: the methods of the event's subscribers.
+        is_updating: whether an optimizer updates its parameters now.
     """
 
     quantized: tuple[Callable[..., None], ...]
@@ -94,6 +95,7 @@ class Observers:
     message: tuple[Callable[..., None], ...]
     weight: tuple[Callable[..., None], ...]
     step: tuple[Callable[..., None], ...]
+    is_updating = False
 
     def __init__(self) -> None:
         self._subscribers: list[Observer] = []
@@ -114,7 +116,11 @@ class Observers:
         """Context in which ``optimizer`` updates its parameters; announces ``weight`` at the end."""
         params = [p for group in optimizer.param_groups for p in group["params"]] if self.weight else []
         before = [param.detach().to(torch.float32, copy=True) for param in params]
-        yield
+        self.is_updating = True
+        try:
+            yield
+        finally:
+            self.is_updating = False
         for param, values in zip(params, before, strict=True):
             for see in self.weight:
                 see(param, values, param.detach().float())

@@ -35,7 +35,7 @@ def _replaced(params: Any) -> Any:
 
 # By what is said of them: makers of optimizers that have no low-bit form, for any list of parameters.
 REFUSED: dict[str, Any] = {
-    "SGD has no low-bit form: .*torch.optim.Adam or AdamW": lambda p: torch.optim.SGD(p, lr=0.1),
+    "Adamax has no low-bit form: .*torch.optim.Adam, AdamW, SGD or Muon": torch.optim.Adamax,
     "RAdam has no low-bit form": torch.optim.RAdam,
     "NAdam has no low-bit form": torch.optim.NAdam,
     "OwnStep has a step of its own": OwnStep,

@@ -44,7 +44,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # torch is about to run the step of the old class: that step gets an optimizer without parameters.
     with torch.no_grad():  # ``unwrap`` has taken off the step's own wrapper for no_grad
         result = inspect.unwrap(type(optimizer).step)(optimizer, *args[1:], **kwargs)
-    return (torch.optim.AdamW([{"params": []}]), lambda: result), {}
+    empty = torch.optim.AdamW([{"params": []}])
+    empty.param_groups.clear()
+    return (empty, lambda: result), {}
 
 
 def _engine_of(optimizer: Optimizer) -> Any:

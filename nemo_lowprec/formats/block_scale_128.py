@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_lowprec.formats.floats import FloatFormat, decode
+from nemo_lowprec.formats.floats import FloatFormat, decode, encode
 from nemo_lowprec.formats.stochastic import round_stochastic
 
 BLOCK = 128
@@ -93,7 +93,7 @@ def quantize_rows(
     scaled, exponent = scale_to_blocks(values.float(), fmt, positive)
     if salt is not None:
         return round_stochastic(scaled, fmt.dtype, salt), exponent
-    return scaled.to(fmt.dtype, memory_format=torch.contiguous_format), exponent
+    return encode(scaled, fmt.dtype), exponent
 
 
 def dequantize_rows(data: Tensor, exponent: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nemo_lowprec.formats.floats import encode
+
 _MASK = 0xFFFFFFFF
 
 
@@ -40,11 +42,14 @@ def salts_of_values(values: Tensor, count: int) -> Tensor:
 
 def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
     """(mantissa bits that FP32 has more, smallest normal number or 0 where it is FP32's) of a low-bit float."""
-    return {torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0), torch.float8_e4m3fn: (20, 2.0**-6)}[dtype]
+    return {
+        torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0), torch.float8_e4m3fn: (20, 2.0**-6),
+        torch.uint8: (20, 2.0**-14),  # E5M3
+    }[dtype]  # fmt: skip
 
 
 def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> Tensor:
-    """Round FP32 ``values`` up or down to FP16, BF16 or E4M3, up with the probability of the fraction that is cut off.
+    """Round FP32 ``values`` up or down to a dtype of ``rounding_rule``, up with the probability of the part cut off.
 
     Two elements share 32 random bits where 16 each suffice. Non-finite elements become NaN.
 
@@ -63,4 +68,4 @@ def round_stochastic(values: Tensor, dtype: torch.dtype, salt: Tensor | int) -> 
     shift = torch.where(values.abs() < smallest, smallest, 0.0).copysign(values)
     raw = (values + shift).view(torch.int32) + (random & ((1 << bits) - 1)).int()
     rounded = (raw & -(1 << bits)).view(torch.float32) - shift
-    return torch.where(values.isfinite(), rounded, torch.nan).to(dtype)
+    return encode(torch.where(values.isfinite(), rounded, torch.nan), dtype)

@@ -25,6 +25,7 @@ TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float8_e4m3fn: tl.float8e4nv,
+    torch.uint8: tl.uint8,  # E5M3
 }
 
 

@@ -49,8 +49,8 @@ def prepare(
 
     Args:
         model: any module.
-        optimizer: any of torch's over the model's parameters (Adam or AdamW where the level has low-bit states); None
-            for AdamW with torch's defaults.
+        optimizer: any of torch's over the model's parameters (where the level has low-bit states Adam, AdamW, SGD or
+            Muon, or this package's Lion or Muon); None for AdamW with torch's defaults.
         level: name of the level, or a row of your own.
         options: the arguments of the level (``nemo_lowprec.bf16_with_fp8_mixed`` has them), but for ``half`` and the
             loss scale, which are ``torch.autocast``'s and ``GradScaler``'s here.

@@ -286,7 +286,7 @@ class LowPrecisionDistributedOptimizer(DistributedOptimizer):
             for main in group["params"]:
                 state = self.optimizer.state[main]
                 if not state:
-                    self.optimizer._init_state(main, state)
+                    self.optimizer._init_state(main, state, self.optimizer.moments(group))
                 state["step"].fill_(steps)
 
     def get_parameter_state_dp_reshardable(self) -> dict[Any, Any]:

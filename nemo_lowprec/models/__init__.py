@@ -22,6 +22,7 @@ _HOME = {
     "get_preset": "presets",
     "ExportResult": "export",
     "export_checkpoint": "export",
+    "muon_groups": "optimizer",
 }
 __all__ = list(_HOME)
 

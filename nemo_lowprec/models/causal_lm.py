@@ -4,12 +4,11 @@ import math
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from nemo_lowprec.arguments import checked
@@ -17,7 +16,7 @@ from nemo_lowprec.checkpoint.torch_zip import check_file, reading
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.models.architecture import check_architecture
 from nemo_lowprec.models.loss import IGNORE, summed_cross_entropy
-from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_cosine
+from nemo_lowprec.models.optimizer import default_warmup, make_optimizer, warmup_cosine
 from nemo_lowprec.models.presets import get_preset
 from nemo_lowprec.models.throughput import TokenRate, data_parallel_size
 
@@ -25,7 +24,7 @@ _VOCAB_MULTIPLE = 128  # a head of this many rows fits FP8 GEMMs and splits over
 
 
 class CausalLM(LightningModule):
-    """Next-token prediction with AdamW, warm-up and a cosine schedule.
+    """Next-token prediction with AdamW or another optimizer, warm-up and a cosine schedule.
 
     A batch is a dict of ``input_ids`` and ``labels``, int64 [batch, sequence]; ``labels[:, t]`` is the token that
     follows ``input_ids[:, t]`` (already shifted), and the loss ignores labels of -100.
@@ -46,13 +45,15 @@ class CausalLM(LightningModule):
         lr: peak learning rate.
         min_lr: learning rate at the end of the schedule.
         weight_decay: of matrices, embeddings included; biases and norms do not decay.
-        betas, eps: AdamW's.
+        betas, eps: AdamW's; the betas also Lion's, and of SGD the first is the momentum.
         warmup_steps: optimizer steps of linear warm-up; None: a tenth of the run, at most 2,000.
         schedule_steps: optimizer steps until ``min_lr``; None: the Trainer's whole run.
         fused: torch's fused AdamW; None: where the parameters are on a GPU.
         activation_checkpointing: recompute each layer in backward in place of keeping its activations.
         attn_implementation: transformers' name: ``sdpa``, ``eager``, ...
         init_seed: seed of the initial weights; None draws from torch's global random state.
+        optimizer: ``adamw``, ``muon`` (for hidden matrices, with AdamW's learning rate and AdamW for the rest),
+            ``lion`` or ``sgd``.
 
     Raises:
         ValueError: a bad value, at construction; a vocabulary that is missing or too small, or samples longer than
@@ -80,6 +81,7 @@ class CausalLM(LightningModule):
         activation_checkpointing: bool = False,
         attn_implementation: str = "sdpa",
         init_seed: int | None = 1234,
+        optimizer: Literal["adamw", "muon", "lion", "sgd"] = "adamw",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
@@ -87,6 +89,8 @@ class CausalLM(LightningModule):
             raise ValueError("CausalLM takes one of preset (see nemo_lowprec.models.presets) and model_type.")
         if min_lr > lr:
             raise ValueError(f"min_lr={min_lr} must be between 0 and lr={lr}.")
+        if fused is not None and optimizer != "adamw":
+            raise ValueError(f"fused={fused!r} is AdamW's; optimizer={optimizer!r} has no such choice. Leave it out.")
         config, betas = dict(config or {}), (float(betas[0]), float(betas[1]))
         self.save_hyperparameters({**arguments, "config": config, "betas": betas})
         if preset is not None:
@@ -260,11 +264,7 @@ class CausalLM(LightningModule):
         if total == float("inf"):
             raise ValueError("The Trainer has no end: give it max_steps or max_epochs, or the model schedule_steps.")
         warmup = default_warmup(int(total)) if h["warmup_steps"] is None else h["warmup_steps"]
-        fused = h.get("fused")
-        if fused is None:
-            fused = all(p.device.type == "cuda" for p in self.parameters())
-        optimizer = AdamW(
-            decay_groups(self, h["weight_decay"]), lr=h["lr"], betas=h["betas"], eps=h["eps"], fused=fused or None
-        )
+        settings = {name: h[name] for name in ("lr", "weight_decay", "betas", "eps")}
+        optimizer = make_optimizer(h.get("optimizer", "adamw"), self, fused=h.get("fused"), **settings)
         scheduler = LambdaLR(optimizer, warmup_cosine(warmup, int(total), h["min_lr"] / h["lr"]))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -66,7 +66,8 @@ class MegatronGPT(CausalLM):
             preset, model_type, config, vocab_size, lr, min_lr, weight_decay, betas, eps, warmup_steps,
             schedule_steps, activation_checkpointing=activation_checkpointing, init_seed=init_seed,
         )  # fmt: skip
-        for choice in ("attn_implementation", "fused"):  # Megatron-core's layers and optimizer have no such choice
+        # Megatron-core's layers and optimizer have no such choice.
+        for choice in ("attn_implementation", "fused", "optimizer"):
             del self.hparams[choice]
         self.save_hyperparameters({"weights": weights, "transformer": dict(transformer or {})})
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import exponent_rule
+from nemo_lowprec.formats.floats import E5M3
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.optim.reference import STREAMS, StepInputs, Update, step_by_reference
@@ -29,10 +30,10 @@ from nemo_lowprec.tensors.marks import mark_stepped
 _BLOCKS, _WARPS = 8, 2
 
 
-# What the parameters of one launch have in common: the dtypes of ``_STORED`` (the weight's again where there is no
-# master), whether each of them is in blocks, and what else ``_kind_and_row`` finds.
+# What the parameters of one launch have in common: the dtypes of ``_STORED`` (the weight's again in the place of what
+# is absent), whether each of them is in blocks, and what else ``_kind_and_row`` finds.
 _Kind = tuple[Any, ...]
-_STORED = ("weight", "grad", "exp_avg", "exp_avg_sq", "master")
+_STORED = ("weight", "grad", "first", "second", "master")
 
 
 class _Tables:
@@ -58,7 +59,7 @@ class _Tables:
 
 
 class FusedStep:
-    """Runs the kernels of ``triton_adam`` for the parameters of a group."""
+    """Runs the kernels of ``triton_step`` for the parameters of a group."""
 
     def __init__(self) -> None:
         self._tables: dict[Any, _Tables] = defaultdict(_Tables)
@@ -78,10 +79,10 @@ class FusedStep:
         first = updates[0].index
         for kind, (members, rows) in launches.items():
             # A single parameter (gradient release) keeps tables of its own.
-            self._launch(self._tables[kind, first, len(members) == 1], kind, members, rows, inputs)
+            self._launch(self._tables[inputs.rule, kind, first, len(members) == 1], kind, members, rows, inputs)
 
     def _launch(self, tables: _Tables, kind: _Kind, updates: list[Update], rows: list[int], inputs: StepInputs) -> None:
-        from nemo_lowprec.kernels import triton_adam as kernels
+        from nemo_lowprec.kernels import triton_step as kernels
 
         group, grad_scale, found_inf = inputs.group, inputs.grad_scale, inputs.found_inf
         one = updates[0]
@@ -94,12 +95,13 @@ class FusedStep:
         addresses = tables.pointers.upload(rows, len(updates), device, large)
         aligned = tiles.aligned and tables.pointers.aligned
         types = {name.upper(): kernels.TYPES[dtype] for name, dtype in dtypes.items()}
-        lr, (beta1, beta2) = group["lr"], (float(b) for b in group["betas"])
+        lr, (beta1, beta2) = group["lr"], inputs.betas
         value = dtypes["master"]
+        stochastic = inputs.stochastic and inputs.rule != "momentum" and value in (torch.float16, torch.bfloat16)
         how = {
-            "EXP_AVG_HOW": _how(dtypes["exp_avg"], stands_still(beta1, dtypes["exp_avg"])),
-            "EXP_AVG_SQ_HOW": _how(dtypes["exp_avg_sq"], stands_still(beta2, dtypes["exp_avg_sq"]), positive=True),
-            "VALUE_HOW": _how(value, inputs.stochastic and value in (torch.float16, torch.bfloat16)),
+            "FIRST_HOW": _how(dtypes["first"], stands_still(beta1, dtypes["first"])),
+            "SECOND_HOW": _how(dtypes["second"], stands_still(beta2, dtypes["second"]), positive=True),
+            "VALUE_HOW": _how(value, stochastic),
         }
         weight_decay = float(group["weight_decay"])
         lr_tensor = lr.to(device=device, dtype=torch.float32) if isinstance(lr, Tensor) else None
@@ -111,20 +113,22 @@ class FusedStep:
                 addresses, tables.coefficients, tables.salts, tables.amax, tables.index,
                 none if found_inf is None else found_inf, mix(inputs.seed),
                 *((lr_tensor, 0.0) if lr_tensor is not None else _two_floats(rate)),
-                *_two_floats(beta1), *_two_floats(beta2),
-                HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, num_warps=1,
+                *_two_floats(beta1), *_two_floats(beta2), *_two_floats(float(group.get("rate_factor", 1.0))),
+                1 - float(group.get("dampening", 0.0)),
+                RULE=inputs.rule, HAS_LR=lr_tensor is not None, HAS_FOUND=found_inf is not None, num_warps=1,
             )  # fmt: skip
-            kernels.adam_kernel[(tiles.tiles,)](
+            kernels.step_kernel[(tiles.tiles,)](
                 tiles.tensor_of, tiles.grid, addresses, tables.coefficients, tables.salts, tables.amax,
                 none if found_inf is None else found_inf, none if grad_scale is None else grad_scale,
                 none if lr_tensor is None else lr_tensor,
-                1 - rate * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2, float(group["eps"]),
-                **types,
+                1 - rate * weight_decay, weight_decay, *_coefficients(inputs),
+                RULE=inputs.rule, **types,
                 **{f"{name.upper()}_BLOCKED": flag for name, flag in blocks.items()},
-                HAS_MASTER=one.master is not None, DECOUPLED=bool(group["decoupled_weight_decay"]),
-                DECAYS=weight_decay != 0, MAXIMIZE=bool(group["maximize"]),
+                HAS_MASTER=one.master is not None, HAS_FIRST=one.first is not None,
+                DECOUPLED=inputs.is_decoupled, DECAYS=weight_decay != 0, MAXIMIZE=inputs.maximizes,
+                NESTEROV=bool(group.get("nesterov")),
                 HAS_FOUND=found_inf is not None, HAS_SCALE=grad_scale is not None, HAS_LR=lr_tensor is not None,
-                **how, FIRST_STREAM=STREAMS["exp_avg"], SECOND_STREAM=STREAMS["exp_avg_sq"],
+                **how, FIRST_STREAM=STREAMS["first"], SECOND_STREAM=STREAMS["second"],
                 FP8_MAX=E4M3.max, HAS_AMAX=measures, ALIGNED=aligned, BLOCKS=_BLOCKS, num_warps=_WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -140,7 +144,7 @@ class FusedStep:
         self, tables: _Tables, addresses: Tensor, one: Update, found_inf: Tensor | None, **options: Any
     ) -> None:
         """Give FP8 weights the scales of their new amaxes; only weights whose scale has changed are written again."""
-        from nemo_lowprec.kernels import triton_adam as kernels
+        from nemo_lowprec.kernels import triton_step as kernels
 
         tiles, (top, mantissa) = tables.tiles, exponent_rule(E4M3)
         assert isinstance(one.param, Fp8Weight)
@@ -156,11 +160,11 @@ class FusedStep:
 
 
 _LARGE = (0, 2, 5, 7, 9)  # columns of elements, which kernels read 16 bytes at a time
-_BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, FP16)}
+_BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M3, FP16)}
 
 
 def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[int, int, int, float, float]:
-    """How ``triton_adam`` stores a tensor of this dtype."""
+    """How ``triton_step`` stores a tensor of this dtype."""
     fmt = _BLOCK_FORMATS.get(dtype)
     bits, smallest_normal = rounding_rule(dtype) if stochastic else (0, 0.0)
     smallest = fmt.smallest if fmt is not None and positive else 0.0
@@ -182,7 +186,7 @@ def _is_fused(param: Tensor, weight: Tensor) -> bool:
 
 
 def _kind_and_row(update: Update, weight: Tensor) -> tuple[_Kind, tuple[int, ...]]:
-    """A key, and the addresses of ``triton_adam.COLUMNS``; parameters with equal keys share a launch.
+    """A key, and the addresses of ``triton_step.COLUMNS``; parameters with equal keys share a launch.
 
     The weight's address stands in the place of absent tensors. Called for every parameter at every step: nothing is
     remembered of a tensor, whose storage may be another one at the next step.
@@ -203,28 +207,46 @@ def _kind_and_row(update: Update, weight: Tensor) -> tuple[_Kind, tuple[int, ...
     else:
         update.grad = grad = grad.contiguous()  # held there until the kernel is launched
         gradient = grad.data_ptr(), address, address
-    first, first_blocked, *first_row = _storage(update.exp_avg, address)
-    second, second_blocked, *second_row = _storage(update.exp_avg_sq, address)
-    master, master_blocked, *master_row = dtype, False, address, address
-    if update.master is not None:
-        master, master_blocked, *master_row = _storage(update.master, address)
+    first, first_blocked, *first_row = _storage(update.first, dtype, address)
+    second, second_blocked, *second_row = _storage(update.second, dtype, address)
+    master, master_blocked, *master_row = _storage(update.master, dtype, address)
     shape, in_row = weight.shape, weight.numel()
     if len(shape) > 1 and (weight_blocked or grad_blocked or first_blocked or second_blocked or master_blocked):
         in_row //= shape[0]
     kind = (
         (dtype, E4M3.dtype if grad_blocked else grad.dtype, first, second, master),
         (weight_blocked, grad_blocked, first_blocked, second_blocked, master_blocked),
-        update.master is None, margin, _is_measured(update), in_row % 128 == 0, weight.get_device(),
+        update.master is None, update.first is None, margin, _is_measured(update), in_row % 128 == 0,
+        weight.get_device(),
     )  # fmt: skip
     return kind, (address, scale, *gradient, *first_row, *second_row, *master_row, update.step.data_ptr())
 
 
-def _storage(tensor: Tensor, absent: int) -> tuple[torch.dtype, bool, int, int]:
-    """Of a state or master: dtype, whether it is in blocks, and the addresses of its elements and exponents."""
+def _storage(tensor: Tensor | None, dtype: torch.dtype, absent: int) -> tuple[torch.dtype, bool, int, int]:
+    """Of a state or master: dtype, whether it is in blocks, and the addresses of its elements and exponents.
+
+    Args:
+        dtype, absent: what stands in the place of None.
+    """
+    if tensor is None:
+        return dtype, False, absent, absent
     if isinstance(tensor, BlockScaledTensor):
         data = tensor.data_blocks
         return data.dtype, True, data.data_ptr(), tensor.exponent.data_ptr()
     return tensor.dtype, False, tensor.data_ptr(), absent
+
+
+def _coefficients(inputs: StepInputs) -> tuple[float, float, float, float]:
+    """Of the kernel's arguments: weight of the gradient in the first moment, decay and weight in another, and eps."""
+    group, rule = inputs.group, inputs.rule
+    if rule == "adam":
+        beta1, beta2 = map(float, group["betas"])
+        return 1 - beta1, beta2, 1 - beta2, float(group["eps"])
+    if rule == "lion":
+        beta1, beta2 = map(float, group["betas"])
+        return 1 - beta2, 0.0, 1 - beta1, 0.0
+    momentum = float(group.get("momentum", 0.0))
+    return 1 - momentum, momentum, 0.0, 0.0
 
 
 def _two_floats(value: float) -> tuple[float, float]:

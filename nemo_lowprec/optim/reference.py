@@ -1,11 +1,21 @@
-"""One Adam step of one parameter in plain torch. It defines the numerics; the fused kernel is tested against it."""
+"""One step of one parameter in plain torch. It defines the numerics; the fused kernel is tested against it.
+
+A step follows one of five rules, named after what it computes of a gradient:
+
+* ``adam``: torch's Adam and AdamW;
+* ``sgd``: torch's SGD, with momentum or without;
+* ``lion``: the sign of an interpolation between momentum and gradient (arXiv:2302.06675);
+* ``momentum``: Muon's first half. Updates the momentum, and writes what is to be orthogonalized into the parameter's
+  place. Does not count as a step;
+* ``direct``: Muon's second half. Subtracts the gradient's place, which holds the orthogonalized matrix.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +24,8 @@ from nemo_lowprec.formats.stochastic import salt_of
 from nemo_lowprec.optim.storage import stands_still, write
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, QuantizedTensor, stored_data
 
-STREAMS = {"exp_avg": 1, "exp_avg_sq": 2}  # keys of the moments' random streams, beside the weight's
+Rule = Literal["adam", "sgd", "lion", "momentum", "direct"]
+STREAMS = {"first": 1, "second": 2}  # keys of the moments' random streams, beside the weight's
 
 
 @dataclass(slots=True)
@@ -25,20 +36,23 @@ class Update:
         param: the parameter; a ``QuantizedTensor`` (for a shard, a ``BlockScaledTensor``) or plain.
         grad: the gradient, plain (any float dtype) or a ``GradientTensor``.
         step: FP32 scalar, steps taken so far.
-        exp_avg, exp_avg_sq: plain or ``BlockScaledTensor``.
+        first, second: the moments, plain or ``BlockScaledTensor``: Adam's exp_avg and exp_avg_sq, Lion's exp_avg, the
+            momentum of SGD and Muon. None for a moment that the rule does not have.
         master: plain FP32, a ``BlockScaledTensor``, or None where the update is added to the parameter itself.
         index: position in the optimizer, for stochastic rounding.
         measures: whether the kernel leaves the amax of a plain parameter with a master in its ``amax_of_step``.
+        whole: the DTensor of which ``param`` is the local shard; None for a whole parameter.
     """
 
     param: Tensor
     grad: Tensor
     step: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    first: Tensor | None
+    second: Tensor | None
     master: Tensor | None
     index: int
     measures: bool = False
+    whole: Any = None
 
 
 def read(tensor: Tensor) -> Tensor:
@@ -51,12 +65,12 @@ class StepInputs:
     """Arguments that all parameters of a step share.
 
     Attributes:
-        group: the parameter group: lr, betas, eps, weight_decay, decoupled_weight_decay, maximize, as torch's Adam
-            has them.
+        group: the parameter group: lr, weight_decay and the rule's own arguments, as torch's optimizer has them.
         grad_scale: the loss scale that gradients still carry, FP32 scalar.
         found_inf: nonzero skips the step, FP32 scalar.
         seed: of stochastic rounding.
         stochastic: whether the master (or the parameter without one) is rounded stochastically, if it is 16-bit.
+        rule: see the module.
     """
 
     group: dict[str, Any]
@@ -64,6 +78,27 @@ class StepInputs:
     found_inf: Tensor | None = None
     seed: int = 0
     stochastic: bool = False
+    rule: Rule = "adam"
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Decay of the first and the second moment; 0 for a moment that the rule does not have."""
+        if self.rule == "direct":
+            return 0.0, 0.0
+        if self.rule in ("sgd", "momentum"):
+            return float(self.group["momentum"]), 0.0
+        first, second = map(float, self.group["betas"])
+        return (first, second) if self.rule == "adam" else (second, first)
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the weight decay is no part of the gradient."""
+        return self.rule != "sgd" and bool(self.group.get("decoupled_weight_decay", True))
+
+    @property
+    def maximizes(self) -> bool:
+        """Whether the objective is maximized."""
+        return bool(self.group.get("maximize", False))
 
 
 def step_by_reference(updates: Iterable[Update], inputs: StepInputs) -> None:
@@ -71,41 +106,67 @@ def step_by_reference(updates: Iterable[Update], inputs: StepInputs) -> None:
     if inputs.found_inf is not None and bool(inputs.found_inf):
         return
     for update in updates:
-        adam_step(update, inputs)
+        _step(update, inputs)
 
 
-def adam_step(update: Update, inputs: StepInputs) -> None:
+def _step(update: Update, inputs: StepInputs) -> None:
     """Step one parameter in place; ``inputs.found_inf`` is not read."""
-    group, scale = inputs.group, inputs.grad_scale
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+    group, scale, rule = inputs.group, inputs.grad_scale, inputs.rule
     update.step += 1
     step = float(update.step)
-    step_size = lr / (1 - math.pow(beta1, step))
-    inv_sqrt_correction = 1 / math.sqrt(1 - math.pow(beta2, step))
-
     grad = read(update.grad)
     if scale is not None:
         grad = grad * scale.float().reshape(()).reciprocal()
-    if group["maximize"]:
+    if inputs.maximizes:
         grad = -grad
-    value = read(update.param if update.master is None else update.master)
-    if group["decoupled_weight_decay"]:
-        value = value * (1 - lr * group["weight_decay"])
-    elif group["weight_decay"]:
-        grad = grad + value * group["weight_decay"]
+    value = grad
+    if rule != "momentum":
+        lr = float(group["lr"])
+        value = read(update.param if update.master is None else update.master)
+        if inputs.is_decoupled:
+            value = value * (1 - lr * group["weight_decay"])
+        elif group["weight_decay"]:
+            grad = grad + value * float(group["weight_decay"])
+    first = None if update.first is None else read(update.first)
+    second = None if update.second is None else read(update.second)
 
-    exp_avg, exp_avg_sq = read(update.exp_avg), read(update.exp_avg_sq)
-    exp_avg = exp_avg + (grad - exp_avg) * (1 - beta1)
-    exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * (1 - beta2)
-    denominator = exp_avg_sq.sqrt() * inv_sqrt_correction + group["eps"]
-    value = value - (exp_avg / denominator) * step_size
+    if rule == "adam":
+        assert first is not None and second is not None
+        beta1, beta2 = group["betas"]
+        step_size = lr / (1 - math.pow(beta1, step))
+        inv_sqrt_correction = 1 / math.sqrt(1 - math.pow(beta2, step))
+        first = first + (grad - first) * (1 - beta1)
+        second = second * beta2 + (grad * grad) * (1 - beta2)
+        denominator = second.sqrt() * inv_sqrt_correction + group["eps"]
+        value = value - (first / denominator) * step_size
+    elif rule == "lion":
+        assert first is not None
+        beta1, beta2 = group["betas"]
+        between = first + (grad - first) * (1 - beta1)
+        value = value - torch.where(between.isnan(), between, between.sign()) * lr  # torch's sign of NaN is 0
+        first = first + (grad - first) * (1 - beta2)
+    elif rule == "momentum":
+        assert first is not None
+        momentum = group["momentum"]
+        first = first + (grad - first) * (1 - momentum)
+        value = first + (grad - first) * (1 - momentum) if group["nesterov"] else first
+    else:
+        if rule == "sgd" and first is not None:
+            momentum = group["momentum"]
+            first = first * momentum + grad * (1.0 if step == 1 else 1 - group["dampening"])
+            grad = grad + first * momentum if group["nesterov"] else first
+        value = value - grad * (lr * group.get("rate_factor", 1.0))
 
-    salt = salt_of(inputs.seed, int(update.step), update.index)
-    _write_value(update, value, salt if inputs.stochastic else None)
-    for name, beta, moment in (("exp_avg", beta1, exp_avg), ("exp_avg_sq", beta2, exp_avg_sq)):
-        state = getattr(update, name)
-        stochastic = stands_still(float(beta), stored_data(state).dtype)
-        write(state, moment, salt_of(salt ^ STREAMS[name]) if stochastic else None, positive=name == "exp_avg_sq")
+    salt = salt_of(inputs.seed, int(step), update.index)
+    _write_value(update, value, salt if inputs.stochastic and rule != "momentum" else None)
+    for state, moment, name, beta in zip(
+        (update.first, update.second), (first, second), STREAMS, inputs.betas, strict=True
+    ):
+        if state is not None and moment is not None:
+            stochastic = stands_still(float(beta), stored_data(state).dtype)
+            write(state, moment, salt_of(salt ^ STREAMS[name]) if stochastic else None, positive=name == "second")
+    if rule == "momentum":
+        update.step -= 1
 
 
 def _write_value(update: Update, value: Tensor, salt: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Column Optimizer states: FP32 states of any optimizer, or low-bit states of Adam and AdamW."""
+"""Column Optimizer states: FP32 states of any optimizer, or low-bit states of those that have them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.column import Column
-from nemo_lowprec.optim.adam import LowBitStates
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.low_bit import LowBitStates
 from nemo_lowprec.optim.storage import StateFormats
 
 
@@ -26,10 +26,10 @@ class OptimizerStates(Column):
 
 
 class LowBitOptimizerStates(OptimizerStates):
-    """States in low-bit formats: attached optimizers become this package's Adam or AdamW, in place.
+    """States in low-bit formats: attached optimizers become this package's own, in place.
 
     Args:
-        formats: the formats of the two moments and of the master weights.
+        formats: the formats of the moments and of the master weights.
         releases: whether a parameter steps as soon as its gradient is there (``step_at_once``).
     """
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import quantize_rows
+from nemo_lowprec.formats.floats import E5M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic
 from nemo_lowprec.tensors import BlockScaledTensor
 from nemo_lowprec.tensors.block_scaled_tensor import quantize_blocks_of_rows
@@ -24,19 +25,20 @@ from nemo_lowprec.tensors.marks import is_matrix
 
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
-_BLOCKS = {"fp16": FP16, "fp8": E4M3}
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # names of states; the last is SGD's and Muon's first moment
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class StateFormats:
-    """Storage of an Adam optimizer's states.
+    """Storage of an optimizer's states.
 
     Parameters of fewer than two dimensions (norms, biases) keep FP32 masters, and FP32 states unless ``vectors``: they
     are a thousandth of a model, and a norm's weight of 1.0 would not feel updates below 0.0005 in FP16.
 
     Attributes:
-        exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements).
+        exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements). The
+            first also holds for ``momentum_buffer``. The second moment's ``fp8`` is E5M3, every other one E4M3.
         master_weight: ``fp32``, ``fp16`` (in blocks) or None, for parameters below FP32.
         stochastic_rounding: whether the master (or the parameter without one) is rounded so, if it is 16-bit.
         seed: of stochastic rounding, also of the moments' (see ``stands_still``).
@@ -63,28 +65,36 @@ class StateFormats:
 
     def of(self, name: str, param: Tensor) -> StateFormat:
         """Format of the state ``name`` of ``param``."""
-        if not is_matrix(param) and not (self.vectors and name in ("exp_avg", "exp_avg_sq")):
+        if not is_matrix(param) and not (self.vectors and name in MOMENTS):
             return "fp32"
-        found: StateFormat = getattr(self, name)
+        found: StateFormat = getattr(self, "exp_avg" if name == "momentum_buffer" else name)
         return found
 
 
 def stands_still(beta: float, dtype: torch.dtype) -> bool:
     """Whether a moment of this beta and dtype would never decay if it were rounded to nearest."""
-    return dtype != torch.float32 and 1 - beta < torch.finfo(dtype).eps / 2
+    eps = 0.125 if dtype == torch.uint8 else torch.finfo(dtype).eps
+    return dtype != torch.float32 and 1 - beta < eps / 2
 
 
-def store(values: Tensor, fmt: StateFormat, positive: bool = False) -> Tensor:
-    """A new tensor that holds ``values`` in ``fmt``; see ``write``."""
-    if fmt in _BLOCKS:
-        return BlockScaledTensor(*quantize_blocks_of_rows(values.detach(), _BLOCKS[fmt], positive), _BLOCKS[fmt])
+def _blocks_of(name: str, fmt: StateFormat) -> FloatFormat | None:
+    """The format of the blocks of a state or master; None where it is stored plainly."""
+    return {"fp16": FP16, "fp8": E5M3 if name == "exp_avg_sq" else E4M3}.get(fmt)
+
+
+def store(values: Tensor, name: str, fmt: StateFormat) -> Tensor:
+    """A new tensor that holds ``values``, of the state or master ``name``, in ``fmt``."""
+    blocks = _blocks_of(name, fmt)
+    if blocks is not None:
+        return BlockScaledTensor(*quantize_blocks_of_rows(values.detach(), blocks, name == "exp_avg_sq"), blocks)
     return values.detach().to(_PLAIN[fmt], copy=True, memory_format=torch.contiguous_format)
 
 
-def zeros(param: Tensor, fmt: StateFormat) -> Tensor:
-    """A new tensor of zeros of the shape and on the device of ``param``."""
-    if fmt in _BLOCKS:
-        return BlockScaledTensor.zeros(param.shape, _BLOCKS[fmt], param.device)
+def zeros(param: Tensor, name: str, fmt: StateFormat) -> Tensor:
+    """A new tensor of zeros, the state ``name`` in ``fmt``, of the shape and on the device of ``param``."""
+    blocks = _blocks_of(name, fmt)
+    if blocks is not None:
+        return BlockScaledTensor.zeros(param.shape, blocks, param.device)
     return torch.zeros(param.shape, dtype=_PLAIN[fmt], device=param.device)
 
 
@@ -104,12 +114,12 @@ def write(state: Tensor, values: Tensor, salt: int | None = None, positive: bool
 def portable(state: Tensor) -> Tensor:
     """A state as a plain tensor of exactly its values, which any optimizer loads.
 
-    Block-scaled states are decoded on the CPU, E4M3 to BF16 and FP16 to FP32: a checkpoint takes no GPU memory.
+    Block-scaled states are decoded on the CPU, 8 bits to BF16 and FP16 to FP32: a checkpoint takes no GPU memory.
     """
     local = local_shard(state)
     if not isinstance(local, BlockScaledTensor):
         return state.detach()
-    dtype = torch.bfloat16 if local.fmt == E4M3 else torch.float32
+    dtype = torch.float32 if local.fmt == FP16 else torch.bfloat16
     if is_sharded(state):  # stays on its device: processes exchange shards there
         return as_dtensor_like(local.dequantize(dtype), state)
     on_cpu: BlockScaledTensor = local.to("cpu")  # type: ignore[assignment]

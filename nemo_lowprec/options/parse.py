@@ -40,6 +40,8 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
         defaults |= {"half": level.autocast}
     if level.is_low_bit:
         defaults |= LowBitOptions.arguments()
+    if level.has_fp8_states:
+        defaults |= {"states": "+".join(level.optimizer_states)}
     if level.has_loss_scale or level.half:
         defaults |= LossScaleConfig.arguments()
     return defaults | {"graphs": "auto"}
@@ -87,6 +89,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
                         f"pass half='fp16' to {level.name}."
                     )
 
+    if level.has_fp8_states:
+        level = level.with_states(values["states"])
     recipe = None
     if level.scaling is not None:
         arguments: dict[str, Any] = {"fp8": "e4m3"} if level.scaling == "nvfp4" else {}

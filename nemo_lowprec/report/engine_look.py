@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
+from nemo_lowprec.report.parts import Parts, converted_weights, parts_of, states_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -43,7 +43,7 @@ class EngineLook(Look):
 
     def held(self, params: Sequence[nn.Parameter]) -> Held:
         optimizers = self._trainer.optimizers
-        found = [Bytes(o.state.get(p, {}).get(key) for o in optimizers for p in params) for key in STATES]
+        found = [Bytes(tensors) for tensors in states_of(o.state.get(p, {}) for o in optimizers for p in params)]
         states = [one if one.total else None for one in found]
         return Held(Bytes(params), Bytes(map(master_of, params)), states, sum(local_shard(p).numel() for p in params))
 
@@ -107,15 +107,19 @@ class ShardedLook(EngineLook):
 
     def sent_gradients(self) -> list[Sent] | None:
         sent = super().sent_gradients()
-        return None if sent is None else [s for s in sent if not self._is_weight(s)]
+        return None if sent is None else [s for s in sent if not (self._is_weight(s) or s.by_optimizer)]
 
     def _is_weight(self, sent: Sent) -> bool:
         """Whether a message gathers weights: of one copy of the model, among the processes that hold it."""
         sharding = self._engine.sharding
         assert sharding is not None
         group = sharding.shards or dist.group.WORLD
-        return sent.kind == "all_gather" and sent.group == group.group_name  # type: ignore[union-attr]
+        return not sent.by_optimizer and sent.kind == "all_gather" and sent.group == group.group_name  # type: ignore[union-attr]
 
     def further_bytes(self) -> dict[str, int]:
-        weights = sum(s.bytes for s in self.traffic.sent if self._is_weight(s))
-        return {"Comm, gathered weights": weights} if weights else {}
+        sent = self.traffic.sent
+        further = {
+            "Comm, gathered weights": sum(s.bytes for s in sent if self._is_weight(s)),
+            "Comm, matrices that Muon orthogonalizes": sum(s.bytes for s in sent if s.by_optimizer),
+        }
+        return {name: size for name, size in further.items() if size}

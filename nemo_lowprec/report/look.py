@@ -28,7 +28,7 @@ class Held:
     Attributes:
         weights: the tensors that the model computes with.
         masters: the tensors that the optimizer steps in the weights' place; nothing where it steps the weights.
-        states: ``STATES`` of Adam; None for a state that the optimizer does not have.
+        states: first and second moments (see ``states_of``); None for moments that the optimizers do not have.
         elements: number of elements of the parameters' shards, to which masters and states belong.
     """
 

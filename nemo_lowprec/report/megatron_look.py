@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nemo_lowprec.compat.transformer_engine import fp8_data
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import STATES, Parts, converted_weights, parts_of
+from nemo_lowprec.report.parts import Parts, converted_weights, parts_of, states_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored, format_of
 from nemo_lowprec.report.traffic import Sent
 
@@ -71,7 +71,7 @@ class MegatronLook(Look):
         return Held(
             Bytes(map(_weight, params)),
             Bytes(m for m in shards if not optimizer.is_weight(m)),
-            [Bytes(state.get(key) for state in states) for key in STATES],
+            [Bytes(tensors) for tensors in states_of(states)],
             sum(m.numel() for m in shards),
         )
 

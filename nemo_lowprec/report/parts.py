@@ -7,17 +7,34 @@ that torch computes with in FP32 only (batch norms, parametrizations; at the MS-
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compute import Conversion, linear_weights
+from nemo_lowprec.optim.storage import MOMENTS
+from nemo_lowprec.tensors.quantized_tensor import MASTER
 
 LEFT = "too small"  # converted weights whose layers convert="auto" has left; GEMMs only
-STATES = ("exp_avg", "exp_avg_sq")  # of Adam's for each parameter
 CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
 Parts = dict[str, list[nn.Parameter]]  # by name, each parameter once
+
+
+def states_of(states: Iterable[Mapping[str, Any]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors in states of parameters, but for single numbers: first, and second moments.
+
+    The states of optimizers with states of their own kind count as first moments.
+    """
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    for state in states:
+        for name, value in state.items():
+            # Numbers are counts, but for moments of parameters that are one number.
+            if isinstance(value, Tensor) and (value.dim() or name in MOMENTS) and name != MASTER:
+                (second if name == "exp_avg_sq" else first).append(value)
+    return first, second
 
 
 def converted_weights(model: nn.Module, level: PrecisionLevel, conversion: Conversion) -> list[nn.Parameter]:

@@ -23,12 +23,14 @@ class Sent:
         dtype: of its elements.
         bytes: that each process sends (and receives), by the algorithm that sends the least.
         group: name of the process group; none for copies between GPUs.
+        by_optimizer: whether an optimizer has sent it in its step.
     """
 
     kind: str
     dtype: torch.dtype
     bytes: int
     group: str = ""
+    by_optimizer: bool = False
 
 
 # By operator: the kind, and the index of the argument with the tensors that a process puts in.
@@ -104,7 +106,8 @@ class Traffic(TorchDispatchMode, Observer):
         for tensor in tree_leaves(args[position]) if world > 1 else ():
             if storage_key(tensor.untyped_storage()) != left_out and not self._ignored(tensor):
                 size = tensor.numel() * tensor.element_size()
-                self.sent.append(Sent(kind, tensor.dtype, sent_bytes(kind, size, world), group.group_name))
+                sent = sent_bytes(kind, size, world)
+                self.sent.append(Sent(kind, tensor.dtype, sent, group.group_name, self._observers.is_updating))
 
 
 def _as_group(box: Any) -> dist.ProcessGroup | None:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -257,6 +258,36 @@ class MasterWeights(HalfStore):
             optimizer.register_load_state_dict_post_hook(self.swap_out),
         ):
             self._hooks.enter_context(handle)
+        for name in ("train", "eval"):
+            if callable(getattr(optimizer, name, None)):
+                self._write_masters_in(optimizer, name)
+
+    def _write_masters_in(self, optimizer: Optimizer, name: str) -> None:
+        """Let a method of a schedule-free ``optimizer``, which moves weights to their averages or back, see masters.
+
+        Source: "The Road Less Scheduled", arXiv:2405.15682, whose optimizers have the methods ``train`` and ``eval``.
+        """
+        held, function = ref(optimizer), getattr(type(optimizer), name)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = held()
+            assert found is not None
+            self.swap_in(found)
+            try:
+                return function(found, *args, **kwargs)
+            finally:
+                self.swap_out(found)
+                with torch.no_grad():
+                    self.refresh(self._places[found].pairs)
+
+        def undo() -> None:
+            found = held()
+            if found is not None:
+                found.__dict__.pop(name, None)
+
+        optimizer.__dict__[name] = call
+        self._hooks.callback(undo)
 
     def find_written(self, optimizer: Optimizer) -> Tensor | None:
         copies = self._places_of(optimizer).pairs

@@ -13,7 +13,7 @@ KERNELS = {
     "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4": "attention",
     "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor<float, 4": "optimizer",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": "attention",
-    "adam_kernel": "optimizer",
+    "step_kernel": "optimizer",
     "_backward_kernel": "other",
     "Memcpy DtoD (Device -> Device)": "other",
 }
@@ -25,5 +25,5 @@ def test_a_kernel_has_the_kind_that_its_name_tells(name: str) -> None:
 
 
 def test_times_are_summed_by_kind_and_every_kind_has_a_time() -> None:
-    found = milliseconds([("adam_kernel", 1500.0), ("_cast_kernel", 250.0), ("_join_kernel", 250.0)])
+    found = milliseconds([("step_kernel", 1500.0), ("_cast_kernel", 250.0), ("_join_kernel", 250.0)])
     assert found == {"attention": 0.0, "gemm": 0.0, "optimizer": 1.5, "other": 0.5} and tuple(found) == KINDS

@@ -136,6 +136,8 @@ def expected_arguments(level):
         arguments |= {"half": "bf16"} | LowBitOptions.arguments() | LossScaleConfig.arguments()
     elif level.has_loss_scale:
         arguments |= LossScaleConfig.arguments()
+    if level.name in ("msamp_o2", "msamp_o3"):
+        arguments["states"] = "fp8+fp16"
     return arguments | {"graphs": "auto"}
 
 

@@ -16,8 +16,7 @@ import nemo_lowprec
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import E4M3
-from nemo_lowprec.optim import Adam, AdamW
-from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.optim import Adam, AdamW, LowBitStates
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, GradientTensor
 
 LEVELS = ["O1", "O2", "O3"]
@@ -247,7 +246,7 @@ REFUSED = {
     r"opt_level=\['O1'\] must be one of": (None, {"opt_level": ["O1"]}, ValueError),
     "holds none of the model's parameters": (lambda m: optim.AdamW(Net().parameters()), {}, ValueError),
     "OwnGroups has a _init_group of its own": (lambda m: OwnGroups(m.parameters()), {}, ValueError),
-    "SGD has no low-bit form": (lambda m: optim.SGD(m.parameters(), lr=0.1), {}, ValueError),
+    "NAdam has no low-bit form": (lambda m: optim.NAdam(m.parameters(), lr=0.1), {}, ValueError),
     "OwnStep has a step of its own": (lambda m: OwnStep(m.parameters()), {}, ValueError),
     "amsgrad=True has no low-bit form": (lambda m: optim.Adam(m.parameters(), amsgrad=True), {}, ValueError),
     "complex parameter": (

@@ -7,7 +7,7 @@ from torch import nn, optim
 
 import nemo_lowprec
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.optim import Lion, LowBitStates, Muon
 from nemo_lowprec.tensors import BlockScaledTensor
 
 LEVELS = ["O1", "O2", "O3"]
@@ -84,13 +84,34 @@ def test_a_closure_is_called_once_a_step(level):
     assert len(calls) == 2
 
 
+LATE = {
+    "sgd": lambda p: optim.SGD(p, 0.05, momentum=0.9), "lion": lambda p: Lion(p, 1e-3),
+    "muon": lambda p: Muon([{"params": [q for q in p if q.dim() > 1]},
+                            {"params": [q for q in p if q.dim() < 2], "use_muon": False}], 1e-2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_sgd_lion_and_muon_are_attached_at_their_first_step_too(name):
+    model, _ = nemo_lowprec.initialize(net(), opt_level="O2")
+    late, losses = LATE[name](list(model.parameters())), []
+    for _ in range(3):
+        losses.append((model(X) - Y).square().mean())
+        losses[-1].backward()
+        late.step()
+        late.zero_grad()
+    assert losses[-1] < losses[0]
+    assert isinstance(late, LowBitStates) and late.formats.exp_avg == "fp8"
+    assert all(int(state["step"]) == 3 for state in late.state.values())
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_without_a_low_bit_form_is_refused_before_it_steps(level):
     model, _ = nemo_lowprec.initialize(net(), opt_level=level)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    late = optim.SGD(model.parameters(), lr=0.1)
+    late = optim.Adagrad(model.parameters(), lr=0.1)
     (model(X) - Y).square().mean().backward()
-    with pytest.raises(ValueError, match="SGD has no low-bit form"):
+    with pytest.raises(ValueError, match="Adagrad has no low-bit form"):
         late.step()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -12,7 +12,7 @@ from nemo_lowprec.compute.logits import MIN_CLASSES
 from nemo_lowprec.models import PRESETS, CausalLM
 from nemo_lowprec.models import throughput as throughput_module
 from nemo_lowprec.models.loss import summed_cross_entropy
-from nemo_lowprec.models.optimizer import decay_groups, default_warmup, warmup_cosine
+from nemo_lowprec.models.optimizer import decay_groups, default_warmup, muon_groups, warmup_cosine
 from nemo_lowprec.models.throughput import TokenRate
 
 # Parameters of the published checkpoints (tied weights once), and of ours at a vocabulary of 4,096.
@@ -133,3 +133,52 @@ def test_token_rate_leaves_out_validation_and_the_first_step(monkeypatch: pytest
     rate.add(60)
     assert rate.read() == pytest.approx(60.0)
     assert rate.mean == pytest.approx(30.0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd"])
+def test_the_optimizer_is_a_choice(name):
+    model = CausalLM(preset="llama_tiny", vocab_size=64, optimizer=name, schedule_steps=4)
+    model.configure_model()
+    made = model.configure_optimizers()["optimizer"]
+    assert type(made).__name__.lower() == name
+    held = [p for group in made.param_groups for p in group["params"]]
+    assert {*map(id, held)} == {*map(id, model.parameters())} and len(held) == len(list(model.parameters()))
+    no_decay = [p for group in made.param_groups if not group["weight_decay"] for p in group["params"]]
+    assert no_decay and all(p.dim() == 1 for p in no_decay)
+    if name == "muon":
+        names = {id(p): n for n, p in model.named_parameters()}
+        of_adamw = {names[id(p)] for group in made.param_groups if not group["use_muon"] for p in group["params"]}
+        assert all("norm" in n or "embed" in n or "lm_head" in n for n in of_adamw)
+        assert any("embed" in n for n in of_adamw)
+
+
+def test_a_choice_of_adamw_with_another_optimizer():
+    with pytest.raises(ValueError, match="fused=True is AdamW's; optimizer='muon'"):
+        CausalLM(preset="llama_tiny", fused=True, optimizer="muon")
+    with pytest.raises(ValueError, match="optimizer='adam'"):
+        CausalLM(preset="llama_tiny", optimizer="adam")
+
+
+def test_groups_of_muon_leave_embeddings_heads_and_convolutions_to_adamw():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.conv = nn.Conv1d(4, 4, 3)
+            self.layer = nn.Linear(4, 4)
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+            self.experts = nn.Parameter(torch.zeros(3, 4, 4))
+            self.pos_embed = nn.Parameter(torch.zeros(6, 4))
+            self.token = nn.Parameter(torch.zeros(1, 1, 4))
+            self.head = nn.Linear(4, 8)
+
+    model = Parts()
+    names = {id(p): n for n, p in model.named_parameters()}
+    groups = {group["name"]: [names[id(p)] for p in group["params"]] for group in muon_groups(model)}
+    assert groups == {
+        "muon": ["experts", "layer.weight"],
+        "adamw": ["pos_embed", "token", "embed.weight", "conv.weight", "head.weight"],
+        "adamw_no_decay": ["conv.bias", "layer.bias", "head.bias"],
+    }
+    with pytest.raises(ValueError, match="Embedding has no hidden matrix"):
+        muon_groups(nn.Embedding(4, 4))

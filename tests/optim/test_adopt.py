@@ -10,8 +10,7 @@ from support import assert_same
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
-from nemo_lowprec.optim import Adam, AdamW, StateFormats, adopt, check_adoptable, release
-from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.optim import Adam, AdamW, LowBitStates, StateFormats, adopt, check_adoptable, release
 
 LOW = StateFormats("fp8", "fp16")
 KEYS = ("exp_avg", "exp_avg_sq")

@@ -73,7 +73,7 @@ def launches_of(optimizer, monkeypatch):
 
 
 def row_of(update):
-    """The columns of ``triton_adam.COLUMNS``, from each tensor's present storage."""
+    """The columns of ``triton_step.COLUMNS``, from each tensor's present storage."""
 
     def of(tensor: Tensor | None, *names: str) -> list[int]:
         parts = [getattr(tensor, name, None) for name in names]
@@ -91,7 +91,7 @@ def row_of(update):
     weight = stored.data_ptr()
     scale = of(update.param, "scale_inv" if isinstance(update.param, Fp8Weight) else "exponent")
     grad = [*elements(update.grad), *of(update.grad, "factor")]
-    states = [address for t in (update.exp_avg, update.exp_avg_sq, update.master) for address in elements(t)]
+    states = [address for t in (update.first, update.second, update.master) for address in elements(t)]
     return (weight, *scale, *grad, *states, update.step.data_ptr())
 
 

@@ -6,7 +6,7 @@ from low_bit import REFUSED
 from support import MSAMP_LEVELS, Net, assert_same, clone, kept, level_of, loader, plugin, stateful_loader, train
 from torch import nn, optim
 
-from nemo_lowprec.optim.adam import LowBitStates
+from nemo_lowprec.optim import LowBitStates
 
 
 class OwnInit(optim.AdamW):

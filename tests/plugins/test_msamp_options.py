@@ -6,6 +6,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support import FP16_HALF, MSAMP_LEVELS, Net, assert_same, loader, plugin, save_at, stateful_loader, train
 from torch import nn
 
+from nemo_lowprec.report import Audit
 from nemo_lowprec.tensors import GradientTensor
 
 STEPS, LR = 10, 2**-16
@@ -261,3 +262,35 @@ def test_parametrizations_train(case, parametrization):
     train(model, case, max_epochs=2)
     assert model.losses[-1] < model.losses[0]
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("case", ["msamp_o2", "msamp_o3", "msamp_o2+fp16"])
+def test_both_moments_in_fp8(case, tmp_path):
+    """The row says so, the audit finds it, the loss is that of FP16's, and a run goes on bit for bit."""
+    model, other, audit = Net(), Net(), Audit()
+    precision = plugin(case, states="fp8+fp8")
+    assert precision.level.columns()["Optimizer states"] == "FP8+FP8" and "states='fp8+fp8'" in repr(precision)
+    at_4 = save_at(tmp_path, 4)
+    whole = train(model, precision, audit, at_4, data=stateful_loader(), max_steps=8, max_epochs=2).state
+    train(other, plugin(case), data=stateful_loader(), max_steps=8, max_epochs=2)
+    assert model.losses == pytest.approx(other.losses, rel=0.1, abs=0.05) and model.losses != other.losses
+    assert audit.report.agrees
+    sizes = [
+        f.bytes_per_param for f in audit.report.findings if (f.column, f.part) == ("Optimizer states", "converted")
+    ]
+    assert 2 < sum(sizes) < 2.1
+    again = train(
+        Net(), plugin(case, states="fp8+fp8"), data=stateful_loader(), max_steps=8, max_epochs=2,
+        ckpt=tmp_path / "step=4.ckpt",
+    ).state  # fmt: skip
+    for part in ("weights", "copies", "masters", "optimizers"):
+        assert_same(again[part], whole[part], part)
+    # FP16's second moments take the values of FP8's, and the other way round.
+    train(Net(), plugin(case), data=stateful_loader(), max_steps=6, max_epochs=2, ckpt=tmp_path / "step=4.ckpt")
+
+
+def test_states_that_a_level_does_not_have():
+    with pytest.raises(ValueError, match=r"states='fp16\+fp8' must be 'fp8\+fp16' or 'fp8\+fp8'"):
+        plugin("msamp_o2", states="fp16+fp8")
+    with pytest.raises(TypeError, match=r"msamp_o1 takes no 'states'\. Levels that do: msamp_o2, msamp_o3"):
+        plugin("msamp_o1", states="fp8+fp8")

@@ -19,6 +19,41 @@ from torch import optim
 
 from nemo_lowprec.weights import master_of
 
+
+class OddStates(optim.Optimizer):
+    """Averages its weights as schedule-free AdamW does, with SOAP's eigenbases: states of other shapes, and numbers.
+
+    Sources: arXiv:2405.15682, arXiv:2409.11321.
+    """
+
+    def __init__(self, params, lr=1e-2, every=2):
+        super().__init__(params, {"lr": lr, "every": every, "betas": (0.9, 0.95)})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, grad = self.state[param], param.grad
+                if not state:
+                    state |= {"count": 0, "z": param.detach().clone(), "second": torch.zeros_like(param)}
+                    state["grams"] = [torch.zeros(n, n) for n in param.shape] if param.dim() == 2 else []
+                    state["bases"] = []
+                state["count"] += 1
+                for i, gram in enumerate(state["grams"]):
+                    gram.lerp_(grad @ grad.T if i == 0 else grad.T @ grad, 1 - beta2)
+                if state["count"] % group["every"] == 1:
+                    state["bases"] = [torch.linalg.eigh(gram)[1] for gram in state["grams"]]
+                turned = state["bases"][0].T @ grad @ state["bases"][1] if state["bases"] else grad
+                state["second"].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+                update = turned / (state["second"] / (1 - beta2 ** state["count"])).sqrt().add(1e-8)
+                update = state["bases"][0] @ update @ state["bases"][1].T if state["bases"] else update
+                state["z"].sub_(update, alpha=group["lr"])
+                param.mul_(beta1).add_(state["z"], alpha=1 - beta1)
+
+
 OPTIMIZERS = {
     "adamw": lambda p: optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "adamw_foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
@@ -30,7 +65,14 @@ OPTIMIZERS = {
     "muon": lambda p: optim.Muon([q for q in p if q.ndim == 2], lr=1e-2),
     "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.9),
     "nadam": lambda p: optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: optim.RAdam(p, lr=1e-2),
+    "adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "asgd": lambda p: optim.ASGD(p, lr=1e-1),
+    "rprop": lambda p: optim.Rprop(p, lr=1e-3),
+    "adadelta": lambda p: optim.Adadelta(p, lr=1.0),
+    "odd_states": lambda p: OddStates(p),
 }
+WITH_LOW_BIT_FORM = ("adamw", "adamw_foreach", "adamw_fused", "sgd", "muon")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -57,6 +99,7 @@ def test_masters_equal_a_loop_in_fp32_bit_for_bit(case, name):
             assert torch.equal(copy, run.state["masters"][param_name].to(half)), param_name
     states = run.state["optimizers"][0]["state"].values()
     floats = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    assert name != "odd_states" or any(s["grams"] and s["count"] == 3 for s in states)
     assert {v.dtype for v in floats} == {torch.float32}
 
 
@@ -73,7 +116,7 @@ def test_optimizer_states_are_fp32(case):
             assert value.dtype == (torch.bfloat16 if low and key == "exp_avg" else torch.float32)
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in ("adamw", "adamw_foreach", "adamw_fused")])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in WITH_LOW_BIT_FORM])
 @pytest.mark.parametrize("case", MSAMP_LEVELS)
 def test_an_optimizer_without_a_low_bit_form_is_refused_before_the_first_step(case, name):
     model = Net(optimizer=OPTIMIZERS[name])
@@ -222,3 +265,66 @@ def test_an_overflow_skips_the_step_of_sparse_gradients(case):
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     train(model, case, max_steps=1)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+class ScheduleFree(optim.Optimizer):
+    """SGD of arXiv:2405.15682: the weights are y in training and the average x in evaluation."""
+
+    def __init__(self, params, lr=0.5, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "steps": 0, "trains": False})
+
+    @torch.no_grad()
+    def _move(self, weight_of, trains):
+        for group in self.param_groups:
+            for param in group["params"] if group["trains"] != trains else ():
+                if param in self.state:
+                    param.lerp_(self.state[param]["z"], weight_of(group["beta"]))
+            group["trains"] = trains
+
+    def train(self):
+        self._move(lambda beta: 1 - beta, True)
+
+    def eval(self):
+        self._move(lambda beta: 1 - 1 / beta, False)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            assert group["trains"]
+            group["steps"] += 1
+            share = 1 / group["steps"]
+            for param in group["params"]:
+                z = self.state[param].setdefault("z", param.detach().clone())
+                param.lerp_(z, share).add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+
+class Averaged(Net):
+    def __init__(self):
+        super().__init__(optimizer=ScheduleFree)
+        self.averages = {}
+
+    def on_train_epoch_start(self):
+        self.optimizers().optimizer.train()
+
+    def on_train_epoch_end(self):
+        self.optimizers().optimizer.eval()
+        self.averages = {n: p.detach().float().clone() for n, p in self.named_parameters()}
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "bf16_mixed", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
+def test_a_schedule_free_optimizer_averages_the_masters(case):
+    model, plain = Averaged(), Averaged()
+    train(plain, None, max_epochs=3)
+    run = train(model, case, max_epochs=3)
+    assert model.losses == pytest.approx(plain.losses, rel=0.1) and model.losses[-1] < 0.8 * model.losses[0]
+    for name, value in model.averages.items():  # what is evaluated is rounded from what is saved
+        exact = run.state["masters"].get(name, value)
+        assert (value - exact).abs().max() <= 0.07 * exact.abs().max() + 1e-6
+        z = next(o for o in run.trainer.optimizers).state[dict(model.named_parameters())[name]]["z"]
+        assert z.dtype == torch.float32 and not torch.equal(z, exact.to(z))
+    [optimizer] = run.trainer.optimizers
+    assert not {"train", "eval"} & vars(optimizer).keys()

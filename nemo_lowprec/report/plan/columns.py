@@ -13,7 +13,6 @@ from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import state_formats
 from nemo_lowprec.optim.storage import zeros
 from nemo_lowprec.options import Options
-from nemo_lowprec.report.parts import STATES
 from nemo_lowprec.report.plan.tracing import Activations, Phases
 from nemo_lowprec.report.tensor_storage import as_stored, format_of
 
@@ -21,6 +20,9 @@ When = Literal["kept", "after forward", "after backward", "at most"]
 OF_CHART: dict[str, When] = {
     "Weight": "kept", "Master weight": "kept", "Weight gradient": "after backward", "Optimizer states": "kept"
 }  # fmt: skip
+
+
+ADAM = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -63,11 +65,13 @@ class PlannedColumn:
             self.found.add(format_of(dtype))
             self.parts[part] += size
 
-    def add_states(self, part: str, param: Tensor, shard: Tensor, options: Options) -> None:
-        """Add Adam's moments of ``param``, of which this process has ``shard``."""
+    def add_states(
+        self, part: str, param: Tensor, shard: Tensor, options: Options, moments: tuple[str, ...] = ADAM
+    ) -> None:
+        """Add the ``moments`` of ``param``, of which this process has ``shard``."""
         formats = state_formats(options)
-        for name in STATES:
-            self.add(part, zeros(shard, formats.of(name, param)))
+        for name in moments:
+            self.add(part, zeros(shard, name, formats.of(name, param)))
 
 
 def columns_of_chart() -> tuple[PlannedColumn, ...]:

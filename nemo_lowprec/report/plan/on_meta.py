@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine, Sharding
+from nemo_lowprec.models.optimizer import muon_groups
 from nemo_lowprec.report.parts import Parts, converted_weights, parts_of
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
@@ -52,3 +54,13 @@ def planned_parts(model: nn.Module, engine: Engine) -> Parts:
     """All parameters of a converted model, frozen ones too."""
     conversion = engine.columns.computation.conversion
     return parts_of(engine.level, model.parameters(), converted_weights(model, engine.level, conversion))
+
+
+def planned_moments(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """The names of the moments of each parameter, by its id, where a CausalLM's optimizer is another one than AdamW."""
+    kind = (vars(model).get("_hparams") or {}).get("optimizer", "adamw")
+    params: Iterable[nn.Parameter] = model.parameters()
+    if kind == "muon":
+        params = muon_groups(model)[0]["params"]
+    name = {"lion": "exp_avg", "sgd": "momentum_buffer", "muon": "momentum_buffer"}.get(kind)
+    return {} if name is None else {id(param): (name,) for param in params}

@@ -162,7 +162,7 @@ def plan_training(
     batch: Any = None,
     **options: Any,
 ) -> Plan:
-    """Plan the training of ``model`` with Adam or AdamW.
+    """Plan the training of ``model`` with Adam or AdamW, or with the optimizer that a ``CausalLM`` names.
 
     Activations are planned for a language model of this package by ``micro_batch_size`` and ``seq_length``, and for any
     other module by an example ``batch``: one forward and backward pass is traced on tensors without memory.

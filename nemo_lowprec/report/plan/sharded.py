@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from nemo_lowprec.comm.planned import Message, PlannedBucket, buffer_bytes, peer_bytes, plan_buckets
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
+from nemo_lowprec.report.plan.columns import ADAM, PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.layout import Layout
+from nemo_lowprec.report.plan.on_meta import planned_moments
 from nemo_lowprec.report.plan.units import ShardedParam, Units, gathered_bytes, reduced_bytes, units_of
 from nemo_lowprec.tensors import Fp8Gathered, GradientTensor
 
@@ -34,7 +35,7 @@ def plan_sharded(model: nn.Module, engine: Engine, layout: Layout) -> PlannedPro
         replicas=layout.replicas,
         peers=layout.peers(layout.shards),
     )
-    weights, masters, gradients, states = _of_chart(units, engine)
+    weights, masters, gradients, states = _of_chart(units, engine, planned_moments(model))
     gathered, whole = _gathered(units, layout), _whole_gradients(units, buckets, layout)
     buffers = _buffers(units, buckets, layout)
     columns = [weights, gathered, masters, gradients, whole, states, buffers]
@@ -49,7 +50,7 @@ def plan_sharded(model: nn.Module, engine: Engine, layout: Layout) -> PlannedPro
     return PlannedProcess(columns, {"": messages}, beside, padding)
 
 
-def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
+def _of_chart(units: Units, engine: Engine, moments: dict[int, tuple[str, ...]]) -> tuple[PlannedColumn, ...]:
     """Weight, Master weight, Weight gradient and Optimizer states, of the shards."""
     weights, masters, gradients, states = columns_of_chart()
     of_halves = engine.level.has_half_weights and not engine.level.is_low_bit
@@ -57,7 +58,7 @@ def _of_chart(units: Units, engine: Engine) -> tuple[PlannedColumn, ...]:
         is_master = of_halves or isinstance(p.shard, Fp8Gathered)
         (masters if is_master else weights).add(p.part, p.shard)
         if p.whole.requires_grad:
-            states.add_states(p.part, p.whole, p.shard, engine.options)
+            states.add_states(p.part, p.whole, p.shard, engine.options, moments.get(id(p.whole), ADAM))
             plain = torch.empty(p.shard.shape, dtype=p.whole.dtype, device="meta")
             gradients.add(p.part, GradientTensor.empty(p.shard) if p.in_fp8 else plain)
     return weights, masters, gradients, states

@@ -9,11 +9,11 @@ from nemo_lowprec.comm.planned import Message, buffer_bytes, peer_bytes, plan_bu
 from nemo_lowprec.compat.tensors import storage_key
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.parts import CONVERTED
-from nemo_lowprec.report.plan.columns import PlannedColumn, PlannedProcess, columns_of_chart
+from nemo_lowprec.report.plan.columns import ADAM, PlannedColumn, PlannedProcess, columns_of_chart
 from nemo_lowprec.report.plan.kept_weights import kept_operands, parts_of_operand, parts_of_tensor
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import PlannedBackend
-from nemo_lowprec.report.plan.on_meta import planned_parts
+from nemo_lowprec.report.plan.on_meta import planned_moments, planned_parts
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.weights import master_of
 
@@ -25,13 +25,14 @@ def plan_whole(model: nn.Module, engine: Engine, layout: Layout) -> PlannedProce
     weights, masters, gradients, states = columns_of_chart()
     releases = engine.options.low_bit.gradient_release
     trained = [p for p in model.parameters() if p.requires_grad]
+    moments = planned_moments(model)
     for part, params in planned_parts(model, engine).items():
         for param in params:
             weights.add(part, param)
             if param.requires_grad:
                 masters.add(part, master_of(param))
                 gradients.add(part, None if releases else gradient_of(param, engine))
-                states.add_states(part, param, param, engine.options)
+                states.add_states(part, param, param, engine.options, moments.get(id(param), ADAM))
     if releases and trained:  # one by one
         gradients.add("all", gradient_of(max(trained, key=nn.Parameter.numel), engine))
         gradients.when = "at most"

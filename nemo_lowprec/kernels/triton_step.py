@@ -1,4 +1,4 @@
-"""The fused Adam step: one pass over all parameters of a group, in a handful of launches.
+"""The fused step of an optimizer: one pass over all parameters of a group, in a handful of launches.
 
 States are bit for bit those of ``optim.reference``, since the compiler may not fuse multiplications and additions.
 Weights are, too, except for one unit in the last place where ``_quotient`` is off, and outside the range of
@@ -6,7 +6,7 @@ Weights are, too, except for one unit in the last place where ``_quotient`` is o
 
 A row of the table of addresses is a parameter: see ``COLUMNS``. A tuple ``HOW`` tells how a tensor is stored: the two
 numbers of ``exponent_rule``, the two of ``rounding_rule`` (bits are 0 for rounding to nearest), and the smallest number
-that may stand in a block with a positive value, or 0.
+that may stand in a block with a positive value, or 0. ``RULE`` is a rule of the reference.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, 
 from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
-__all__ = ["COLUMNS", "TYPES", "adam_kernel", "prepare_kernel", "scale_kernel", "weights_kernel"]
+__all__ = ["COLUMNS", "TYPES", "prepare_kernel", "scale_kernel", "step_kernel", "weights_kernel"]
 
 COLUMNS = (
-    "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "exp_avg", "exp_avg_exponent",
-    "exp_avg_sq", "exp_avg_sq_exponent", "master", "master_exponent", "step",
+    "weight", "weight_scale_inv", "grad", "grad_exponent", "grad_factor", "first", "first_exponent", "second",
+    "second_exponent", "master", "master_exponent", "step",
 )  # fmt: skip
 _WIDTH = tl.constexpr(len(COLUMNS))
 
@@ -67,16 +67,17 @@ def _quotient(x, y):
 @triton.jit(do_not_specialize=["seed"])
 def prepare_kernel(
     address_ptr, coefficient_ptr, salt_ptr, amax_ptr, index_ptr, found_inf_ptr, seed, lr, lr_low, beta1, beta1_low,
-    beta2, beta2_low, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr,
+    beta2, beta2_low, factor, factor_low, undamped, RULE: tl.constexpr, HAS_LR: tl.constexpr, HAS_FOUND: tl.constexpr,
 ):  # fmt: skip
-    """Count the step of one parameter; compute its bias corrections (in FP64) and random stream."""
+    """Count the step of one parameter; compute its two coefficients (in FP64) and its random stream."""
     tensor = tl.program_id(0)
     step_ptr = _address(address_ptr + tensor * _WIDTH, 11, tl.float32, 4)
     step = tl.load(step_ptr)
     live = 1.0
     if HAS_FOUND:
         live = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
-    tl.store(step_ptr, step + live)
+    if RULE != "momentum":
+        tl.store(step_ptr, step + live)
     tl.store(amax_ptr + tensor, 0)
     step = (step + 1.0).to(tl.float64)
     # A float argument is FP32: two of them carry the FP64 value.
@@ -87,9 +88,14 @@ def prepare_kernel(
     else:
         rate = lr.to(tl.float64) + lr_low.to(tl.float64)
     one = tl.full((), 1.0, tl.float64)
-    tl.store(coefficient_ptr + tensor * 2, (rate / (one - libdevice.pow(first, step))).to(tl.float32))
-    correction = one / tl.sqrt(one - libdevice.pow(second, step))
-    tl.store(coefficient_ptr + tensor * 2 + 1, correction.to(tl.float32))
+    if RULE == "adam":
+        tl.store(coefficient_ptr + tensor * 2, (rate / (one - libdevice.pow(first, step))).to(tl.float32))
+        correction = one / tl.sqrt(one - libdevice.pow(second, step))
+        tl.store(coefficient_ptr + tensor * 2 + 1, correction.to(tl.float32))
+    else:
+        rate = rate * (factor.to(tl.float64) + factor_low.to(tl.float64))
+        tl.store(coefficient_ptr + tensor * 2, rate.to(tl.float32))
+        tl.store(coefficient_ptr + tensor * 2 + 1, tl.where(step == one, 1.0, undamped))  # SGD's dampening
     salt = mix(mix(seed.to(tl.uint32) ^ step.to(tl.uint32)) ^ tl.load(index_ptr + tensor).to(tl.uint32))
     tl.store(salt_ptr + tensor, salt.to(tl.int32, bitcast=True))
 
@@ -119,7 +125,12 @@ def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.const
 @triton.jit
 def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
     """FP32 values of a tile; a BLOCKED tile's values times ``factor``."""
-    x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = place[0].dtype.element_ty
+    if tl.uint8 == dtype:
+        x = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int16) << 7
+        x = x.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
     if BLOCKED:
         exponent = tl.load(place[1] + block, mask=live, other=127).to(tl.int32)
         x = x * (power_of_two(exponent) * factor)[:, None]  # as x * 2**e * factor, since 2**e rounds nothing
@@ -128,7 +139,7 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 @triton.jit
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
-    """Store a tile as HOW says (see above); returns the stored elements' values."""
+    """Store a tile as HOW says (see above); returns the stored elements' values, but of E5M3."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     TOP: tl.constexpr = HOW[0]
     MANTISSA: tl.constexpr = HOW[1]
@@ -146,9 +157,15 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
         scaled = x
     if ROUND_BITS > 0:
         scaled = round_stochastic(scaled, index, salt, ROUND_BITS, ROUND_SMALLEST)
-    stored = scaled.to(dtype)
-    tl.store(place[0] + offset, stored, mask=inside)
-    values = stored.to(tl.float32)
+    if tl.uint8 == dtype:
+        bits = scaled.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        bits = (bits + 0x3F + ((bits >> 7) & 1)) >> 7
+        tl.store(place[0] + offset, tl.where(scaled == scaled, bits, 0xFC).to(tl.uint8), mask=inside)
+        values = scaled
+    else:
+        stored = scaled.to(dtype)
+        tl.store(place[0] + offset, stored, mask=inside)
+        values = stored.to(tl.float32)
     if BLOCKED:
         values = values * power_of_two(exponent)[:, None]
     return values
@@ -161,15 +178,15 @@ def _inverse(power):
 
 
 @triton.jit
-def adam_kernel(
+def step_kernel(
     tensor_of_ptr, grid_ptr, address_ptr, coefficient_ptr, salt_ptr, amax_ptr, found_inf_ptr, grad_scale_ptr, lr_ptr,
     decay, weight_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
-    WEIGHT: tl.constexpr, GRAD: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, MASTER: tl.constexpr,
-    WEIGHT_BLOCKED: tl.constexpr, GRAD_BLOCKED: tl.constexpr, EXP_AVG_BLOCKED: tl.constexpr,
-    EXP_AVG_SQ_BLOCKED: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr,
-    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, MAXIMIZE: tl.constexpr, HAS_FOUND: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
-    EXP_AVG_HOW: tl.constexpr, EXP_AVG_SQ_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
+    RULE: tl.constexpr, WEIGHT: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    MASTER: tl.constexpr, WEIGHT_BLOCKED: tl.constexpr, GRAD_BLOCKED: tl.constexpr, FIRST_BLOCKED: tl.constexpr,
+    SECOND_BLOCKED: tl.constexpr, MASTER_BLOCKED: tl.constexpr, HAS_MASTER: tl.constexpr, HAS_FIRST: tl.constexpr,
+    DECOUPLED: tl.constexpr, DECAYS: tl.constexpr, MAXIMIZE: tl.constexpr, NESTEROV: tl.constexpr,
+    HAS_FOUND: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_LR: tl.constexpr,
+    FIRST_HOW: tl.constexpr, SECOND_HOW: tl.constexpr, VALUE_HOW: tl.constexpr, FIRST_STREAM: tl.constexpr,
     SECOND_STREAM: tl.constexpr, FP8_MAX: tl.constexpr, HAS_AMAX: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -182,18 +199,24 @@ def adam_kernel(
         live, inside = live & goes, inside & goes
 
     grad_at = _place(row, 2, GRAD, GRAD_BLOCKED, ALIGNED, first, base)
-    exp_avg_at = _place(row, 5, EXP_AVG, EXP_AVG_BLOCKED, ALIGNED, first, base)
-    exp_avg_sq_at = _place(row, 7, EXP_AVG_SQ, EXP_AVG_SQ_BLOCKED, ALIGNED, first, base)
+    if HAS_FIRST:
+        moment_at = _place(row, 5, FIRST, FIRST_BLOCKED, ALIGNED, first, base)
+    if RULE == "adam":
+        second_at = _place(row, 7, SECOND, SECOND_BLOCKED, ALIGNED, first, base)
     weight_at = _place(row, 0, WEIGHT, WEIGHT_BLOCKED, ALIGNED, first, base)
     factor = 1.0
     if GRAD_BLOCKED:
         factor = tl.load(_address(row, 4, tl.float32, 4))
     grad = _read(grad_at, GRAD_BLOCKED, factor, block, live, offset, inside)
-    exp_avg = _read(exp_avg_at, EXP_AVG_BLOCKED, 1.0, block, live, offset, inside)
-    exp_avg_sq = _read(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, 1.0, block, live, offset, inside)
+    if HAS_FIRST:
+        moment = _read(moment_at, FIRST_BLOCKED, 1.0, block, live, offset, inside)
+    if RULE == "adam":
+        second = _read(second_at, SECOND_BLOCKED, 1.0, block, live, offset, inside)
     if HAS_MASTER:
         master_at = _place(row, 9, MASTER, MASTER_BLOCKED, ALIGNED, first, base)
         value = _read(master_at, MASTER_BLOCKED, 1.0, block, all_blocks, offset, everywhere)
+    elif RULE == "momentum":
+        value = grad
     else:
         value = _read(weight_at, WEIGHT_BLOCKED, 1.0, block, all_blocks, offset, everywhere)
     before = value
@@ -209,18 +232,39 @@ def adam_kernel(
         value = value * decay
     elif DECAYS:
         grad = grad + value * weight_decay
-    exp_avg = exp_avg + (grad - exp_avg) * one_minus_beta1
-    exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * one_minus_beta2
     step_size = tl.load(coefficient_ptr + tensor * 2)
-    denominator = _square_root(exp_avg_sq) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
-    value = value - _quotient(exp_avg, denominator) * step_size
+    if RULE == "adam":
+        moment = moment + (grad - moment) * one_minus_beta1
+        second = second * beta2 + (grad * grad) * one_minus_beta2
+        denominator = _square_root(second) * tl.load(coefficient_ptr + tensor * 2 + 1) + eps
+        value = value - _quotient(moment, denominator) * step_size
+    elif RULE == "lion":
+        between = moment + (grad - moment) * one_minus_beta2
+        between = tl.where(between == 0.0, 0.0, between)
+        value = value - tl.where(between > 0.0, 1.0, tl.where(between < 0.0, -1.0, between)) * step_size
+        moment = moment + (grad - moment) * one_minus_beta1
+    elif RULE == "momentum":
+        moment = moment + (grad - moment) * one_minus_beta1
+        value = moment
+        if NESTEROV:
+            value = moment + (grad - moment) * one_minus_beta1
+    else:
+        if HAS_FIRST:
+            moment = moment * beta2 + grad * tl.load(coefficient_ptr + tensor * 2 + 1)
+            if NESTEROV:
+                grad = grad + moment * beta2
+            else:
+                grad = moment
+        value = value - grad * step_size
 
     index = base.to(tl.uint32) + offset.to(tl.uint32)
     salt = tl.load(salt_ptr + tensor).to(tl.uint32, bitcast=True)
-    stream = mix(salt ^ FIRST_STREAM)
-    _store(exp_avg_at, EXP_AVG_BLOCKED, EXP_AVG_HOW, exp_avg, index, stream, block, live, offset, inside)
-    stream = mix(salt ^ SECOND_STREAM)
-    _store(exp_avg_sq_at, EXP_AVG_SQ_BLOCKED, EXP_AVG_SQ_HOW, exp_avg_sq, index, stream, block, live, offset, inside)
+    if HAS_FIRST:
+        stream = mix(salt ^ FIRST_STREAM)
+        _store(moment_at, FIRST_BLOCKED, FIRST_HOW, moment, index, stream, block, live, offset, inside)
+    if RULE == "adam":
+        stream = mix(salt ^ SECOND_STREAM)
+        _store(second_at, SECOND_BLOCKED, SECOND_HOW, second, index, stream, block, live, offset, inside)
     if HAS_MASTER:
         value = _store(master_at, MASTER_BLOCKED, VALUE_HOW, value, index, salt, block, live, offset, inside)
         if tl.float8e4nv == WEIGHT:
@@ -247,7 +291,7 @@ def scale_kernel(
     address_ptr, amax_ptr, changed_ptr, found_inf_ptr, margin, HAS_FOUND: tl.constexpr, TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):  # fmt: skip
-    """Give one FP8 weight the scale of the amax that adam_kernel has stored, and note whether the scale has changed."""
+    """Give one FP8 weight the scale of the amax that step_kernel has stored, and note whether the scale has changed."""
     tensor = tl.program_id(0)
     amax = tl.load(amax_ptr + tensor)
     exponent = exponents_of(amax, TOP, MANTISSA) + margin

@@ -1,4 +1,4 @@
-"""The fused Adam step against the reference on the same GPU: states bit for bit, weights within one unit in the last
+"""The fused steps against the reference on the same GPU: states bit for bit, weights within one unit in the last
 place, in one of 10,000 elements at most.
 
 The reference goes on from the kernel's result after every step, so that each is compared by itself.
@@ -15,7 +15,7 @@ from torch import nn
 import nemo_lowprec
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.kernels.loader import block_kernels
-from nemo_lowprec.optim import Adam, AdamW
+from nemo_lowprec.optim import SGD, Adam, AdamW, Lion, Muon
 from nemo_lowprec.optim.reference import read, step_by_reference
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, GradientTensor, QuantizedTensor
 
@@ -620,3 +620,123 @@ def test_states_saved_here_load_on_the_cpu_and_back():
     optimizer.step()
     back.step()
     assert_equal(optimizer, back)
+
+
+RATE = {"lr": 1e-3, "weight_decay": 0.1, "seed": 5}
+
+
+@torch.no_grad()
+def step_without_kernels(optimizer, monkeypatch):
+    """A step by the reference, also of Muon, whose step has two halves."""
+    list(optimizer._updates())  # makes the states where the kernels would have them
+    with monkeypatch.context() as patch:
+        patch.setattr("nemo_lowprec.optim.low_bit.block_kernels", lambda: None)
+        optimizer.step()
+
+
+def compare_rule(make, monkeypatch, grad="fp8", steps=3, bad_at=None, factor=0.37):
+    """Step both ways and compare after each step; returns the kernel's optimizer."""
+    ours, reference = make(), make()
+    for step in range(steps):
+        for optimizer in (ours, reference):
+            set_grads(params_of(optimizer), step, grad, step == bad_at, factor)
+        ours.step()
+        step_without_kernels(reference, monkeypatch)
+        assert_as_the_reference(ours, reference)
+        follow(reference, ours)
+    return ours
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.float16, "cast", "fp8"])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.95, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.0, "maximize": True},
+    ],
+    ids=str,
+)
+def test_sgd(monkeypatch, options, fmt, weight):
+    ours = compare_rule(
+        lambda: SGD(make_params(weight), momentum_dtype=fmt, stochastic_rounding=True, **{**RATE, **options}),
+        monkeypatch,
+    )
+    assert all(("momentum_buffer" in s) == ("momentum" in options) for p, s in ours.state.items() if p.numel())
+
+
+@pytest.mark.parametrize("grad", ["fp8", *DTYPES], ids=str)
+@pytest.mark.parametrize("weight", [torch.float32, torch.float16, "fp8"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_lion(monkeypatch, fmt, weight, grad):
+    for options in ({}, {"betas": (0.5, 0.7), "maximize": True, "weight_decay": 0.0, "stochastic_rounding": True}):
+        make = lambda options=options: Lion(make_params(weight), exp_avg_dtype=fmt, **{**RATE, **options})  # noqa: E731
+        compare_rule(make, monkeypatch, grad)
+    ours = compare_rule(make, monkeypatch, grad, bad_at=1)
+    param = params_of(ours)[0]
+    assert read(ours.state[param]["exp_avg"]).isnan().any()
+
+
+MATRICES = [(256, 384), (257, 130), (256, 384), (64, 512), (3, 64, 128), (33, 7)]
+
+
+def make_muon(weight, fmt, **options):
+    matrices, rest = make_params(weight, MATRICES), make_params(weight, [(128, 256), (1000,)])
+    groups = [{"params": matrices}, {"params": rest, "use_muon": False}]
+    return Muon(groups, 2e-2, exp_avg_dtype=fmt, exp_avg_sq_dtype="fp16" if fmt != "fp32" else fmt, seed=5, **options)
+
+
+@pytest.mark.parametrize("weight", [torch.float32, torch.float16, "cast", "fp8"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_muon(monkeypatch, fmt, weight):
+    for options in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "stochastic_rounding": True}):
+        compare_rule(lambda options=options: make_muon(weight, fmt, **options), monkeypatch)
+
+
+def test_muon_with_the_learning_rate_as_a_tensor(monkeypatch):
+    rate = torch.tensor(2e-2, device=DEVICE)
+    compare_rule(lambda: Muon(make_params(torch.float16, MATRICES), rate, exp_avg_dtype="fp8"), monkeypatch)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lion", "muon"])
+def test_the_other_rules_skip_without_a_host_sync(kind):
+    make = {
+        "sgd": lambda: SGD(make_params(), momentum=0.9, **RATE),
+        "lion": lambda: Lion(make_params(), exp_avg_dtype="fp8", **RATE),
+        "muon": lambda: make_muon(torch.float16, "fp8"),
+    }[kind]
+    ours = make()
+    set_grads(params_of(ours), 0)
+    ours.step()
+    before = snapshot(ours)
+    ours.found_inf, ours.grad_scale = torch.ones((), device=DEVICE), torch.full((), 8.0, device=DEVICE)
+    set_grads(params_of(ours), 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours.step()
+        ours.found_inf = torch.zeros((), device=DEVICE)  # a fill, no copy
+        for a, b in zip(snapshot(ours), before, strict=True):
+            assert a.shape == b.shape
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(snapshot(ours), before, strict=True):
+        assert_part(a, b, exact=True)
+    ours.step()
+    assert any(not torch.equal(a, b) for a, b in zip(snapshot(ours), before, strict=True))
+
+
+def test_muon_steps_as_torchs():
+    """In FP32, against torch's Muon on the same GPU; a product in BF16 may round the other way."""
+    shapes = MATRICES[:4]
+    params, twins = make_params(torch.float32, shapes), make_params(torch.float32, shapes)
+    ours, torchs = Muon(params, 2e-2), torch.optim.Muon(twins, 2e-2)
+    for step in range(3):
+        for each in (params, twins):
+            set_grads(each, step, torch.float32)
+        ours.step()
+        torchs.step()
+    for p, q in zip(params, twins, strict=True):
+        assert (p - q).abs().max() <= 3 * 2e-2 * 2.0**-6
