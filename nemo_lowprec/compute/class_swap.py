@@ -54,9 +54,14 @@ def _pickled(cls: Any) -> Any:
 copyreg.pickle(_Derived, _pickled)
 
 
+def is_swapped(module: nn.Module) -> bool:
+    """Whether ``module`` itself is converted."""
+    return _ORIGINAL in module.__dict__
+
+
 def is_converted(model: nn.Module) -> bool:
     """Whether any module of ``model`` is converted."""
-    return any(_ORIGINAL in m.__dict__ for m in model.modules())
+    return any(map(is_swapped, model.modules()))
 
 
 def revert_layers(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.adapters import base_layers_of, refuse_late_adapters
 from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
@@ -24,6 +25,7 @@ from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
 from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
+from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
@@ -110,6 +112,11 @@ class Computation(Column):
                 f"activations={self.options.activations!r}: {type(model).__name__} has no norm and no activation that "
                 "is a module (nn.GELU in the place of F.gelu). Leave it out, or recompute whole blocks."
             )
+        if self.options.frozen == "fp8" and self._gathered_as is not None:
+            raise ValueError(
+                f"frozen='fp8': FSDP2 shards frozen weights as they come, and {sharded.removeprefix('with ')}. Leave "
+                "it out, and load the frozen weights in half precision; or use strategy='lowprec_ddp'."
+            )
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
             te_layers.te_recipe(self.options.recipe)  # refuses options that Transformer Engine's layers lack
@@ -143,6 +150,7 @@ class Computation(Column):
             weights=self.own_amaxes.weights,
             observers=self.observers,
         )
+        refuse_late_adapters()
         for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
             plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
@@ -235,6 +243,7 @@ class Computation(Column):
             self._filter.watch(self.is_undecided)
         self._part()
         self.own_amaxes.weights.keeps = self._keeps_weights()
+        self.own_amaxes.weights.keeps_frozen = self.options.weight_cache is True
         self.own_amaxes.settle(self.device, self._gathered_as)
         again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
         for module in self._model.modules() if self._model is not None else ():
@@ -304,6 +313,29 @@ class Computation(Column):
         if self.options.activations is not None:  # memory counts
             return False
         return sum(weight.numel() for weight in self._converted_weights()) <= _KEPT_WEIGHTS
+
+    def frozen_in_fp8(self) -> list[str]:
+        """The names of the weights that are stored in FP8 where they are frozen.
+
+        A weight that a layer reads in half precision, too, is none of them: a GEMM in half precision would lose bits.
+        """
+        recipe, model = self.options.recipe, self._model
+        if recipe is None or model is None or self.options.frozen == "half" or self._gathered_as is not None:
+            return []
+        if any(recipe.override_linear_precision[:2]):
+            return []
+        modules, wanted = dict(model.named_modules()), None
+        if self.options.frozen == "auto":
+            wanted = base_layers_of(model)
+        low, others = set(self.conversion.weights), set()
+        for path, module in modules.items():
+            others |= {id(p) for name, p in module._parameters.items() if full_name(path, name) not in low}
+        found = []
+        for name in self.conversion.weights:
+            module = modules[name.rpartition(".")[0]]
+            if (wanted is None or id(module) in wanted) and id(model.get_parameter(name)) not in others:
+                found.append(name)
+        return found
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
         for weights in map(linear_weights, [self._model] if self._model is not None else []):

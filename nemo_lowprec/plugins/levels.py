@@ -21,6 +21,7 @@ _HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typin
     "weight_cache": typing.Literal["auto", True, False],
     "graphs": typing.Literal["auto", True, False],
     "activations": typing.Literal["fp8", "recompute", "fp8+recompute"] | None,
+    "frozen": typing.Literal["auto", "half", "fp8"],
     "half": typing.Literal["bf16", "fp16"],
     "fp8": typing.Literal["hybrid", "e4m3"],
     "fp8_amax_compute_algo": typing.Literal["max", "most_recent"],
@@ -50,6 +51,11 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
         "what norms, activations and gated MLPs keep for backward: None (what autograd keeps), 'fp8' (their inputs, in "
         "E4M3 with a scale for 128 features of a token), 'recompute' (their inputs; the layers behind keep neither "
         "input nor FP8 weight, and results are the same), or 'fp8+recompute'."
+    ),
+    "frozen": (
+        "how weights of converted layers are stored that are frozen when training starts: 'half' (as other frozen "
+        "parameters), 'fp8' (E4M3 with one scale, 1 byte a parameter), or 'auto' ('fp8' for the layers under adapters "
+        "of PEFT)."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }
