@@ -1,7 +1,7 @@
 """Adapters of Hugging Face's PEFT, and the layers that adapters wrap. PEFT is not imported here.
 
-A tuner layer of PEFT holds the wrapped layer as ``base_layer``, and small matrices of rank 8 to 64 beside it. FP8 cannot
-pay for the small ones. The base layer is frozen: its weight may be stored in FP8.
+A tuner layer of PEFT holds the wrapped layer as ``base_layer``, and small matrices of rank 8 to 64 beside it. FP8
+cannot pay for the small ones. The base layer is frozen: its weight may be stored in FP8.
 """
 
 from __future__ import annotations
@@ -72,7 +72,11 @@ def refuse_late_adapters() -> None:
 
 
 def _refuse(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    if name != "base_layer" or child is None or not isinstance(parent, _class("peft.tuners.tuners_utils", "BaseTunerLayer")):
+    if (
+        name != "base_layer"
+        or child is None
+        or not isinstance(parent, _class("peft.tuners.tuners_utils", "BaseTunerLayer"))
+    ):
         return
     own = child._parameters.values()
     if is_swapped(child) or any(isinstance(p, QuantizedTensor) or hasattr(p, MASTER) for p in own if p is not None):

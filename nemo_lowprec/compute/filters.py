@@ -119,7 +119,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def find_heads(model: nn.Module, candidates: dict[str, nn.Module]) -> set[str]:
     """The names of the candidates that compute the model's output: by their name, or as the model says."""
-    outputs = set()
+    outputs: set[int] = set()
     embeddings = set()
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)

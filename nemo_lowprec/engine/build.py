@@ -194,7 +194,9 @@ def _weights(
         whole = LowBitWeights(reads_as, names, margin, frozen)
     elif kind == "masters":
         measures = amaxes.histories is not None
-        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, measures, MasterStep(measures).step, frozen)
+        whole = MasterWeights(
+            half, row.weight_grad == "fp32", names, margin, measures, MasterStep(measures).step, frozen
+        )
     else:
         whole = Fp32Weights(row.name if row.has_loss_scale else None, frozen)
     if sharding is None:

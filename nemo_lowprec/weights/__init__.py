@@ -2,7 +2,7 @@
 
 from nemo_lowprec.weights.fp32 import Fp32Weights
 from nemo_lowprec.weights.fp32_modules import kept_in_fp32
-from nemo_lowprec.weights.frozen import FrozenInFp8
+from nemo_lowprec.weights.frozen import FrozenInFp8, is_frozen_fp8
 from nemo_lowprec.weights.low_bit import LowBitWeights
 from nemo_lowprec.weights.masters import MasterWeights
 from nemo_lowprec.weights.saved_form import master_of
@@ -16,6 +16,7 @@ __all__ = [
     "MasterWeights",
     "ShardedWeights",
     "WeightStore",
+    "is_frozen_fp8",
     "kept_in_fp32",
     "master_of",
 ]

@@ -16,7 +16,8 @@ from nemo_lowprec.weights.widened import HALVES, Widened
 class Fp32Weights(WeightStore):
     """The parameters of one model in FP32. Half parameters are widened to FP32 once they are trained.
 
-    Frozen parameters keep their dtype, or are stored in FP8. Parameters of another library's tensor class are not changed.
+    Frozen parameters keep their dtype, or are stored in FP8. Parameters of another library's tensor class are not
+    changed.
 
     Args:
         scaled_by: name of a level that scales the loss, and so cannot train FP16 parameters; None for other levels.

@@ -7,7 +7,8 @@ torch optimizer computes in FP32; afterwards the copies are refreshed. A copy th
 over into its master.
 
 A frozen parameter that came in the half dtype has no master and stays as it is. The values of a frozen parameter of
-another dtype wait on the CPU, to be saved and given back. A frozen parameter gets its FP32 master when it is unfrozen.
+another dtype wait on the CPU, to be saved and given back; so do the masters of parameters that are frozen in mid-run. A
+frozen parameter gets its FP32 master when it is unfrozen.
 """
 
 from __future__ import annotations
@@ -345,8 +346,27 @@ class MasterWeights(HalfStore):
             self.swap_out(optimizer)
         groups = optimizer.param_groups
         if places is None or not places.fits(groups) or any(self._stepped(p) is not None for p in places.others):
+            for param in [param for group in groups for param in group["params"]]:
+                self._put_aside(param)
             places = self._places[optimizer] = Places(groups, self._stepped)
         return places
+
+    def _put_aside(self, param: nn.Parameter) -> None:
+        """Let the master of ``param`` wait on the CPU, as those of frozen parameters do, where it was frozen.
+
+        Its own optimizer steps without a gradient for it. A network of a GAN, which is frozen while the other one
+        steps, is not meant: its own optimizer finds it unfrozen.
+        """
+        master = master_of(param)
+        frozen = master is not None and not param.requires_grad and param.grad is None
+        if frozen and param not in self._came_as and not is_frozen_fp8(param):
+            assert master is not None
+            if was_written(param, master):
+                take_over(param, master)
+            master.data = master.data.to("cpu")
+            if not isinstance(param, Fp8Weight):
+                moved(param, master)
+            self._add_frozen(param)
 
     def _stepped(self, param: nn.Parameter) -> Tensor | None:
         """The master that is stepped in the place of ``param``; None for a parameter that is stepped itself."""

@@ -164,7 +164,9 @@ def test_frozen_parameters_take_no_gradient_and_no_states():
     model.model.model.layers.requires_grad_(False)
     got, whole = plan_training(model, plugin("bf16_mixed")), plan_training(Llama(), plugin("bf16_mixed"))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert got.column("Weight") == whole.column("Weight")
+    weights, frozen = got.column("Weight"), sum(p.numel() for p in model.parameters()) - trained
+    assert (weights.bytes, weights.formats) == (whole.column("Weight").bytes, whole.column("Weight").formats)
+    assert weights.parts["frozen"] == 2 * frozen
     assert got.column("Weight gradient").bytes == 4 * trained
     assert got.column("Optimizer states").bytes == 8 * trained
     assert got.column("Master weight").bytes == 4 * trained
