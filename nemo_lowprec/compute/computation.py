@@ -95,7 +95,7 @@ class Computation(Column):
         self._graphs: BlockGraphs | None = None
         self._filter: SpeedFilter | None = None
         self._joined: LayerGroups | None = None
-        self._settled = self._waits = False
+        self._settled = self._waits = self._training = False
         self.when_decided: Callable[[], None] | None = None
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
@@ -133,7 +133,7 @@ class Computation(Column):
 
     def install(self, model: nn.Module, training: bool) -> None:
         assert self.backend is not None
-        self._model = model
+        self._model, self._training = model, training
         gated = find_gated(model) if self.options.activations is not None else {}
         # torch's half GEMMs on CPUs are up to 100 times slower than the reference backend, and round oftener.
         half_backend = ReferenceBackend() if self.device.type == "cpu" else None
@@ -220,11 +220,19 @@ class Computation(Column):
     def _stored(self) -> str:
         """How the weights of the converted layers are stored, as ``STORED`` has it."""
         level, recipe = self.options.level, self.options.recipe
-        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params):
+        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params) or self._most_are_frozen():
             return "fp8"
         if level.is_low_bit:
             return "fp16"
         return "half" if self._half_weights or self._gathered_as == self.half else "fp32"
+
+    def _most_are_frozen(self) -> bool:
+        """Whether most elements of the converted weights are stored in FP8 since they are frozen."""
+        if self._model is None or not self._training:
+            return False
+        params = map(self._model.get_parameter, self.frozen_in_fp8())
+        frozen = sum(p.numel() for p in params if not p.requires_grad)
+        return 2 * frozen > sum(weight.numel() for weight in self._converted_weights())
 
     def _take(self, choice: Choice) -> None:
         """Compute by ``choice`` from now on."""

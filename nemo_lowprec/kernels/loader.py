@@ -29,3 +29,4 @@ join_kernels = partial(_load, "nemo_lowprec.kernels.triton_join")  # joins the g
 loss_kernels = partial(_load, "nemo_lowprec.kernels.triton_cross_entropy")  # cross entropy of half logits
 activation_kernels = partial(_load, "nemo_lowprec.kernels.triton_activations")  # activations between FP8 layers
 embedding_kernels = partial(_load, "nemo_lowprec.kernels.triton_embedding")  # gradients of embeddings
+transpose_kernels = partial(_load, "nemo_lowprec.kernels.triton_transpose")  # transposes of FP8 weights
