@@ -17,7 +17,7 @@ class Fp8Weight(QuantizedTensor):
     """Per-tensor scaled FP8 storage of shape ``data_fp8.shape`` that reads as ``dtype``.
 
     A frozen weight has no master until it is written. A merged adapter is far smaller than a step between two numbers
-    of E4M3, so that the first write makes a master.
+    of E4M3, so that the first write makes a master, from which torch's operations read. FP8 GEMMs read the storage.
     """
 
     PARTS = ("data_fp8", "scale_inv")
@@ -80,8 +80,7 @@ class Fp8Weight(QuantizedTensor):
 
     def frozen_values(self) -> Tensor:
         """The values of a frozen weight in the dtype in which it came, as it is saved."""
-        master: Tensor | None = self.__dict__.get(MASTER)
-        return self.dequantize(self.came_as) if master is None else master.detach()
+        return self.dequantize(self.came_as)
 
     def _exact(self) -> torch.nn.Parameter:
         if self.is_frozen:  # which no optimizer updates: a copy needs no FP32
@@ -97,7 +96,9 @@ class Fp8Weight(QuantizedTensor):
         return self._with(self.data_fp8[start:stop], self.scale_inv)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor."""
+        """The values as a plain tensor; those of its master for a frozen weight that was written."""
+        if self.is_frozen and MASTER in self.__dict__:
+            return self.__dict__[MASTER].detach().to(self.device, dtype or self.dtype)  # type: ignore[no-any-return]
         return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
