@@ -140,7 +140,7 @@ class Look(Observer, ABC):
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found. A level
                 # that converts nothing does not do what it declares.
-                found = "+".join(sorted(self.operands)) if params else ""
+                found = "+".join(sorted(self.operands)) if params or self._low else ""
                 report.findings.append(Finding("Computation (GEMM)", name, self._declared_gemm(), found or "–", None))
                 if self.conversion.left:
                     left = "+".join(sorted(self.left_operands))

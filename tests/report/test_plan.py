@@ -6,6 +6,7 @@ import io
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -17,7 +18,7 @@ from nemo_lowprec.report import plan_training
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from tests.processes import on_processes
 from tests.report.holdings import Measure
-from tests.support import plugin, trainer
+from tests.support import level_of, plugin, trainer
 
 # All that store something of their own: other ways of scaling differ in GEMMs only.
 MEASURED = [
@@ -50,6 +51,17 @@ class Llama(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Adapted(Llama):
+    """LoRA beside all layers of a base that came in BF16."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = get_peft_model(self.model.bfloat16(), LoraConfig(r=16, target_modules="all-linear"))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4)
 
 
 class Various(pl.LightningModule):
@@ -148,6 +160,15 @@ def test_other_kinds_of_modules_too(two, case, name):
 @pytest.mark.parametrize("case", ["fp16_amp", "msamp_o3", "fp16_mixed", "bf16_with_fp8_mixed+fp8_params"])
 def test_one_process(case):
     assert_planned(plan_training(Llama(), plugin(case), accelerator="cpu"), [run(case, "auto", 1)])
+
+
+@pytest.mark.parametrize("case", ["te_fp8", "msamp_o2", "bf16_mixed", "bf16_with_fp8_mixed"])
+def test_adapters_of_peft(case):
+    got, fp8 = plan_training(Adapted(), plugin(case), accelerator="cpu"), level_of(case).has_fp8
+    assert_planned(got, [run(case, "auto", 1, Adapted)])
+    base = sum(p.numel() for n, p in Adapted().named_parameters() if ".base_layer." in n)
+    scales = 4 * 3 * 7  # one for each layer
+    assert got.column("Weight").parts["frozen in FP8"] == (base + scales if fp8 else 0)
 
 
 def test_a_model_is_left_as_it_was():
