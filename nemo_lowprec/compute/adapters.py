@@ -28,14 +28,17 @@ def plain_name(name: str) -> str:
     return _WRAPPED.sub("", name)
 
 
-def _class(module: str, name: str) -> Any:
+def peft_class(module: str, name: str) -> Any:
     """A class of PEFT; where PEFT is not loaded, no class, so that nothing is an instance of it."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def adapters_of(model: nn.Module) -> set[int]:
     """The ids of all modules in ``model`` that belong to adapters of PEFT."""
-    tuner, wrapper = _class("peft.tuners.tuners_utils", "BaseTunerLayer"), _class("peft.peft_model", "PeftModel")
+    tuner, wrapper = (
+        peft_class("peft.tuners.tuners_utils", "BaseTunerLayer"),
+        peft_class("peft.peft_model", "PeftModel"),
+    )
     found: set[int] = set()
     base: set[int] = set()
     for module in model.modules():
@@ -49,7 +52,7 @@ def adapters_of(model: nn.Module) -> set[int]:
 
 def base_layers_of(model: nn.Module) -> set[int]:
     """The ids of the modules that tuner layers of PEFT wrap; those of a tuner layer that another one wraps, too."""
-    tuner = _class("peft.tuners.tuners_utils", "BaseTunerLayer")
+    tuner = peft_class("peft.tuners.tuners_utils", "BaseTunerLayer")
     return {id(module.base_layer) for module in model.modules() if isinstance(module, tuner)}
 
 
@@ -75,7 +78,7 @@ def _refuse(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if (
         name != "base_layer"
         or child is None
-        or not isinstance(parent, _class("peft.tuners.tuners_utils", "BaseTunerLayer"))
+        or not isinstance(parent, peft_class("peft.tuners.tuners_utils", "BaseTunerLayer"))
     ):
         return
     own = child._parameters.values()

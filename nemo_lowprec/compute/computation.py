@@ -35,6 +35,8 @@ from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.lora import NAME as LORA
+from nemo_lowprec.compute.lora import add_adapters
 from nemo_lowprec.compute.own_parameters import show_own_parameters
 from nemo_lowprec.compute.patterns import Match
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
@@ -151,6 +153,8 @@ class Computation(Column):
             observers=self.observers,
         )
         refuse_late_adapters()
+        if self.options.recipe is not None:
+            self.conversion.fused |= dict.fromkeys(add_adapters(model), LORA)
         for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
             plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
