@@ -7,6 +7,7 @@ The module object stays: parents, parameters, hooks and names go on pointing at 
 from __future__ import annotations
 
 import copyreg
+from abc import ABCMeta
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ class _Derived(type):
     """The classes that ``derive`` makes; they have no names in a module."""
 
 
+class _DerivedAbstract(_Derived, ABCMeta):
+    """The same for modules whose classes are abstract base classes, as PEFT's."""
+
+
 _derived: dict[Any, Any] = {}
 
 
@@ -43,7 +48,8 @@ def derive(first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
     """
     if (first, second) not in _derived:
         state = {"__module__": first.__module__, "__doc__": first.__doc__}
-        _derived[first, second] = _Derived(f"{first.__name__}Of{second.__name__}", (first, second), state)
+        kind = _DerivedAbstract if isinstance(second, ABCMeta) else _Derived
+        _derived[first, second] = kind(f"{first.__name__}Of{second.__name__}", (first, second), state)
     return _derived[first, second]  # type: ignore[no-any-return]
 
 
@@ -52,11 +58,17 @@ def _pickled(cls: Any) -> Any:
 
 
 copyreg.pickle(_Derived, _pickled)
+copyreg.pickle(_DerivedAbstract, _pickled)
+
+
+def is_swapped(module: nn.Module) -> bool:
+    """Whether ``module`` itself is converted."""
+    return _ORIGINAL in module.__dict__
 
 
 def is_converted(model: nn.Module) -> bool:
     """Whether any module of ``model`` is converted."""
-    return any(_ORIGINAL in m.__dict__ for m in model.modules())
+    return any(map(is_swapped, model.modules()))
 
 
 def revert_layers(model: nn.Module) -> None:

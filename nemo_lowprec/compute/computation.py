@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.compute import te_layers
+from nemo_lowprec.compute.adapters import base_layers_of, refuse_late_adapters
 from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
@@ -25,6 +26,7 @@ from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weig
 from nemo_lowprec.compute.coverage import groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.experts.reading import compute_in_half
+from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
@@ -34,6 +36,8 @@ from nemo_lowprec.compute.half_layers import take_fp32_input
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
+from nemo_lowprec.compute.lora import NAME as LORA
+from nemo_lowprec.compute.lora import add_adapters
 from nemo_lowprec.compute.own_parameters import show_own_parameters
 from nemo_lowprec.compute.patterns import Match
 from nemo_lowprec.compute.patterns.gated_mlp import GatedMLPs
@@ -94,7 +98,7 @@ class Computation(Column):
         self._graphs: BlockGraphs | None = None
         self._filter: SpeedFilter | None = None
         self._joined: LayerGroups | None = None
-        self._settled = self._waits = False
+        self._settled = self._waits = self._training = False
         self.when_decided: Callable[[], None] | None = None
 
     def check(self, model: nn.Module, device: torch.device, training: bool) -> None:
@@ -110,6 +114,11 @@ class Computation(Column):
             raise ValueError(
                 f"activations={self.options.activations!r}: {type(model).__name__} has no norm and no activation that "
                 "is a module (nn.GELU in the place of F.gelu). Leave it out, or recompute whole blocks."
+            )
+        if self.options.frozen == "fp8" and self._gathered_as is not None:
+            raise ValueError(
+                f"frozen='fp8': FSDP2 shards frozen weights as they come, and {sharded.removeprefix('with ')}. Leave "
+                "it out, and load the frozen weights in half precision; or use strategy='lowprec_ddp'."
             )
         self.device, self.backend = device, self.choose_backend(device)
         if self.options.recipe is not None and te_layers.has_te_layers(model):
@@ -127,7 +136,7 @@ class Computation(Column):
 
     def install(self, model: nn.Module, training: bool) -> None:
         assert self.backend is not None
-        self._model = model
+        self._model, self._training = model, training
         gated = find_gated(model) if self.options.activations is not None else {}
         # torch's half GEMMs on CPUs are up to 100 times slower than the reference backend, and round oftener.
         half_backend = ReferenceBackend() if self.device.type == "cpu" else None
@@ -144,6 +153,9 @@ class Computation(Column):
             weights=self.own_amaxes.weights,
             observers=self.observers,
         )
+        refuse_late_adapters()
+        if self.options.recipe is not None:
+            self.conversion.fused |= dict.fromkeys(add_adapters(model), LORA)
         for plan in (plan for module in model.modules() for plan in gemm_plans(module).values()):
             plan.inputs.parameters_stay = self._gathered_as is None
         if not (self._half_weights and self._opens_autocast):  # weights read as FP32
@@ -215,11 +227,19 @@ class Computation(Column):
     def _stored(self) -> str:
         """How the weights of the converted layers are stored, as ``STORED`` has it."""
         level, recipe = self.options.level, self.options.recipe
-        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params):
+        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params) or self._most_are_frozen():
             return "fp8"
         if level.is_low_bit:
             return "fp16"
         return "half" if self._half_weights or self._gathered_as == self.half else "fp32"
+
+    def _most_are_frozen(self) -> bool:
+        """Whether most elements of the converted weights are stored in FP8 since they are frozen."""
+        if self._model is None or not self._training:
+            return False
+        params = map(self._model.get_parameter, self.frozen_in_fp8())
+        frozen = sum(p.numel() for p in params if not p.requires_grad)
+        return 2 * frozen > sum(weight.numel() for weight in self._converted_weights())
 
     def _take(self, choice: Choice) -> None:
         """Compute by ``choice`` from now on."""
@@ -238,6 +258,7 @@ class Computation(Column):
             self._filter.watch(self.is_undecided)
         self._part()
         self.own_amaxes.weights.keeps = self._keeps_weights()
+        self.own_amaxes.weights.keeps_frozen = self.options.weight_cache is True
         self.own_amaxes.settle(self.device, self._gathered_as)
         again = "recompute" in (self.options.activations or "") and not self.own_amaxes.weights.keeps
         for module in self._model.modules() if self._model is not None else ():
@@ -307,6 +328,29 @@ class Computation(Column):
         if self.options.activations is not None:  # memory counts
             return False
         return sum(weight.numel() for weight in self._converted_weights()) <= _KEPT_WEIGHTS
+
+    def frozen_in_fp8(self) -> list[str]:
+        """The names of the weights that are stored in FP8 where they are frozen.
+
+        A weight that a layer reads in half precision, too, is none of them: a GEMM in half precision would lose bits.
+        """
+        recipe, model = self.options.recipe, self._model
+        if recipe is None or model is None or self.options.frozen == "half" or self._gathered_as is not None:
+            return []
+        if any(recipe.override_linear_precision[:2]):
+            return []
+        modules, wanted = dict(model.named_modules()), None
+        if self.options.frozen == "auto":
+            wanted = base_layers_of(model)
+        low, others = set(self.conversion.weights), set()
+        for path, module in modules.items():
+            others |= {id(p) for name, p in module._parameters.items() if full_name(path, name) not in low}
+        found = []
+        for name in self.conversion.weights:
+            module = modules[name.rpartition(".")[0]]
+            if (wanted is None or id(module) in wanted) and id(model.get_parameter(name)) not in others:
+                found.append(name)
+        return found
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
         for weights in map(linear_weights, [self._model] if self._model is not None else []):

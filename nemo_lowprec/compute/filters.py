@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from nemo_lowprec.compute.adapters import ADAPTER, adapters_of, plain_name, unwrapped
 from nemo_lowprec.options import LayerFilter
 
 HEAD = "the head (head='fp8' converts it)"
@@ -33,19 +34,24 @@ def reasons_to_keep(
         linears: names of the candidates that are linear layers, in the model's order.
 
     Raises:
-        ValueError: a pattern that matches no layer; ``head="fp8"`` for a model without a head.
+        ValueError: a pattern that matches no layer; a pattern in ``convert`` that matches adapters only; ``head="fp8"``
+            for a model without a head.
     """
-    _check_patterns(layers, candidates)
+    adapters = adapters_of(model)
+    adapters &= {id(module) for module in candidates.values()}
+    _check_patterns(layers, candidates, adapters)
     heads = find_heads(model, candidates)
     if layers.head == "fp8" and not heads:
         raise ValueError(
             f"head='fp8': no layer of {type(model).__name__} is known as the head, by its name or by "
             "get_output_embeddings(). Leave it out, or name the layer in convert."
         )
-    ends = _ends(layers, model, linears)
+    ends = _ends(layers, model, [name for name in linears if id(candidates[name]) not in adapters])
     reasons = {}
     for name, module in candidates.items():
-        if _matches(name, layers.skip):
+        if id(module) in adapters:
+            reasons[name] = ADAPTER
+        elif _matches(name, layers.skip):
             reasons[name] = "in skip"
         elif name in ends:
             reasons[name] = f"in the {ends[name]} layers kept in half precision"
@@ -67,11 +73,17 @@ def is_skipped(layers: LayerFilter, name: str) -> bool:
     return _matches(name, layers.skip)
 
 
-def _check_patterns(layers: LayerFilter, candidates: dict[str, nn.Module]) -> None:
+def _check_patterns(layers: LayerFilter, candidates: dict[str, nn.Module], adapters: set[int]) -> None:
     chosen = layers.chosen
-    patterns = [*layers.skip, *(chosen if chosen is not None and not callable(chosen) else ())]
-    for pattern in patterns:
-        if not any(_matches(name, (pattern,)) for name in candidates):
+    converted = () if chosen is None or callable(chosen) else chosen
+    for pattern in [*layers.skip, *converted]:
+        found = [module for name, module in candidates.items() if _matches(name, (pattern,))]
+        if found and pattern in converted and all(id(module) in adapters for module in found):
+            raise ValueError(
+                f"convert names {pattern!r}, which is {ADAPTER}: adapters stay in half precision, since FP8 cannot pay "
+                "at their rank. Name the layers that the adapters wrap, or leave convert out."
+            )
+        if not found:
             raise ValueError(
                 f"{pattern!r} matches no linear layer or norm of the model. Names are those of "
                 f"named_modules(), for example {next(iter(candidates), 'none here')!r}; globs are allowed."
@@ -101,23 +113,24 @@ def _ends(layers: LayerFilter, model: nn.Module, linears: list[str]) -> dict[str
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     # A plain name also stands for everything below it.
-    return any(fnmatchcase(name, p) or name.startswith(p + ".") for p in patterns)
+    names = {name, plain_name(name)}
+    return any(fnmatchcase(one, p) or one.startswith(p + ".") for p in patterns for one in names)
 
 
 def find_heads(model: nn.Module, candidates: dict[str, nn.Module]) -> set[str]:
     """The names of the candidates that compute the model's output: by their name, or as the model says."""
-    outputs = set()
+    outputs: set[int] = set()
     embeddings = set()
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
         if callable(get):
-            outputs.add(id(get()))
+            outputs.update(map(id, unwrapped(get())))
         if isinstance(module, nn.Embedding):
             embeddings.add(id(module.weight))
     return {
         name
         for name, module in candidates.items()
-        if name.rsplit(".", 1)[-1] in _HEAD_NAMES
+        if plain_name(name).rsplit(".", 1)[-1] in _HEAD_NAMES
         or id(module) in outputs
         or id(getattr(module, "weight", None)) in embeddings
     }

@@ -159,7 +159,11 @@ class WeightState:
     def keeps(self) -> bool:
         """Whether the layer keeps its quantized weight."""
         table = self.table
-        return table is not None and table.keeps and (not table.capturing or self.in_place is not None)
+        if table is None or not table.keeps:
+            return False
+        if not table.keeps_frozen and isinstance(weight := self.weight, Fp8Weight) and weight.is_frozen:
+            return False
+        return not table.capturing or self.in_place is not None
 
     def kept(self, rowwise: bool, columnwise: bool) -> Any:
         """The quantized operand that is kept, if it is the present weight's and has these orientations; else None."""
@@ -276,13 +280,14 @@ class WeightStates:
 
     Attributes:
         keeps: whether the layers keep their quantized weights until the weights are written.
+        keeps_frozen: whether that holds for frozen weights in FP8, too, of which a GPU keeps the transpose.
         capturing: whether a CUDA graph is captured, which reads only what stays in its place.
         states: by the layers' names.
         halves: of layers in half precision that keep the half form of a low-bit weight, by name.
     """
 
     def __init__(self) -> None:
-        self.keeps = self.capturing = False
+        self.keeps = self.keeps_frozen = self.capturing = False
         self.states: dict[str, Any] = {}
         self.halves: dict[str, WeightState] = {}
         self._out: dict[str, Any] = {}

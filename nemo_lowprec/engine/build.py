@@ -24,7 +24,7 @@ from nemo_lowprec.observers import Observers
 from nemo_lowprec.optim import LowBitOptimizerStates, MasterStep, OptimizerStates, StateFormats
 from nemo_lowprec.options import Options, Recipe
 from nemo_lowprec.tensors.weak_hooks import weakly
-from nemo_lowprec.weights import Fp32Weights, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
+from nemo_lowprec.weights import Fp32Weights, FrozenInFp8, LowBitWeights, MasterWeights, ShardedWeights, WeightStore
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _HALVES = ("fp16", "bf16")
@@ -188,13 +188,17 @@ def _weights(
     margin = recipe.fp8_margin if recipe is not None else 0
     half = DTYPES[row.autocast]
     whole: WeightStore
+    reads_frozen_as = {"low_bit": reads_as, "masters": half, "fp32": None}[kind]
+    frozen = FrozenInFp8(computation.frozen_in_fp8, reads_frozen_as, margin, lambda: computation.device)
     if kind == "low_bit":
-        whole = LowBitWeights(reads_as, names, margin)
+        whole = LowBitWeights(reads_as, names, margin, frozen)
     elif kind == "masters":
         measures = amaxes.histories is not None
-        whole = MasterWeights(half, row.weight_grad == "fp32", names, margin, measures, MasterStep(measures).step)
+        whole = MasterWeights(
+            half, row.weight_grad == "fp32", names, margin, measures, MasterStep(measures).step, frozen
+        )
     else:
-        whole = Fp32Weights(row.name if row.has_loss_scale else None)
+        whole = Fp32Weights(row.name if row.has_loss_scale else None, frozen)
     if sharding is None:
         return whole
     return ShardedWeights(

@@ -32,3 +32,4 @@ embedding_kernels = partial(_load, "nemo_lowprec.kernels.triton_embedding")  # g
 grouped_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped")  # grouped GEMMs of experts
 expert_kernels = partial(_load, "nemo_lowprec.kernels.triton_experts")  # what experts do between these GEMMs
 grouped_block_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped_blocks")  # the same with scales of blocks
+transpose_kernels = partial(_load, "nemo_lowprec.kernels.triton_transpose")  # transposes of FP8 weights

@@ -176,6 +176,10 @@ def _check_layers(options: Options) -> None:
             f"weight_cache={options.weight_cache}: Transformer Engine's layers keep their quantized weights within a "
             "step. Leave it out."
         )
+    if options.frozen == "fp8":
+        raise ValueError(
+            "frozen='fp8': Megatron-core's frozen weights are stored as its trained ones are. Leave it out."
+        )
     if recipe.interval != 1:
         raise ValueError(
             f"interval={recipe.interval}: Transformer Engine 2 computes its scales at every step. Use interval=1."

@@ -15,14 +15,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nemo_lowprec.column import Column
 from nemo_lowprec.optim.adopt import adopt, check_adoptable, release
+from nemo_lowprec.optim.aside import StatesAside
 from nemo_lowprec.optim.low_bit import LowBitStates
 from nemo_lowprec.optim.storage import StateFormats
 
 
 class OptimizerStates(Column):
-    """FP32 states: optimizers are not changed."""
+    """FP32 states: optimizers are not changed. The states of parameters that are frozen in mid-run are put aside."""
 
     releases = False
+
+    def __init__(self) -> None:
+        self._hooks = ExitStack()
+        self._aside = StatesAside()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self._hooks.enter_context(optimizer.register_step_pre_hook(self._aside.before_step))
+
+    def remove(self) -> None:
+        self._hooks.close()
 
 
 class LowBitOptimizerStates(OptimizerStates):
@@ -34,16 +45,17 @@ class LowBitOptimizerStates(OptimizerStates):
     """
 
     def __init__(self, formats: StateFormats, releases: bool = False) -> None:
+        super().__init__()
         self.formats, self.releases = formats, releases
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._stepped: Any = WeakIdKeyDictionary()  # parameters that have stepped in this backward pass
-        self._hooks = ExitStack()
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         if optimizer not in self._optimizers:
             check_adoptable(optimizer)
 
     def attach(self, optimizer: Optimizer) -> None:
+        super().attach(optimizer)
         adopt(optimizer, self.formats, self.releases)
         self._optimizers.add(optimizer)
         if self.releases:
@@ -73,7 +85,7 @@ class LowBitOptimizerStates(OptimizerStates):
 
     def remove(self) -> None:
         """Give attached optimizers their class back, and FP32 states."""
-        self._hooks.close()
+        super().remove()
         self._stepped.clear()
         for optimizer in self._optimizers:
             release(optimizer)

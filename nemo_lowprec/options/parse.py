@@ -12,6 +12,7 @@ from nemo_lowprec.options.recipe import Recipe
 BACKEND_NAMES = ("torch", "te", "reference")  # the order in which ``auto`` tries them
 ATTENTION = ("auto", "cudnn")
 ACTIVATIONS = ("fp8", "recompute", "fp8+recompute")
+FROZEN = ("auto", "half", "fp8")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Options:
     weight_cache: str | bool
     graphs: str | bool
     activations: str | None
+    frozen: str
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -36,6 +38,8 @@ def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
     if level.has_fp8:
         defaults |= Recipe.arguments(level) | {"backend": "auto"} | LayerFilter.arguments()
         defaults |= {"attention": "auto", "weight_cache": "auto", "activations": None}
+    if level.scaling in ("delayed", "current"):  # whose GEMMs read weights with one scale
+        defaults |= {"frozen": "auto"}
     if level.half:
         defaults |= {"half": level.autocast}
     if level.is_low_bit:
@@ -104,6 +108,8 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
             raise ValueError(f"attention={values['attention']!r} must be one of: {', '.join(ATTENTION)}.")
         if values["activations"] not in (None, *ACTIVATIONS):
             raise ValueError(f"activations={values['activations']!r} must be None or one of: {', '.join(ACTIVATIONS)}.")
+        if values.get("frozen", "auto") not in FROZEN:
+            raise ValueError(f"frozen={values['frozen']!r} must be one of: {', '.join(FROZEN)}.")
     for name in ("weight_cache", "graphs"):
         if not any(values.get(name, "auto") is value for value in (True, False)) and values.get(name, "auto") != "auto":
             raise ValueError(f"{name}={values[name]!r} must be 'auto', True or False.")
@@ -124,4 +130,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         values.get("weight_cache", "auto"),
         values["graphs"],
         values.get("activations"),
+        values.get("frozen", "half"),
     )

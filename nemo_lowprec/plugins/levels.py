@@ -21,6 +21,7 @@ _HINTS: dict[str, Any] = {name: hint for cls in _CLASSES for name, hint in typin
     "weight_cache": typing.Literal["auto", True, False],
     "graphs": typing.Literal["auto", True, False],
     "activations": typing.Literal["fp8", "recompute", "fp8+recompute"] | None,
+    "frozen": typing.Literal["auto", "half", "fp8"],
     "half": typing.Literal["bf16", "fp16"],
     "states": typing.Literal["fp8+fp16", "fp8+fp8"],
     "fp8": typing.Literal["hybrid", "e4m3"],
@@ -55,6 +56,11 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
     "states": (
         "optimizer states: 'fp8+fp16', or 'fp8+fp8' for a second moment in E5M3, FP8 without a sign; the first format "
         "counts where an optimizer has one moment."
+    ),
+    "frozen": (
+        "how weights of converted layers are stored that are frozen when training starts: 'half' (as other frozen "
+        "parameters), 'fp8' (E4M3 with one scale, 1 byte a parameter), or 'auto' ('fp8' for the layers under adapters "
+        "of PEFT)."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }

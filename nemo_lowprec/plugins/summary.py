@@ -24,6 +24,7 @@ from nemo_lowprec.lines import pair_lines, text_lines
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.tensors.dtensor import local_shard
+from nemo_lowprec.weights import is_frozen_fp8
 
 
 def level_table(
@@ -41,6 +42,9 @@ def level_table(
     count = sum(p.numel() for p in params.values())
     trained = sum(p.numel() for p in params.values() if p.requires_grad)
     rows["Parameters"] = f"{count:,}" + (f", of which {trained:,} are trained" if trained != count else "")
+    in_fp8 = sum(p.numel() for p in params.values() if is_frozen_fp8(p))
+    if in_fp8:
+        rows["Frozen weights"] = f"{in_fp8:,} parameters in FP8, 1 byte each; the others as the level stores weights"
     return "\n".join(pair_lines(rows.items()))
 
 

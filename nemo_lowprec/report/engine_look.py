@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nemo_lowprec.compat.distributed import bytes_of_buckets
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.look import Held, Look
-from nemo_lowprec.report.parts import Parts, converted_weights, parts_of, states_of
+from nemo_lowprec.report.parts import Parts, converted_weights, frozen_part, parts_of, states_of
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, as_stored
 from nemo_lowprec.report.traffic import Sent
 from nemo_lowprec.tensors.dtensor import local_shard
@@ -41,21 +41,34 @@ class EngineLook(Look):
         trained = [p for p in model.parameters() if p.requires_grad]
         return parts_of(level, trained, converted_weights(model, level, self.conversion), kept)
 
+    def frozen(self) -> Parts:
+        found: Parts = {}
+        for param in self.model.parameters():
+            if not param.requires_grad:
+                found.setdefault(frozen_part(param), []).append(param)
+        return found
+
     def held(self, params: Sequence[nn.Parameter]) -> Held:
         optimizers = self._trainer.optimizers
         found = [Bytes(tensors) for tensors in states_of(o.state.get(p, {}) for o in optimizers for p in params)]
         states = [one if one.total else None for one in found]
-        return Held(Bytes(params), Bytes(map(master_of, params)), states, sum(local_shard(p).numel() for p in params))
+        masters = Bytes(master_of(p) for p in params if p.requires_grad)
+        return Held(Bytes(params), masters, states, sum(local_shard(p).numel() for p in params))
 
     def sent_gradients(self) -> list[Sent] | None:
         return [s for s in self.traffic.sent if s.kind != "broadcast"] if self._trainer.world_size > 1 else None
 
     def further_bytes(self) -> dict[str, int]:
-        """Bytes of the copies of gradients that torch's DDP holds, where gradients are no views of them."""
+        """Bytes of what frozen weights held before, and of the copies of gradients that torch's DDP holds.
+
+        The copies count where gradients are no views of them.
+        """
+        before = Bytes(master_of(p) for p in self.model.parameters() if not p.requires_grad).total
+        found = {"Frozen weights as they came, on the CPU": before} if before else {}
         ddp = self._trainer.strategy.model
-        if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
-            return {}
-        return {"DDP's buckets, beside the gradients": bytes_of_buckets(ddp)}
+        if isinstance(ddp, DistributedDataParallel) and not ddp.gradient_as_bucket_view:
+            found["DDP's buckets, beside the gradients"] = bytes_of_buckets(ddp)
+        return found
 
 
 class ShardedLook(EngineLook):
@@ -101,9 +114,9 @@ class ShardedLook(EngineLook):
 
     def held(self, params: Sequence[nn.Parameter]) -> Held:
         whole = [self._whole.get(id(p)) for p in params]
-        pairs = zip(whole, map(as_stored, params), strict=True)
-        masters = [shard for one, shard in pairs if one is not None and one.format != shard.format]
-        return replace(super().held(params), weights=Bytes(whole), masters=Bytes(masters))
+        pairs = zip(whole, params, strict=True)
+        shards = [as_stored(p) for one, p in pairs if one is not None and p.requires_grad and _differ(one, p)]
+        return replace(super().held(params), weights=Bytes(whole), masters=Bytes(shards))
 
     def sent_gradients(self) -> list[Sent] | None:
         sent = super().sent_gradients()
@@ -121,5 +134,11 @@ class ShardedLook(EngineLook):
         further = {
             "Comm, gathered weights": sum(s.bytes for s in sent if self._is_weight(s)),
             "Comm, matrices that Muon orthogonalizes": sum(s.bytes for s in sent if s.by_optimizer),
+            "Shards of frozen weights": Bytes(p for p in self.model.parameters() if not p.requires_grad).total,
         }
         return {name: size for name, size in further.items() if size}
+
+
+def _differ(whole: Stored, param: nn.Parameter) -> bool:
+    """Whether the shard of ``param`` has another format than the weight that is gathered."""
+    return whole.format != as_stored(param).format

@@ -16,9 +16,10 @@ from nemo_lowprec.compute import Conversion, gemm_plans
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.options import Options
 from nemo_lowprec.report.findings import AuditReport, Finding
-from nemo_lowprec.report.parts import CONVERTED, KEPT, LEFT, VECTORS, Parts
+from nemo_lowprec.report.parts import CONVERTED, FROZEN_FP8, KEPT, LEFT, VECTORS, Parts
 from nemo_lowprec.report.tensor_storage import Bytes, Stored, format_of
 from nemo_lowprec.report.traffic import Sent, Traffic
+from nemo_lowprec.weights import kept_in_fp32
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,8 @@ class Look(Observer, ABC):
 
     def take_gradients(self, of: Callable[[nn.Parameter], Any]) -> None:
         """Read the gradients, which ``of`` returns for each parameter."""
-        self.gradients = {name: Bytes(map(of, params)) for name, params in self.parts().items()}
+        parts = {**self.parts(), **self.frozen()}
+        self.gradients = {name: Bytes(map(of, params)) for name, params in parts.items()}
 
     def after_backward(self) -> None:
         """Called after each backward pass."""
@@ -112,6 +114,10 @@ class Look(Observer, ABC):
     @abstractmethod
     def parts(self) -> Parts:
         """The parameters that are trained."""
+
+    def frozen(self) -> Parts:
+        """The parameters that are not trained."""
+        return {}
 
     @abstractmethod
     def held(self, params: Sequence[nn.Parameter]) -> Held:
@@ -134,7 +140,7 @@ class Look(Observer, ABC):
             if converted:
                 # At a level that overrides a GEMM, or keeps layers in half precision, both formats are found. A level
                 # that converts nothing does not do what it declares.
-                found = "+".join(sorted(self.operands)) if params else ""
+                found = "+".join(sorted(self.operands)) if params or self._low else ""
                 report.findings.append(Finding("Computation (GEMM)", name, self._declared_gemm(), found or "–", None))
                 if self.conversion.left:
                     left = "+".join(sorted(self.left_operands))
@@ -157,12 +163,36 @@ class Look(Observer, ABC):
             for declared, states in zip(level.optimizer_states, held.states, strict=True):
                 if states is not None:
                     report.add("Optimizer states", name, vectors or declared, states, held.elements)
+        for name, params in self.frozen().items():
+            self._report_frozen(report, name, params)
         sent = self.sent_gradients()
         for name, wanted, members, messages in [] if sent is None else self._groups(parts, sent):
             bytes_ = Bytes(Stored("fp8" if m.dtype == torch.uint8 else format_of(m.dtype), m.bytes) for m in messages)
             report.add("Comm", name, wanted, bytes_, sum(p.numel() for p in members))
         report.total_bytes |= self.further_bytes()
         return report
+
+    def _report_frozen(self, report: AuditReport, name: str, params: list[nn.Parameter]) -> None:
+        """Frozen parameters: a weight in one of the formats that the level has for it, and nothing else."""
+        held, count = self.held(params), sum(p.numel() for p in params)
+        found = set(held.weights.formats.split("+"))
+        wanted = {"fp8"} if name == FROZEN_FP8 else self._frozen_formats(params)
+        report.add("Weight", name, "+".join(sorted(found if found <= wanted else wanted)), held.weights, count)
+        report.add("Master weight", name, None, held.masters, held.elements)
+        report.add("Weight gradient", name, None, self.gradients[name], count)
+        states = Bytes(Stored(one.formats, one.total) for one in held.states if one is not None)
+        report.add("Optimizer states", name, None, states, held.elements)
+
+    def _frozen_formats(self, params: list[nn.Parameter]) -> set[str]:
+        """The formats in which the level stores frozen parameters that are not in FP8."""
+        level = self.level
+        if not level.has_half_weights:
+            return {"fp32", "fp16", "bf16"}  # as they came
+        if level.is_low_bit:
+            return {"fp16", "bf16"} | ({"fp32"} if any(p.dim() < 2 for p in params) else set())
+        kept = kept_in_fp32(self.model, False)
+        in_fp8 = {"fp8"} if self.recipe is not None and self.recipe.fp8_params else set()
+        return {level.rest} | in_fp8 | ({"fp32"} if any(id(p) in kept for p in params) else set())
 
     def _declared_gemm(self) -> str:
         """The formats of the operands, of which a recipe may leave some in half precision."""

@@ -2,7 +2,8 @@
 
 The parts are ``converted`` weights (all linear weights at a level that converts none), ``kept FP32`` for parameters
 that torch computes with in FP32 only (batch norms, parametrizations; at the MS-AMP levels RNNs), the ``rest``, and
-``vectors`` (fewer than two dimensions) at a level that has a format of their own for them.
+``vectors`` (fewer than two dimensions) at a level that has a format of their own for them. Parameters that are not
+trained are ``frozen in FP8`` or ``frozen``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.compute import Conversion, linear_weights
 from nemo_lowprec.optim.storage import MOMENTS
 from nemo_lowprec.tensors.quantized_tensor import MASTER
+from nemo_lowprec.weights import is_frozen_fp8
 
 LEFT = "too small"  # converted weights whose layers convert="auto" has left; GEMMs only
 CONVERTED, KEPT, REST, VECTORS = "converted", "kept FP32", "rest", "vectors"
+FROZEN, FROZEN_FP8 = "frozen", "frozen in FP8"
 Parts = dict[str, list[nn.Parameter]]  # by name, each parameter once
 
 
@@ -67,3 +70,8 @@ def parts_of(
             name = KEPT if id(param) in kept else REST
         found[name].append(param)
     return found
+
+
+def frozen_part(param: nn.Parameter) -> str:
+    """The part of a parameter that is not trained."""
+    return FROZEN_FP8 if is_frozen_fp8(param) else FROZEN

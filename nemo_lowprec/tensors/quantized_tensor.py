@@ -84,6 +84,11 @@ class QuantizedTensor(Tensor):
             other.__dict__[MASTER] = change(self.__dict__[MASTER])
         return other
 
+    @property
+    def writes_exactly(self) -> bool:
+        """Whether a write starts from values of more bits than the storage has, and keeps its result in a master."""
+        return MASTER in self.__dict__
+
     def exact(self) -> Tensor:
         """The values that a write starts from, FP32: those of the master where there is one."""
         master = self.__dict__.get(MASTER, self)
@@ -119,9 +124,9 @@ class QuantizedTensor(Tensor):
             values = other.dequantize(torch.float32) if isinstance(other, QuantizedTensor) else other
             fresh: QuantizedTensor = self._each(torch.clone)
             # ``module.float()`` sets the values that it has read from this tensor: a master has more bits, and stays.
-            if MASTER in self.__dict__ and not torch.equal(values, self.dequantize().to(values)):
+            if self.writes_exactly and not torch.equal(values, self.dequantize().to(values)):
                 self._take_along(fresh, _copied).write_(values)
-            elif MASTER not in self.__dict__:
+            elif not self.writes_exactly:
                 fresh.quantize_(values)
         else:
             fresh = other
@@ -129,6 +134,8 @@ class QuantizedTensor(Tensor):
             if master is not None and theirs is not None and theirs is not master:
                 with torch.no_grad():
                     master.copy_(theirs)
+            elif theirs is not None:  # of a frozen weight, whose first write was one of ``.data``
+                self.__dict__[MASTER] = theirs
         if fresh.device != self.device or fresh.shape != self.shape or fresh.dtype != self.dtype:
             outer = make_wrapper(
                 type(fresh), fresh.shape, strides=fresh.stride(), dtype=fresh.dtype, device=fresh.device
@@ -258,7 +265,7 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
         return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
     if func._schema.is_mutable and any(
-        isinstance(x, QuantizedTensor) and MASTER in x.__dict__ for x in written_by(func, args, kwargs)
+        isinstance(x, QuantizedTensor) and x.writes_exactly for x in written_by(func, args, kwargs)
     ):
         plain_args, plain_kwargs = _exact_arguments(func, args, kwargs)
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from nemo_lowprec.tensors import Fp16Weight, QuantizedTensor
+from nemo_lowprec.weights.frozen import is_frozen_fp8
 from nemo_lowprec.weights.saved_form import master_of
 from nemo_lowprec.weights.written import note, take_over_written
 
@@ -29,6 +30,9 @@ class ExactWeights:
     def parameters(self) -> Iterator[Tensor]:
         """The exact weights, in the model's order."""
         for param in self._model.parameters():
+            if is_frozen_fp8(param):
+                yield param.frozen_values()
+                continue
             master = master_of(param)
             if master is not None and not isinstance(param, QuantizedTensor):
                 take_over_written(param, master)
@@ -40,9 +44,9 @@ class ExactWeights:
         """Round the copies from the exact weights, after the exact weights were written."""
         for param in self._model.parameters():
             master = master_of(param)
-            if isinstance(param, QuantizedTensor):
+            if isinstance(param, QuantizedTensor) and not is_frozen_fp8(param):
                 param.copy_(param.exact())
-            elif master is not None:
+            elif master is not None and not isinstance(param, QuantizedTensor):
                 param.copy_(master)
                 note(param, master)
 

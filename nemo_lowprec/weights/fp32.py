@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.frozen import FrozenInFp8
+from nemo_lowprec.weights.saved_form import install_hooks, remove_hooks
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import HALVES, Widened
 
@@ -14,14 +16,17 @@ from nemo_lowprec.weights.widened import HALVES, Widened
 class Fp32Weights(WeightStore):
     """The parameters of one model in FP32. Half parameters are widened to FP32 once they are trained.
 
-    Frozen parameters keep their dtype. Parameters of another library's tensor class are not changed.
+    Frozen parameters keep their dtype, or are stored in FP8. Parameters of another library's tensor class are not
+    changed.
 
     Args:
         scaled_by: name of a level that scales the loss, and so cannot train FP16 parameters; None for other levels.
+        frozen: stores frozen weights in FP8.
     """
 
-    def __init__(self, scaled_by: str | None = None) -> None:
+    def __init__(self, scaled_by: str | None = None, frozen: FrozenInFp8 | None = None) -> None:
         super().__init__()
+        self._frozen_fp8 = frozen or FrozenInFp8()
         self._scaled_by = scaled_by
         self._widened = Widened()
         self._marks = Marks("frozen")
@@ -38,13 +43,16 @@ class Fp32Weights(WeightStore):
     def install(self, model: nn.Module, training: bool) -> None:
         super().install(model, training)
         if training:
+            for module in self._frozen_fp8.store(model):
+                install_hooks(module)
             for param in model.parameters():
                 if type(param.data) is Tensor and param.dtype in HALVES:
                     self._marks.add(param)
             self.before_forward()
 
     def before_forward(self) -> None:
-        """Widen half weights that were unfrozen to FP32."""
+        """Widen half and FP8 weights that were unfrozen to FP32."""
+        self._frozen_fp8.unfrozen(self.model)
         for module, param in self._frozen.of(self.model):
             if param.requires_grad:
                 self._marks.discard(param)
@@ -52,6 +60,10 @@ class Fp32Weights(WeightStore):
                 self._widened.add_statistics(module)
 
     def remove(self) -> None:
+        replaced: dict[nn.Parameter, nn.Parameter] = {}
+        remove_hooks(self.model)
+        self._frozen_fp8.remove(self.model, replaced)
+        self._follow(replaced)
         for _, param in self._frozen.of(self.model):
             self._marks.discard(param)
         super().remove()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nemo_lowprec.tensors.marks import Marks
 from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
+from nemo_lowprec.weights.frozen import FrozenInFp8
 from nemo_lowprec.weights.memory import check_memory
 from nemo_lowprec.weights.saved_form import cover_new_modules, install_hooks, remove_hooks
 from nemo_lowprec.weights.store import WeightStore
@@ -30,8 +31,9 @@ class HalfStore(WeightStore):
     next update of the average would be too small for 16 bits.
     """
 
-    def __init__(self, fp8: Callable[[], list[str]], margin: int) -> None:
+    def __init__(self, fp8: Callable[[], list[str]], margin: int, frozen: FrozenInFp8 | None) -> None:
         super().__init__()
+        self._frozen_fp8 = frozen or FrozenInFp8()
         self._fp8, self._margin = fp8, margin
         self._training = True
         self._widened = Widened()
@@ -46,6 +48,8 @@ class HalfStore(WeightStore):
         super().install(model, training)
         self._training, self._widened = training, Widened(training)
         average_masters()
+        if training:
+            self._frozen_fp8.store(model)
         for module, params in self._own_params():
             if params:
                 install_hooks(module)
@@ -78,6 +82,7 @@ class HalfStore(WeightStore):
         for param in list(self.stored()):
             param.grad = None
             self._give_back(param, replaced)
+        self._frozen_fp8.remove(self.model, replaced)
         self._widened.remove()
         for _, param in self._frozen.of(self.model):
             self._came_as.discard(param)

@@ -5,8 +5,9 @@ half dtype. At O3 the weights of converted layers are E4M3 with one scale, a pow
 blocks of 128 elements. Vectors (norms, biases) stay FP32: vectors are a thousandth of a model, and FP16 would swallow
 updates below 0.0005 of a norm's weight of 1.
 
-A frozen matrix has no master at any level: a BF16 matrix stays BF16, every other one is FP16. A frozen matrix that is
-unfrozen is stored as the trained matrices are. A frozen vector is saved and given back in the dtype in which it came.
+A frozen matrix has no master at any level: a BF16 matrix stays BF16, every other one is FP16, or E4M3 with one scale
+(``frozen.py``). A frozen matrix that is unfrozen is stored as the trained matrices are. A frozen vector is saved and
+given back in the dtype in which it came.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from nemo_lowprec.formats import E4M3, FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, Fp16Weight, QuantizedTensor
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_plain_fp32
+from nemo_lowprec.weights.frozen import FrozenInFp8, is_frozen_fp8
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.saved_form import MASTER, master_of
 from nemo_lowprec.weights.swap import swap, swap_or_replace
@@ -37,10 +39,17 @@ class LowBitWeights(HalfStore):
         reads_as: dtype that FP16 matrices read as.
         fp8: names of the parameters that are stored in FP8 with FP16 masters (O3).
         margin: FP8 scales are divided by 2**margin.
+        frozen: stores frozen weights in FP8.
     """
 
-    def __init__(self, reads_as: torch.dtype, fp8: Callable[[], list[str]] = list, margin: int = 0) -> None:
-        super().__init__(fp8, margin)
+    def __init__(
+        self,
+        reads_as: torch.dtype,
+        fp8: Callable[[], list[str]] = list,
+        margin: int = 0,
+        frozen: FrozenInFp8 | None = None,
+    ) -> None:
+        super().__init__(fp8, margin, frozen)
         self.reads_as = reads_as
         self._matrices = ChosenParams(is_stored)
 
@@ -110,6 +119,14 @@ class LowBitWeights(HalfStore):
     @torch.no_grad()
     def before_forward(self) -> None:
         """Store parameters that were unfrozen as trained parameters are, and frozen ones that were written in FP32."""
+        unfrozen = self._frozen_fp8.unfrozen(self.model)
+        in_fp8 = {id(param) for param in self._fp8_params()} if unfrozen else set()
+        for module, param in unfrozen:
+            if id(param) in in_fp8:
+                self._to_fp8(param)
+            else:
+                self._store(param, module)
+            param.grad_dtype = None
         for _, param in self._frozen.of(self.model):
             if param.requires_grad:
                 self._came_as.discard(param)
@@ -147,7 +164,7 @@ class LowBitWeights(HalfStore):
         return [param for _, param in self._matrices.of(self.model)]
 
     def stored(self) -> Iterator[nn.Parameter]:
-        return filter(is_stored, self.model.parameters())
+        return (param for param in self.model.parameters() if is_stored(param) and not is_frozen_fp8(param))
 
     def is_matrix(self, param: Tensor) -> bool:
         return is_stored(param)

@@ -7,7 +7,8 @@ torch optimizer computes in FP32; afterwards the copies are refreshed. A copy th
 over into its master.
 
 A frozen parameter that came in the half dtype has no master and stays as it is. The values of a frozen parameter of
-another dtype wait on the CPU, to be saved and given back. A frozen parameter gets its FP32 master when it is unfrozen.
+another dtype wait on the CPU, to be saved and given back; so do the masters of parameters that are frozen in mid-run. A
+frozen parameter gets its FP32 master when it is unfrozen.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nemo_lowprec.kernels.loader import copy_kernels
 from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.fp32_modules import needs_fp32
+from nemo_lowprec.weights.frozen import FrozenInFp8, is_frozen_fp8
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.places import Places
 from nemo_lowprec.weights.saved_form import MASTER, master_of, with_masters
@@ -60,6 +62,7 @@ class MasterWeights(HalfStore):
         steps: a function of the optimizer and all pairs of a copy and its master, called when the masters are in place
             for a step. The function may step some masters and refresh their copies, and returns the pairs that it has
             stepped.
+        frozen: stores frozen weights in FP8.
     """
 
     def __init__(
@@ -70,8 +73,9 @@ class MasterWeights(HalfStore):
         margin: int = 0,
         measures: bool = False,
         steps: Callable[[Optimizer, list[tuple[Any, Tensor]]], list[tuple[Any, Tensor]]] | None = None,
+        frozen: FrozenInFp8 | None = None,
     ) -> None:
-        super().__init__(fp8, margin)
+        super().__init__(fp8, margin, frozen)
         self._steps_masters = steps
         self._stepped_pairs: list[tuple[Any, Tensor]] = []
         self.half, self.grad_fp32, self.measures = half, grad_fp32, measures
@@ -96,7 +100,7 @@ class MasterWeights(HalfStore):
                 self._widened.add_statistics(module)
 
     def _split(self, param: nn.Parameter) -> None:
-        if param.dtype not in FLOATS or is_lazy(param):
+        if param.dtype not in FLOATS or is_lazy(param) or is_frozen_fp8(param):
             return
         if not param.requires_grad:
             if param not in self._came_as:
@@ -135,7 +139,8 @@ class MasterWeights(HalfStore):
                 master.data = master.data.to(param.device)
             if not isinstance(param, Fp8Weight):
                 moved(param, master)
-            self._set_grad_dtype(param)
+            if not is_frozen_fp8(param):
+                self._set_grad_dtype(param)
 
     @torch.no_grad()
     def before_forward(self) -> None:
@@ -146,6 +151,8 @@ class MasterWeights(HalfStore):
         written = [pair for pair in written if not was_written(*pair)]
         if written:
             self.refresh(written)
+        for _, param in self._frozen_fp8.unfrozen(self.model):
+            self._split(param)
         for _, param in self._frozen.of(self.model):
             master = master_of(param)
             if param.requires_grad:
@@ -175,7 +182,7 @@ class MasterWeights(HalfStore):
 
     def stored(self) -> list[nn.Parameter]:
         """The model's parameters that have a master, each once."""
-        return [param for param, _ in with_masters(self.model.parameters())]
+        return [param for param, _ in with_masters(self.model.parameters()) if not is_frozen_fp8(param)]
 
     @torch.no_grad()
     def refresh(self, pairs: list[tuple[Any, Tensor]]) -> None:
@@ -370,8 +377,27 @@ class MasterWeights(HalfStore):
             self.swap_out(optimizer)
         groups = optimizer.param_groups
         if places is None or not places.fits(groups) or any(self._stepped(p) is not None for p in places.others):
+            for param in [param for group in groups for param in group["params"]]:
+                self._put_aside(param)
             places = self._places[optimizer] = Places(groups, self._stepped)
         return places
+
+    def _put_aside(self, param: nn.Parameter) -> None:
+        """Let the master of ``param`` wait on the CPU, as those of frozen parameters do, where it was frozen.
+
+        Its own optimizer steps without a gradient for it. A network of a GAN, which is frozen while the other one
+        steps, is not meant: its own optimizer finds it unfrozen.
+        """
+        master = master_of(param)
+        frozen = master is not None and not param.requires_grad and param.grad is None
+        if frozen and param not in self._came_as and not is_frozen_fp8(param):
+            assert master is not None
+            if was_written(param, master):
+                take_over(param, master)
+            master.data = master.data.to("cpu")
+            if not isinstance(param, Fp8Weight):
+                moved(param, master)
+            self._add_frozen(param)
 
     def _stepped(self, param: nn.Parameter) -> Tensor | None:
         """The master that is stepped in the place of ``param``; None for a parameter that is stepped itself."""
@@ -381,7 +407,7 @@ class MasterWeights(HalfStore):
             self._give_master(param, param.detach().to(torch.float32, copy=True))
             self._set_grad_dtype(param)
             param.grad = grad if grad is None else grad.to(param.grad_dtype)
-        return None if param in self._came_as else master_of(param)
+        return None if param in self._came_as or is_frozen_fp8(param) else master_of(param)
 
 
 def _to_plain(param: nn.Parameter, master: Tensor) -> None:

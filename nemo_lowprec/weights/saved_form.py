@@ -16,6 +16,7 @@ from nemo_lowprec.compat.modules import has_state_dict_hook, remove_state_dict_h
 from nemo_lowprec.formats import FP16, compute_amax
 from nemo_lowprec.tensors import BlockScaledTensor, Fp16Weight, QuantizedTensor
 from nemo_lowprec.tensors.quantized_tensor import MASTER
+from nemo_lowprec.weights.frozen import is_frozen_fp8, store_again
 from nemo_lowprec.weights.widened import to_original_dtype
 from nemo_lowprec.weights.written import note, note_frozen, take_over_written
 
@@ -65,7 +66,11 @@ def _emit_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, loc
     for name, param in module._parameters.items():
         if param is not None and prefix + name in state_dict:
             master = master_of(param)
-            if isinstance(master, BlockScaledTensor):
+            if is_frozen_fp8(param):
+                # On the CPU, so that a checkpoint takes no GPU memory; merged values are there in any case.
+                values = param.frozen_values()  # type: ignore[operator]
+                state_dict[prefix + name] = values if master is not None else values.to("cpu")
+            elif isinstance(master, BlockScaledTensor):
                 # Dequantized to FP32 on the CPU, so that a checkpoint takes no GPU memory.
                 state_dict[prefix + name] = master.to("cpu").dequantize()
             elif master is not None:
@@ -131,7 +136,9 @@ def _refresh_after_load(module: nn.Module, incompatible: Any) -> None:
     with torch.no_grad():
         for param in module._parameters.values():
             master = master_of(param) if param is not None else None
-            if param is not None and master is not None:
+            if is_frozen_fp8(param):
+                store_again(param)
+            elif param is not None and master is not None:
                 param.copy_(master)
                 if not isinstance(param, QuantizedTensor):
                     note(param, master)

@@ -131,6 +131,8 @@ def expected_arguments(level):
         if level.fp8_params:
             arguments["fp8_params"] = False
         arguments |= {"backend": "auto", "attention": "auto", "weight_cache": "auto", "activations": None}
+        if level.scaling in ("delayed", "current"):
+            arguments["frozen"] = "auto"
         arguments |= LayerFilter.arguments()
     if level.name.startswith("msamp"):
         arguments |= {"half": "bf16"} | LowBitOptions.arguments() | LossScaleConfig.arguments()

@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.commands import answer
 from tests.documents import ROOT, Block, block, blocks, inline_commands
@@ -65,6 +66,8 @@ HERE = {
     ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
     ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
     ("megatron.rst", "from lightning.pytorch import Trainer"),
+    ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
+    ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
 }
 
 
@@ -204,6 +207,23 @@ def test_text_of_one_s_own_is_prepared_trained_on_compared_and_used(
     monkeypatch.chdir(tmp_path)
     model = python(block("README.rst", "model = transformers."), transformers=transformers)["model"]
     assert model.dtype == torch.bfloat16
+
+
+def test_adapters_under_the_trainer_and_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(vocab_size=64, use_cache=False, **SIZES)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained("llama")
+    ids = torch.randint(64, (2, 2, 9), generator=torch.Generator().manual_seed(0))
+    batches = DataLoader([{"input_ids": tokens, "labels": tokens} for tokens in ids], batch_size=None)
+    names = python(block("fine_tuning.rst", "import torch\nfrom lightning"), batches=batches)
+    assert names["trainer"].global_step == 2 and (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    model = python(block("fine_tuning.rst", "import nemo_lowprec\nfrom peft"), **names)["model"]
+    merged, base = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in ("tuned", "llama"))
+    assert merged.state_dict().keys() == base.state_dict().keys() and model.base_model is not None
+    weight, before = (m.model.layers[0].mlp.up_proj.weight for m in (merged, base))
+    assert 0 < (weight - before).abs().max() < 0.01
 
 
 def test_yaml_of_one_s_own(place: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import lightning.pytorch as pl
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -17,7 +18,7 @@ from nemo_lowprec.report import plan_training
 from nemo_lowprec.strategies import LowPrecisionShardedStrategy
 from tests.processes import on_processes
 from tests.report.holdings import Measure
-from tests.support import plugin, trainer
+from tests.support import level_of, plugin, trainer
 
 # All that store something of their own: other ways of scaling differ in GEMMs only.
 MEASURED = [
@@ -50,6 +51,17 @@ class Llama(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Adapted(Llama):
+    """LoRA beside all layers of a base that came in BF16."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = get_peft_model(self.model.bfloat16(), LoraConfig(r=16, target_modules="all-linear"))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4)
 
 
 class Various(pl.LightningModule):
@@ -150,6 +162,15 @@ def test_one_process(case):
     assert_planned(plan_training(Llama(), plugin(case), accelerator="cpu"), [run(case, "auto", 1)])
 
 
+@pytest.mark.parametrize("case", ["te_fp8", "msamp_o2", "bf16_mixed", "bf16_with_fp8_mixed"])
+def test_adapters_of_peft(case):
+    got, fp8 = plan_training(Adapted(), plugin(case), accelerator="cpu"), level_of(case).has_fp8
+    assert_planned(got, [run(case, "auto", 1, Adapted)])
+    base = sum(p.numel() for n, p in Adapted().named_parameters() if ".base_layer." in n)
+    scales = 4 * 3 * 7  # one for each layer
+    assert got.column("Weight").parts["frozen in FP8"] == (base + scales if fp8 else 0)
+
+
 def test_a_model_is_left_as_it_was():
     model = Llama()
     before = {n: (type(m), set(m.__dict__)) for n, m in model.named_modules()}
@@ -164,7 +185,9 @@ def test_frozen_parameters_take_no_gradient_and_no_states():
     model.model.model.layers.requires_grad_(False)
     got, whole = plan_training(model, plugin("bf16_mixed")), plan_training(Llama(), plugin("bf16_mixed"))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert got.column("Weight") == whole.column("Weight")
+    weights, frozen = got.column("Weight"), sum(p.numel() for p in model.parameters()) - trained
+    assert (weights.bytes, weights.formats) == (whole.column("Weight").bytes, whole.column("Weight").formats)
+    assert weights.parts["frozen"] == 2 * frozen
     assert got.column("Weight gradient").bytes == 4 * trained
     assert got.column("Optimizer states").bytes == 8 * trained
     assert got.column("Master weight").bytes == 4 * trained

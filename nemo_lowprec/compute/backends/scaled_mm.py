@@ -23,8 +23,15 @@ from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm
-from nemo_lowprec.kernels.loader import fused_kernels, join_kernels, norm_kernels, sum_kernels
+from nemo_lowprec.kernels.loader import (
+    fused_kernels,
+    join_kernels,
+    norm_kernels,
+    sum_kernels,
+    transpose_kernels,
+)
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.tensors import Fp8Weight
 
 
 class ScaledMMBackend(ReferenceBackend):
@@ -53,6 +60,14 @@ class ScaledMMBackend(ReferenceBackend):
             Orientation(part.data.contiguous(), part.scale_inv, None) if rowwise else None,
             Orientation(part.data.t().contiguous(), part.scale_inv, None) if columnwise else None,
         )
+
+    def from_storage(self, weight: Fp8Weight, *, rowwise: bool, columnwise: bool) -> QuantizedOperand:
+        data, scale_inv = weight.data_fp8, weight.scale_inv
+        kernels = transpose_kernels() if columnwise and data.is_cuda and data.is_contiguous() else None
+        if kernels is None:
+            return super().from_storage(weight, rowwise=rowwise, columnwise=columnwise)
+        flipped = Orientation(kernels.transpose(data), scale_inv, None)
+        return QuantizedOperand(Orientation(data, scale_inv, None) if rowwise else None, flipped)
 
     def quantize(self, values: Tensor, operand: Operand, *, rowwise: bool, columnwise: bool, record: bool) -> Any:
         return self._quantize(values, operand, rowwise, columnwise, record, None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine, Sharding
 from nemo_lowprec.models.optimizer import muon_groups
-from nemo_lowprec.report.parts import Parts, converted_weights, parts_of
+from nemo_lowprec.report.parts import Parts, converted_weights, frozen_part, parts_of
 from nemo_lowprec.report.plan.on_gpu import PlannedEngine
 
 
@@ -51,9 +51,14 @@ def settle_on_meta(twin: nn.Module, engine: Engine, sharded: bool, on_gpu: bool 
 
 
 def planned_parts(model: nn.Module, engine: Engine) -> Parts:
-    """All parameters of a converted model, frozen ones too."""
+    """All parameters of a converted model; frozen ones in parts of their own."""
     conversion = engine.columns.computation.conversion
-    return parts_of(engine.level, model.parameters(), converted_weights(model, engine.level, conversion))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    parts = parts_of(engine.level, trained, converted_weights(model, engine.level, conversion))
+    for param in model.parameters():
+        if not param.requires_grad:
+            parts.setdefault(frozen_part(param), []).append(param)
+    return parts
 
 
 def planned_moments(model: nn.Module) -> dict[int, tuple[str, ...]]:
