@@ -216,7 +216,9 @@ def test_multihead_attention_is_converted_with_the_layers_around_it():
         assert torch.isfinite(model.eval()(x)).all()
 
 
-@pytest.mark.parametrize(("scaling", "multiple"), [("delayed", 16), ("blockwise", 16), ("mxfp8", 32), ("nvfp4", 32)])
+@pytest.mark.parametrize(
+    ("scaling", "multiple"), [("delayed", 16), ("rowwise", 16), ("blockwise", 16), ("mxfp8", 32), ("nvfp4", 32)]
+)
 def test_sizes_that_a_scaling_takes(scaling, multiple):
     model = nn.Sequential(nn.Linear(multiple, multiple), nn.Linear(multiple, multiple + multiple // 2))
     result = convert(model, scaling)

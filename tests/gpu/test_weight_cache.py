@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LEVELS = [
     "bf16_with_fp8_mixed", "te_fp8", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed+fp8_params",
-    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
 ]  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def graph_over_a_step(case):
     loss.backward()
 
 
-@pytest.mark.parametrize("case", LEVELS)
+# With a scale per row the layers make new operands: the graph reads those that it has saved.
+@pytest.mark.parametrize("case", [case for case in LEVELS if "rowwise" not in case])
 def test_backward_over_a_step_is_refused(case):
     """As by ``nn.Linear``: the operands are made anew in place, and their versions are raised."""
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
