@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
@@ -27,14 +26,13 @@ from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
+from nemo_lowprec.compute.patterns.plain_linear import PLAIN, as_linear, computes_linear
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
-
-_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes as the first
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
@@ -152,7 +150,7 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
         swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
     else:
-        swap(module, HalfLinear if plan.backend is None else LowPrecisionLinear, gemm_plan=plan)
+        swap(module, as_linear(HalfLinear if plan.backend is None else LowPrecisionLinear, module), gemm_plan=plan)
 
 
 def _convert_low(
@@ -230,8 +228,6 @@ def _unread(model: nn.Module) -> dict[int, str]:
 
 def _linear_obstacle(module: nn.Module, own: str) -> str | None:
     """Why the GEMMs of this layer's weight ``own`` cannot be replaced; None where they can."""
-    if not (type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)):
-        return f"{type(module).__name__} has a forward of its own"
     if obstacle := own_forward(module):
         return obstacle
     weight = module._parameters.get(own)
@@ -239,7 +235,12 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
         return "its weight is computed (weight_norm or another parametrization)"
     if isinstance(weight, UninitializedParameter):
         return "not initialised yet (run the model once before training)"
-    return dtype_obstacle(weight)
+    if obstacle := dtype_obstacle(weight):
+        return obstacle
+    plain = type(module) in PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)
+    if not plain and not computes_linear(module):  # type: ignore[arg-type]
+        return f"{type(module).__name__} computes another function than x @ weight.T + bias"
+    return None
 
 
 def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:
