@@ -6,6 +6,7 @@ converted once; a layer that cannot be converted is left as it is, with the reas
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
-from nemo_lowprec.compute.class_swap import dtype_obstacle, own_forward, swap
+from nemo_lowprec.compute.class_swap import derive, dtype_obstacle, own_forward, swap
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
@@ -24,6 +25,7 @@ from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.logits import give_logits
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
+from nemo_lowprec.compute.patches import LowPrecisionPatches, is_patch_embedding
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.patterns.plain_linear import PLAIN, as_linear, computes_linear
@@ -50,7 +52,7 @@ def convert_layers(
     weights: WeightStates | None = None,
     observers: Observers = NOBODY,
 ) -> Conversion:
-    """Convert linear layers and norms of ``model`` in place.
+    """Convert linear layers, patch embeddings and norms of ``model`` in place.
 
     Args:
         half: dtype of activations.
@@ -97,11 +99,13 @@ def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
     """The plans by which backends compute a converted module, by the names of its weights."""
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {name: plan for name, plan in module.gemm_plans.items() if plan.backend is not None}
-    return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
+    return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear | LowPrecisionPatches) else {}
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of the linear layers of a converted model, by their names in ``named_parameters()``."""
+    """The weights of a converted model's linear layers and converted patch embeddings, by names as in
+    ``named_parameters()``.
+    """
     return {
         full_name(name, own): weight
         for name, module in model.named_modules()
@@ -121,7 +125,7 @@ def _call_layers(module: nn.Module) -> None:
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
     """The weights of a linear layer, or of an attention's input projections: name in ``Conversion`` to own name."""
-    if isinstance(module, nn.Linear) or _is_conv1d(module):
+    if isinstance(module, nn.Linear | LowPrecisionPatches) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {full_name(name, weight): weight for weight in projection_weights(module)}
@@ -149,6 +153,8 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     elif _is_conv1d(module):
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
         swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
+    elif is_patch_embedding(module):
+        swap(module, derive(LowPrecisionPatches, type(module)), gemm_plan=plan)
     else:
         swap(module, as_linear(HalfLinear if plan.backend is None else LowPrecisionLinear, module), gemm_plan=plan)
 
@@ -169,7 +175,8 @@ def _convert_low(
     layerlike = {name: patterns[0].is_listed for name, (_, patterns) in found.items() if not patterns[0].is_parent}
     norms = {name: found[name][0] for name, is_listed in layerlike.items() if is_listed}
     unlisted = {name: "in skip" for name in layerlike if name not in norms and is_skipped(layers, name)}
-    refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
+    patches = {name: module for name, module in model.named_modules() if is_patch_embedding(module)}
+    refused = reasons_to_keep(layers, model, {**linears, **patches, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
     recognised = {
         name: recognise(*candidate, refused.get(name) or unlisted.get(name)) for name, candidate in found.items()
@@ -177,8 +184,8 @@ def _convert_low(
     unread = _unread(model)
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
-    for name, module in linears.items():
-        for item, weight in _linear_weights(name, module).items():
+    for name, module in (linears | patches).items():
+        for item, weight in (_linear_weights(name, module) or {name: "weight"}).items():
             reason = (
                 refused.get(name)
                 or unread.get(id(module))
@@ -208,6 +215,7 @@ def _convert_low(
         _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)
+        result.patches += [item] * (item in patches)
     apply_patterns(model, recognised, refused, backend, result)
 
 
@@ -237,7 +245,8 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
         return "not initialised yet (run the model once before training)"
     if obstacle := dtype_obstacle(weight):
         return obstacle
-    plain = type(module) in PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)
+    plain = type(module) in PLAIN or _is_conv1d(module) or is_patch_embedding(module)
+    plain = plain or isinstance(module, LowPrecisionMultiheadAttention)
     if not plain and not computes_linear(module):  # type: ignore[arg-type]
         return f"{type(module).__name__} computes another function than x @ weight.T + bias"
     return None
@@ -245,7 +254,8 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
 
 def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:
     multiple = FEATURE_MULTIPLE[recipe.scaling]
-    for size in module._parameters[own].shape:  # type: ignore[union-attr]
+    first, *others = module._parameters[own].shape  # type: ignore[union-attr]
+    for size in (first, math.prod(others)):
         if size % multiple or size == 0:
             return f"a side of {size} is no multiple of {multiple}"
     return None

@@ -220,10 +220,10 @@ class WeightState:
         """A job of ``WeightCast`` that makes ``kept`` anew; None where no job does."""
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
         if _is_in_squares(kept):
-            return stored_data(weight), parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
+            return _matrix(weight), parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
-        source, scale = stored_data(weight), self._scale()
+        source, scale = _matrix(weight), self._scale()
         if not isinstance(weight, Fp8Weight):
             return None if scale is None else (source, scale, scale_inv, row, col)
         if col is None or (row is not None and row.data_ptr() != source.data_ptr()):
@@ -394,6 +394,12 @@ def _has_own_memory(operand: Any) -> bool:
     if not isinstance(operand, QuantizedOperand):
         return False
     return all(part is None or part.data.stride(-1) == 1 for part in (operand.rowwise, operand.columnwise))
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """The elements of ``weight``, where possible as [first dimension, all others]."""
+    data = stored_data(weight)
+    return data.flatten(1) if data.is_contiguous() else data
 
 
 def _is_in_squares(operand: Any) -> bool:
