@@ -20,7 +20,7 @@ _TILE, _WARPS = 128, 4
 
 
 @triton.jit
-def _raise(amax_ptr, at, bits, inside):
+def raise_amaxes(amax_ptr, at, bits, inside):
     """Raise amaxes, as bits of FP32 numbers, to ``bits`` where these are larger."""
     # Most tiles raise few of the amaxes: the comparison saves the other atomics.
     larger = inside & (bits > tl.load(amax_ptr + at, mask=inside, other=0))
@@ -41,9 +41,9 @@ def _amax_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :] * stride_n, mask=inside, other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers magnitudes order alike, and NaN is the largest
     if ROWWISE:
-        _raise(row_amax_ptr, m, tl.max(bits, axis=1), m < rows)
+        raise_amaxes(row_amax_ptr, m, tl.max(bits, axis=1), m < rows)
     if COLUMNWISE:
-        _raise(col_amax_ptr, n, tl.max(bits, axis=0), n < cols)
+        raise_amaxes(col_amax_ptr, n, tl.max(bits, axis=0), n < cols)
 
 
 @triton.jit
