@@ -51,7 +51,7 @@ class LowPrecisionPatches(nn.Module):
         counts = tuple(size // side for size, side in zip(x.shape[2:], kernel, strict=False))
         if plan.recipe is None or x.dim() != len(kernel) + 2 or x.shape[1] != own.in_channels or 0 in counts:
             return self._convolve(input)  # which says what is wrong with the input
-        rows = _patches(x, kernel, counts)
+        rows = copy_patches(x, kernel, counts)
         out = linear(rows, own.weight, own.bias, plan, self.training, False, None).movedim(-1, 1)
         return out.squeeze(0) if alone else out
 
@@ -66,14 +66,18 @@ class LowPrecisionPatches(nn.Module):
             self.gemm_plan.weight.look_again()
         return super().train(mode)
 
+    def extra_repr(self) -> str:
+        kind = self.gemm_plan.recipe.scaling if self.gemm_plan.recipe is not None else "half"
+        return f"{super().extra_repr()}, {kind}, backend={self.gemm_plan.backend.name}"
+
 
 @torch.compiler.disable
 def _uncompiled(layer: LowPrecisionPatches, x: Tensor) -> Tensor:
     return layer._compute(x)
 
 
-def _patches(x: Tensor, kernel: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
-    """[batch, channels, *size] to [batch, *counts, channels * elements of a kernel]."""
+def copy_patches(x: Tensor, kernel: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
+    """[batch, channels, *size] to [batch, *counts, channels * elements of a kernel], contiguous."""
     dims = range(len(kernel))
     for i in dims:
         x = x.narrow(2 + i, 0, counts[i] * kernel[i])

@@ -13,7 +13,7 @@ from nemo_lowprec.compute.patches import LowPrecisionPatches, is_patch_embedding
 from nemo_lowprec.compute.speed_filter import choose
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.options import LayerFilter, Recipe
-from tests.auto import MADE_UP
+from tests.auto import MADE_UP, made_up_times
 
 
 def convert(model, recipe=None, **layers):
@@ -105,7 +105,8 @@ def test_it_is_a_linear_layer_on_the_patches(case, scaling):
 
 def test_an_image_without_gradient_and_without_a_batch():
     conv = nn.Conv2d(4, 32, 4, 4)
-    convert(nn.Sequential(conv))
+    convert(nn.Sequential(conv), Recipe("rowwise", fp8="e4m3"))
+    assert "rowwise, backend=reference" in repr(conv)
     x = torch.randn(2, 4, 8, 8)
     out = conv(x)
     out.sum().backward()
@@ -248,6 +249,19 @@ def test_auto_leaves_them_where_nobody_knows_times():
     assert plan.recipe is None and isinstance(model.patches, nn.Conv2d | LowPrecisionPatches)
     steps(model, optimizer, 2)
     model(torch.randn(1, 4, 16, 16))  # FP32 input, half weights, and no autocast
+
+
+@pytest.mark.parametrize(("size", "left"), [(16, []), (4, ["patches"])])
+def test_auto_decides_by_the_patches_of_the_first_step(size, left):
+    with made_up_times():
+        model, optimizer = started("bf16_with_fp8_mixed", skip=["blocks"])
+        for _ in range(2):
+            model(torch.randn(8 if size > 4 else 1, 4, size, size)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        computation = Engine.of(model).columns.computation
+        assert list(computation.conversion.left) == left
+        assert (gemm_plans(model.patches)["weight"].recipe is None) == bool(left)
 
 
 def test_auto_wants_a_clear_gain():
