@@ -194,6 +194,38 @@ def convert(model, recipe=None, half_backend=None, **kwargs):
     )  # fmt: skip
 
 
+def test_modules_of_a_class_are_probed_by_their_attributes():
+    class Switched(nn.Linear):
+        def __init__(self, factor):
+            super().__init__(32, 32)
+            self.factor = factor
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    assert [computes_linear(Switched(factor)) for factor in (1.0, 2.0, 1.0, 2.0)] == [True, False, True, False]
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (Times(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) + self.k(x) * self.v(x)
+
+
+def test_layers_that_read_one_tensor_compute_as_one():
+    model = nn.Sequential(nn.Linear(32, 32), Attends(), nn.Linear(32, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = prepare(model, optimizer, "bf16_with_fp8_mixed", backend="reference", convert="*")
+    for _ in range(3):
+        model(torch.randn(16, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert Engine.of(model).columns.computation.own_amaxes.groups == [("1.q", "1.k", "1.v")]
+
+
 def test_the_probe_leaves_no_trace():
     layer = Counts(32, 32)
     layer.weight.grad = torch.ones(32, 32)
@@ -275,7 +307,10 @@ def test_falcon_trains(level):
         if name == level:
             names = [n for n, m in model.named_modules() if type(m) is FalconLinear]
             model, optimizer = prepare(model, optimizer, level, backend="reference", convert=None)
-            assert sorted(Engine.of(model).columns.computation.conversion.low) == sorted(names) and len(names) == 8
+            conversion = Engine.of(model).columns.computation.conversion
+            assert sorted(conversion.low) == sorted(names) and len(names) == 8
+            fused = [name for name, pattern in conversion.fused.items() if pattern == "MLP"]
+            assert len(fused) == (0 if "rowwise" in level else 2)  # it hands FP8 on by delayed scales
         losses[name] = []
         for _ in range(12):
             loss = model(tokens, labels=tokens).loss

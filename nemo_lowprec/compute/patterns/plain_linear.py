@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes 
 
 _INS, _OUTS = 32, 24  # of the probe
 _SIZES = (1.0, 1e3, 1e-3)  # of its inputs: a clamp or an activation bends some of them
+_VALUES = (bool, int, float, str, type(None))
+_known: WeakKeyDictionary[type, dict[Any, bool]] = WeakKeyDictionary()  # outcomes by class, and by ``_key``
 _DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of its inputs, with the relative error of sums in that dtype
 
 
@@ -43,12 +46,12 @@ def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     return isinstance(module, nn.Linear) and computes_linear(module)
 
 
-@probing()
 def computes_linear(module: nn.Linear) -> bool:
     """Whether the forward of ``module``, of a subclass of ``nn.Linear``, returns x @ weight.T + bias.
 
     The class's forward runs on small random inputs, in a copy of the module with small random parameters, in training
-    and in evaluation. Random states, parameters and attributes of the module stay as they are.
+    and in evaluation. Random states, parameters and attributes of the module stay as they are. Modules of one class
+    whose attributes are equal are probed once.
     """
     own = type(module)
     if _input_name(own) is None or {*module._parameters} != {"weight", "bias"} or module._buffers:
@@ -61,6 +64,30 @@ def computes_linear(module: nn.Linear) -> bool:
             return False
     if own.forward is nn.Linear.forward:
         return True
+    key = _key(module)
+    known = _known.setdefault(own, {})
+    if key is None:
+        return _probe(module)
+    if key not in known:
+        known[key] = _probe(module)
+    return known[key]
+
+
+def _key(module: nn.Linear) -> Any:
+    """What the outcome of a probe depends on, beside the class; None where an attribute is no plain value."""
+    attributes = _own_attributes(module)
+    if not all(type(value) in _VALUES for value in attributes.values()):
+        return None
+    return type(module).forward, module._parameters["bias"] is None, tuple(sorted(attributes.items(), key=str))
+
+
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    left_out = ("training", "in_features", "out_features")
+    return {name: value for name, value in module.__dict__.items() if not name.startswith("_") and name not in left_out}
+
+
+@probing()
+def _probe(module: nn.Linear) -> bool:
     generator = torch.Generator().manual_seed(0)
     biased = module._parameters["bias"] is not None
     try:
@@ -118,7 +145,6 @@ def _twin(module: nn.Linear, values: dict[str, Tensor], training: bool) -> nn.Mo
     """A copy of ``module`` with the parameters ``values``, which shares nothing that its forward could write."""
     twin = twin_of(module, values)
     state = twin.__dict__
-    own = {name: value for name, value in state.items() if not name.startswith("_") and name != "training"}
-    state.update(copy.deepcopy(own))
+    state.update(copy.deepcopy(_own_attributes(module)))
     state.update(training=training, in_features=_INS, out_features=_OUTS)
     return twin
