@@ -4,8 +4,8 @@ The plugins, the nemo_run factories, the Hydra group, the README's table and ``a
 new level is a new row. A level that scales GEMM operands in a new way also needs the numerics of that scaling in
 ``formats/``.
 
-The first five rows are the chart of MS-AMP's documentation. The other rows are NeMo's mixed-precision
-recipes, and torchtitan's rowwise one.
+The first five rows are the chart of MS-AMP's documentation. The other rows are NeMo's mixed-precision recipes, and
+torchtitan's rowwise one.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
 
     def needs_it(module: nn.Module) -> bool:
         own = any(p is not None for p in module._parameters.values())
-        return own and not isinstance(module, _TAKE_FP32_INPUT) and not gemm_plans(module)
+        converted = gemm_plans(module) and not isinstance(module, LowPrecisionPatches)  # which may convolve
+        return own and not isinstance(module, _TAKE_FP32_INPUT) and not converted
 
     return open_autocast(module for module in model.modules() if module is model or needs_it(module))
 

@@ -203,6 +203,8 @@ def _in_graph(
         # Where the gradient is FP32 the weight reads as FP32, so that the gradient is not rounded.
         wide = torch.float32 if weight is None else torch.promote_types(dtype, weight.dtype)
         values = read_storage(weight, data, scale_inv, wide)
+    if values.dim() > 2:  # a convolution's
+        storage[0] = storage[0].detach().flatten(1)
     plan = traced_plan(tag, model, signature, storage, record, transposed, alone)
     return linear(x, values, bias, plan, record, transposed, part)
 

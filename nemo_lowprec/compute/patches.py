@@ -10,11 +10,14 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
 from nemo_lowprec.compute.gemm_plan import GemmPlan
-from nemo_lowprec.compute.linear import linear
+from nemo_lowprec.compute.linear import compiled_linear, linear
 
+_CONVOLVE: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -39,27 +42,22 @@ class LowPrecisionPatches(nn.Module):
     gemm_plan: GemmPlan
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _uncompiled(self, input)  # type: ignore[no-any-return]
-        return self._compute(input)
-
-    def _compute(self, input: Tensor) -> Tensor:
         own: Any = self
         plan, kernel = self.gemm_plan, own.kernel_size
         alone = input.dim() == len(kernel) + 1
         x = input.unsqueeze(0) if alone else input
         counts = tuple(size // side for size, side in zip(x.shape[2:], kernel, strict=False))
         if plan.recipe is None or x.dim() != len(kernel) + 2 or x.shape[1] != own.in_channels or 0 in counts:
-            return self._convolve(input)  # which says what is wrong with the input
+            own_parameters = _read(self) if torch.compiler.is_compiling() else None
+            if own_parameters is not None:
+                return _CONVOLVE[len(kernel)](input, *own_parameters, stride=kernel)
+            return super().forward(input)  # type: ignore[misc,no-any-return]  # which says what is wrong with the input
         rows = copy_patches(x, kernel, counts)
-        out = linear(rows, own.weight, own.bias, plan, self.training, False, None).movedim(-1, 1)
-        return out.squeeze(0) if alone else out
-
-    def _convolve(self, input: Tensor) -> Tensor:
-        weight: Any = self.weight
-        if not torch.is_autocast_enabled("cuda" if input.is_cuda else input.device.type):
-            input = input.to(weight.dtype)  # half weights take no FP32 input
-        return super().forward(input)  # type: ignore[misc,no-any-return]
+        if torch.compiler.is_compiling():
+            out = _compiled(self, rows)
+        else:
+            out = linear(rows, own.weight, own.bias, plan, self.training, False, None)
+        return out.movedim(-1, 1).squeeze(0) if alone else out.movedim(-1, 1)
 
     def train(self, mode: bool = True) -> Any:
         if not mode and self.gemm_plan.weight is not None:
@@ -72,8 +70,28 @@ class LowPrecisionPatches(nn.Module):
 
 
 @torch.compiler.disable
-def _uncompiled(layer: LowPrecisionPatches, x: Tensor) -> Tensor:
-    return layer._compute(x)
+def _uncompiled(layer: Any, rows: Tensor) -> Tensor:
+    return linear(rows, layer.weight, layer.bias, layer.gemm_plan, layer.training, False, None)
+
+
+def _compiled(layer: Any, rows: Tensor) -> Tensor:
+    if not _is_in_graph(layer):
+        return _uncompiled(layer, rows)  # type: ignore[no-any-return]
+    bias = read_parameter(layer, "bias", layer.gemm_plan.entry.bias)
+    return compiled_linear(rows, layer, "weight", bias, layer.gemm_plan, False, None)
+
+
+def _read(layer: Any) -> tuple[Tensor | None, Tensor | None] | None:
+    """Weight and bias in the code that ``torch.compile`` traces; None where the graph cannot hold them."""
+    if not _is_in_graph(layer):
+        return None
+    entry = layer.gemm_plan.entry
+    return read_parameter(layer, "weight", entry.weight), read_parameter(layer, "bias", entry.bias)
+
+
+def _is_in_graph(layer: Any) -> bool:
+    entry = layer.gemm_plan.entry
+    return entry is not None and entry.prepare() and has_own_weight(layer, "weight", entry)
 
 
 def copy_patches(x: Tensor, kernel: tuple[int, ...], counts: tuple[int, ...]) -> Tensor:
