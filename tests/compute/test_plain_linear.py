@@ -162,6 +162,19 @@ class Bias(nn.Linear):
         return F.linear(x, self.weight, None if self.bias is None else self.bias.abs())
 
 
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Property(nn.Linear):
+    @property
+    def weight(self):
+        if "weight" not in self._parameters:
+            raise AttributeError("weight")
+        return self._parameters["weight"] * 2
+
+
 class Packed(nn.Parameter):
     """As the weights of bitsandbytes' layers, which no other code reads as a matrix."""
 
@@ -174,7 +187,7 @@ def packed(*args, **kwargs):
 
 OTHER = [
     Noisy, Drops, NoisyInTraining, Relu, Clamps, Scales, Adapter, Child, Buffered, Another, Keywords, Pair, InFP32,
-    Quantizes, NoGradient, Grouped, Bias, packed,
+    Quantizes, NoGradient, Grouped, Bias, Called, Property, packed,
 ]  # fmt: skip
 
 

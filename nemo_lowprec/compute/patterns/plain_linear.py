@@ -56,7 +56,9 @@ def computes_linear(module: nn.Linear) -> bool:
     own = type(module)
     if _input_name(own) is None or {*module._parameters} != {"weight", "bias"} or module._buffers:
         return False
-    if any(child is not None for child in module._modules.values()):
+    if any(child is not None for child in module._modules.values()) or own.__call__ is not nn.Module.__call__:
+        return False
+    if hasattr(own, "weight") or hasattr(own, "bias"):  # computed by a property
         return False
     for param in module._parameters.values():
         plain = param is None or type(param) is nn.Parameter or isinstance(param, QuantizedTensor)
