@@ -1,7 +1,8 @@
 """Quantization to FP8 with a scale for each row, and in the other orientation for each column, on a GPU.
 
 Data and scales are bit for bit those of ``formats.gemm_block_scaling`` with ``WHOLE_ROW``. Two passes read the values:
-the first one finds the amaxes of rows and columns, the second one casts. Importing this file needs Triton.
+the first one finds the amaxes of rows and columns, the second one casts. Where rows alone are wanted, one launch does
+both for some whole rows, which are in the cache when they are read again. Importing this file needs Triton.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from nemo_lowprec.kernels.memory import new
 from nemo_lowprec.kernels.triton_tiles import exponent_of, power_of
 
 _TILE, _WARPS = 128, 4
+_ROWS, _CHUNK = 4, 1024  # of a program that reads whole rows: rows, and columns at a time
 
 
 @triton.jit
@@ -73,6 +75,29 @@ def _cast_kernel(
             tl.store(col_scale_ptr + n, power_of(-exponent), mask=n < cols)
 
 
+@triton.jit
+def _whole_rows_kernel(
+    x_ptr, row_ptr, row_scale_ptr, rows, cols, stride_m, FP8_MAX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Quantize ``BM`` rows, whose elements lie next to each other."""
+    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    largest = tl.zeros([BM], dtype=tl.int32)
+    for start in range(0, cols, BN):
+        n = start + tl.arange(0, BN)
+        inside = (m < rows)[:, None] & (n < cols)[None, :]
+        x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))
+    exponent = exponent_of(largest, FP8_MAX)
+    tl.store(row_scale_ptr + m, power_of(-exponent), mask=m < rows)
+    for start in range(0, cols, BN):
+        n = start + tl.arange(0, BN)
+        inside = (m < rows)[:, None] & (n < cols)[None, :]
+        x = tl.load(x_ptr + m[:, None] * stride_m + n[None, :], mask=inside, other=0.0).to(tl.float32)
+        q = (x * power_of(exponent)[:, None]).to(row_ptr.dtype.element_ty)
+        tl.store(row_ptr + m[:, None] * cols + n[None, :], q, mask=inside)
+
+
+_whole_rows = Launcher(_whole_rows_kernel, num_warps=_WARPS)
 _amax = Launcher(_amax_kernel, num_warps=_WARPS)
 _cast = Launcher(_cast_kernel, num_warps=_WARPS)
 
@@ -96,9 +121,16 @@ def quantize(
     some, some_scale = (col, col_scale) if row is None else (row, row_scale)
     if some is None or some_scale is None or not rows * cols:
         return row, row_scale, col, col_scale
+    even = not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
+    if not columnwise and values.stride(1) == 1:
+        _whole_rows(
+            device, (values.dtype, fmt.dtype) if even else None, -(-rows // _ROWS),
+            (values, some, some_scale, rows, cols, values.stride(0)),
+            lambda: {"FP8_MAX": fmt.max, "BM": _ROWS, "BN": _CHUNK},
+        )  # fmt: skip
+        return row, row_scale, col, col_scale
     amaxes = torch.zeros(rowwise * rows + columnwise * cols, dtype=torch.int32, device=values.device)
     of_rows, of_cols = amaxes, amaxes[rowwise * rows :] if columnwise else amaxes
-    even = not (rows % 16 or cols % 16 or values.data_ptr() % 16) and values.is_contiguous()
     programs = -(-rows // _TILE) * -(-cols // _TILE)
     _amax(
         device, (values.dtype, rowwise, columnwise) if even else None, programs,
