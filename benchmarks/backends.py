@@ -128,7 +128,7 @@ def main() -> None:
     record.add(benchmark="backends_time", backend="bf16", ms=round(milliseconds(lambda: half_gemms(large)), 3))
     casts(record, large)
     for scaling in dict.fromkeys(level.scaling for level in CHART.values() if level.scaling):
-        recipe = Recipe(scaling, fp8="e4m3" if scaling in ("blockwise", "mxfp8", "nvfp4") else "hybrid")
+        recipe = Recipe(scaling, fp8="e4m3" if scaling in ("rowwise", "blockwise", "mxfp8", "nvfp4") else "hybrid")
         reference = run(BACKENDS["reference"](), warm_operands(recipe, small), small)
         for name in BACKENDS:
             kind = class_of(name, recipe)

@@ -16,6 +16,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -143,10 +144,14 @@ def by_hand(rounds: int) -> Figures:
     raise AssertionError("the loader is endless")
 
 
-def _torchao(module: Llama) -> None:
-    from torchao.float8 import convert_to_float8_training
+def _torchao(module: Llama, recipe: str = "tensorwise") -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    convert_to_float8_training(module.model, module_filter_fn=lambda m, name: "lm_head" not in name)
+    convert_to_float8_training(
+        module.model,
+        module_filter_fn=lambda m, name: "lm_head" not in name,
+        config=Float8LinearConfig.from_recipe_name(recipe),
+    )
     for layer in module.model.model.layers:
         layer.compile()
 
@@ -225,6 +230,11 @@ def contestants() -> dict[str, Callable[[int], Figures]]:
         "nemo_lowprec bf16_with_fp8_mixed, fp8_params": ours("bf16_with_fp8_mixed", fp8_params=True),
         "nemo_lowprec bf16_with_fp8_mixed, torch backend": ours("bf16_with_fp8_mixed", backend="torch"),
         "nemo_lowprec bf16_with_fp8_current_scaling_mixed": ours("bf16_with_fp8_current_scaling_mixed"),
+        "nemo_lowprec bf16_with_fp8_rowwise_mixed": ours("bf16_with_fp8_rowwise_mixed"),
+        "nemo_lowprec bf16_with_fp8_rowwise_mixed, fast_accum": ours("bf16_with_fp8_rowwise_mixed", fast_accum=True),
+        "nemo_lowprec bf16_with_fp8_rowwise_mixed, wgrad in half": ours(
+            "bf16_with_fp8_rowwise_mixed", override_linear_precision=(False, False, True)
+        ),
         "nemo_lowprec bf16_with_fp8_subchannel_scaling_mixed": ours("bf16_with_fp8_subchannel_scaling_mixed"),
         "nemo_lowprec fp16_with_fp8_mixed": ours("fp16_with_fp8_mixed"),
         "nemo_lowprec fp16_mixed": ours("fp16_mixed"),
@@ -238,6 +248,12 @@ def contestants() -> dict[str, Callable[[int], Figures]]:
         "torchao float8 tensorwise, compiled layers, bf16-true": lambda rounds: under_trainer(
             rounds, bf16, prepare=_torchao, precision="bf16-true"
         ),
+        **{
+            f"torchao float8 {recipe}, compiled layers, bf16-true": lambda rounds, recipe=recipe: under_trainer(
+                rounds, bf16, prepare=partial(_torchao, recipe=recipe), precision="bf16-true"
+            )
+            for recipe in ("rowwise", "rowwise_with_gw_hp")
+        },
     }
 
 

@@ -4,7 +4,8 @@ The plugins, the nemo_run factories, the Hydra group, the README's table and ``a
 new level is a new row. A level that scales GEMM operands in a new way also needs the numerics of that scaling in
 ``formats/``.
 
-The first five rows are the chart of MS-AMP's documentation. The other rows are NeMo's mixed-precision recipes.
+The first five rows are the chart of MS-AMP's documentation. The other rows are NeMo's mixed-precision recipes, and
+torchtitan's rowwise one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["CHART", "COLUMNS", "PrecisionLevel", "get_level"]
 Compute = Literal["fp16", "bf16", "fp8", "mxfp8", "nvfp4"]
 Stored = Literal["fp32", "fp16", "bf16", "fp8"]
 Half = Literal["bf16", "fp16"]
-Scaling = Literal["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+Scaling = Literal["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,8 @@ class PrecisionLevel:
         Raises:
             ValueError: a value that its column does not have; the message names the column.
         """
-        low_precision = {"fp8": ("delayed", "current", "blockwise"), "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
+        fp8 = ("delayed", "current", "rowwise", "blockwise")
+        low_precision = {"fp8": fp8, "mxfp8": ("mxfp8",), "nvfp4": ("nvfp4",)}
         stored = get_args(Stored)
         columns: dict[str, tuple[str | None, ...]] = {
             "compute": get_args(Compute),
@@ -201,6 +203,10 @@ _CURRENT_SCALING = replace(
     _BF16_WITH_FP8_MIXED, name="bf16_with_fp8_current_scaling_mixed",
     summary="BF16 mixed with FP8 GEMMs, per-tensor current scaling", scaling="current",
 )
+_ROWWISE_SCALING = replace(
+    _BF16_MIXED, name="bf16_with_fp8_rowwise_mixed",
+    summary="BF16 mixed with FP8 GEMMs, a scale per row (torchtitan's recipe)", compute="fp8", scaling="rowwise",
+)
 _SUBCHANNEL_SCALING = replace(
     _BF16_MIXED, name="bf16_with_fp8_subchannel_scaling_mixed",
     summary="BF16 mixed with FP8 GEMMs, scales per 1x128 and 128x128 block", compute="fp8", scaling="blockwise",
@@ -215,7 +221,7 @@ _NVFP4 = replace(
 )
 _ROWS = (
     _FP16_AMP, _TE_FP8, _MSAMP_O1, _MSAMP_O2, _MSAMP_O3, _FP16_MIXED, _BF16_MIXED, _BF16_WITH_FP8_MIXED,
-    _FP16_WITH_FP8_MIXED, _CURRENT_SCALING, _SUBCHANNEL_SCALING, _MXFP8, _NVFP4,
+    _FP16_WITH_FP8_MIXED, _CURRENT_SCALING, _ROWWISE_SCALING, _SUBCHANNEL_SCALING, _MXFP8, _NVFP4,
 )
 # fmt: on
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CHOICE = "speed"  # in a saved state
+UNTIMED = "a patch embedding (convert=None converts it)"  # where nobody knows times
 
 
 @dataclass

@@ -53,6 +53,22 @@ def derive(first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
     return _derived[first, second]  # type: ignore[no-any-return]
 
 
+class NamedInput(nn.Module):
+    """Takes the input of a module under any name; ``derive`` puts it before a class that knows the input by another."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, *kwargs.values())  # type: ignore[misc]
+
+
+def kind_of(module: Any) -> type:
+    """The class that computes ``module``: for a class that ``derive`` has made the first of the two."""
+    cls = type(module)
+    while isinstance(cls, _Derived):
+        first, second = cls.__bases__
+        cls = second if first is NamedInput else first
+    return cls
+
+
 def _pickled(cls: Any) -> Any:
     return derive, cls.__bases__
 

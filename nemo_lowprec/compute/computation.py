@@ -18,7 +18,7 @@ from nemo_lowprec.compute.amaxes import AmaxState, TEAmaxes
 from nemo_lowprec.compute.attention import check_attention, prefer_attention
 from nemo_lowprec.compute.backends import Backend, choose_backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
-from nemo_lowprec.compute.choice import CHOICE, Choice
+from nemo_lowprec.compute.choice import CHOICE, UNTIMED, Choice
 from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.compiled_ops import make_missing_weights
 from nemo_lowprec.compute.conversion import Conversion
@@ -176,7 +176,8 @@ class Computation(Column):
             self._filter = SpeedFilter(model, half_backend, self.own_amaxes.weights, low_bit)
             self._waits = training and bool(self.conversion.low)
             if self._waits and self._times() is None and self.own_amaxes.choice is None:
-                self.own_amaxes.choice = Choice()  # everything is converted, on a machine with times later, too
+                # Everything else is converted, on a machine with times later, too.
+                self.own_amaxes.choice = Choice(dict.fromkeys(self.conversion.patches, UNTIMED))
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
@@ -217,7 +218,8 @@ class Computation(Column):
         kept = round(sum(group.products for group in groups if group.fate.kind == "half"))
         # With activations memory counts: a layer in half precision keeps more than an FP8 layer.
         by_host = self.device.type == "cuda" and self.no_graphs() is not None and self.options.activations is None
-        self._take(choose(cost, names, times, self.options.level.autocast.upper(), kept, by_host))
+        half, patches = self.options.level.autocast.upper(), self.conversion.patches
+        self._take(choose(cost, names, times, half, kept, by_host, patches))
 
     def _times(self) -> GemmTimes | None:
         """The GPU's times; None where nobody knows them, and where FP8 is only emulated."""

@@ -15,6 +15,7 @@ class Conversion:
     Attributes:
         low: names of layers whose GEMMs run below 16 bits.
         weights: names of their weights, as in ``named_parameters()``.
+        patches: names of layers in ``low`` that are patch embeddings, convolutions whose kernels do not overlap.
         left: name to reason, for every layer in ``low`` whose GEMMs ``convert="auto"`` runs in half precision.
         half: names of linear layers whose GEMMs run in half precision on a backend or with FP32 weight gradients.
         norms: names of converted norms.
@@ -28,6 +29,7 @@ class Conversion:
 
     low: list[str] = field(default_factory=list)
     weights: list[str] = field(default_factory=list)
+    patches: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     half: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)

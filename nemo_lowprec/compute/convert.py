@@ -6,11 +6,11 @@ converted once; a layer that cannot be converted is left as it is, with the reas
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import UninitializedParameter
 
 from nemo_lowprec.compute.backends.base import Backend
@@ -21,7 +21,7 @@ from nemo_lowprec.compute.experts.gate import Gate
 from nemo_lowprec.compute.experts.layout import layout_of
 from nemo_lowprec.compute.experts.layout import obstacle as experts_obstacle
 from nemo_lowprec.compute.experts.module import LowPrecisionExperts
-from nemo_lowprec.compute.experts.reading import ROUTER, compute_in_fp32
+from nemo_lowprec.compute.experts.reading import ROUTER, Fp32Router, compute_in_fp32
 from nemo_lowprec.compute.filters import HEAD, find_heads, full_name, is_skipped, reasons_to_keep
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graph_entry import GraphEntry
@@ -31,16 +31,16 @@ from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.logits import give_logits
 from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
+from nemo_lowprec.compute.patches import LowPrecisionPatches, is_patch_embedding
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
+from nemo_lowprec.compute.patterns.plain_linear import PLAIN, as_linear, computes_linear
 from nemo_lowprec.compute.shared_input import SharedInput
 from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import DelayedScaling
 from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
-
-_PLAIN = (nn.Linear, NonDynamicallyQuantizableLinear)  # the second one computes as the first
 
 # Layers without a GEMM plan that need no autocast for FP32 input; an embedding's input is integers.
 _TAKE_FP32_INPUT = (LowPrecisionLayerNorm, LowPrecisionRMSNorm, nn.Embedding)
@@ -58,7 +58,7 @@ def convert_layers(
     weights: WeightStates | None = None,
     observers: Observers = NOBODY,
 ) -> Conversion:
-    """Convert linear layers and norms of ``model`` in place.
+    """Convert linear layers, patch embeddings and norms of ``model`` in place.
 
     Args:
         half: dtype of activations.
@@ -98,7 +98,8 @@ def take_fp32_input_outside_autocast(model: nn.Module) -> list[Any]:
 
     def needs_it(module: nn.Module) -> bool:
         own = any(p is not None for p in module._parameters.values())
-        return own and not isinstance(module, _TAKE_FP32_INPUT) and not gemm_plans(module)
+        converted = gemm_plans(module) and not isinstance(module, LowPrecisionPatches)  # which may convolve
+        return own and not isinstance(module, _TAKE_FP32_INPUT) and not converted
 
     return open_autocast(module for module in model.modules() if module is model or needs_it(module))
 
@@ -109,11 +110,13 @@ def gemm_plans(module: nn.Module) -> dict[str, GemmPlan]:
         return {name: plan for name, plan in module.gemm_plans.items() if plan.backend is not None}
     if isinstance(module, LowPrecisionExperts):
         return dict(module.gemm_plans)
-    return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear) else {}
+    return {"weight": module.gemm_plan} if isinstance(module, LowPrecisionLinear | LowPrecisionPatches) else {}
 
 
 def linear_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of the linear layers of a converted model, by their names in ``named_parameters()``."""
+    """The weights of a converted model's linear layers and converted patch embeddings, by names as in
+    ``named_parameters()``.
+    """
     return {
         full_name(name, own): weight
         for name, module in model.named_modules()
@@ -133,7 +136,7 @@ def _call_layers(module: nn.Module) -> None:
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
     """Weights of a linear layer, an attention's input projections or experts: name in ``Conversion`` to own name."""
-    if isinstance(module, nn.Linear) or _is_conv1d(module):
+    if isinstance(module, nn.Linear | LowPrecisionPatches) or _is_conv1d(module):
         return {name: "weight"}
     if isinstance(module, LowPrecisionMultiheadAttention):
         return {full_name(name, weight): weight for weight in projection_weights(module)}
@@ -166,8 +169,10 @@ def _plan(module: nn.Module, weight: str, plan: GemmPlan) -> None:
     elif _is_conv1d(module):
         in_features, out_features = module.weight.shape  # type: ignore[union-attr,misc]
         swap(module, LowPrecisionConv1D, gemm_plan=plan, in_features=in_features, out_features=out_features)
+    elif is_patch_embedding(module):
+        swap(module, derive(LowPrecisionPatches, type(module)), gemm_plan=plan)
     else:
-        swap(module, HalfLinear if plan.backend is None else LowPrecisionLinear, gemm_plan=plan)
+        swap(module, as_linear(HalfLinear if plan.backend is None else LowPrecisionLinear, module), gemm_plan=plan)
 
 
 def _convert_low(
@@ -186,7 +191,8 @@ def _convert_low(
     layerlike = {name: patterns[0].is_listed for name, (_, patterns) in found.items() if not patterns[0].is_parent}
     norms = {name: found[name][0] for name, is_listed in layerlike.items() if is_listed}
     unlisted = {name: "in skip" for name in layerlike if name not in norms and is_skipped(layers, name)}
-    refused = reasons_to_keep(layers, model, {**linears, **norms}, list(linears))
+    patches = {name: module for name, module in model.named_modules() if is_patch_embedding(module)}
+    refused = reasons_to_keep(layers, model, {**linears, **patches, **norms}, list(linears))
     # Patterns run the modules' own forwards, so recognition comes before any layer is converted.
     recognised = {
         name: recognise(*candidate, refused.get(name) or unlisted.get(name)) for name, candidate in found.items()
@@ -195,8 +201,8 @@ def _convert_low(
     routers = {name: model.get_submodule(name) for block in blocks_of(model) for name in block.routers}
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
-    for name, module in linears.items():
-        for item, weight in _linear_weights(name, module).items():
+    for name, module in (linears | patches).items():
+        for item, weight in (_linear_weights(name, module) or {name: "weight"}).items():
             reason = (
                 (ROUTER if name in routers else None)
                 or refused.get(name)
@@ -230,6 +236,7 @@ def _convert_low(
         _plan(module, weight, plan)
         result.low.append(item)
         result.weights.append(weight_name)
+        result.patches += [item] * (item in patches)
     apply_patterns(model, recognised, refused, backend, result)
 
 
@@ -254,8 +261,8 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
     if layout is not None:
         reasons = (own_forward(module), experts_obstacle(module, layout))
         return next(filter(None, (*reasons, *(dtype_obstacle(module._parameters[n]) for n in layout.weights))), None)  # type: ignore[arg-type]
-    if not (type(module) in _PLAIN or _is_conv1d(module) or isinstance(module, LowPrecisionMultiheadAttention)):
-        return f"{type(module).__name__} has a forward of its own"
+    if isinstance(module, Fp32Router):
+        return ROUTER
     if obstacle := own_forward(module):
         return obstacle
     weight = module._parameters.get(own)
@@ -263,14 +270,23 @@ def _linear_obstacle(module: nn.Module, own: str) -> str | None:
         return "its weight is computed (weight_norm or another parametrization)"
     if isinstance(weight, UninitializedParameter):
         return "not initialised yet (run the model once before training)"
-    return dtype_obstacle(weight)
+    if obstacle := dtype_obstacle(weight):
+        return obstacle
+    plain = type(module) in PLAIN or _is_conv1d(module) or is_patch_embedding(module)
+    plain = plain or isinstance(module, LowPrecisionMultiheadAttention)
+    if not plain and not computes_linear(module):  # type: ignore[arg-type]
+        return f"{type(module).__name__} computes another function than x @ weight.T + bias"
+    return None
 
 
 def _size_obstacle(module: nn.Module, own: str, recipe: Recipe) -> str | None:
     multiple = FEATURE_MULTIPLE[recipe.scaling]
-    layout = layout_of(module)
-    weights = (own,) if layout is None else layout.weights
-    for size in (size for name in weights for size in module._parameters[name].shape[-2:]):  # type: ignore[union-attr]
+    if (layout := layout_of(module)) is not None:
+        sides = [size for name in layout.weights for size in module._parameters[name].shape[1:]]  # type: ignore[union-attr]
+    else:
+        first, *others = module._parameters[own].shape  # type: ignore[union-attr]
+        sides = [first, math.prod(others)]
+    for size in sides:
         if size % multiple or size == 0:
             return f"a side of {size} is no multiple of {multiple}"
     return None

@@ -43,6 +43,7 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
         if ctx.version is not None and ctx.weight._version != ctx.version:
             raise RuntimeError("A layer's weight was changed in place before a second derivative of its output.")
         weight = ctx.weight.t() if ctx.transposed else ctx.weight
+        weight = weight if weight.dim() == 2 else weight.flatten(1)
         weight = weight if ctx.part is None else weight[slice(*ctx.part)]
         dx = plan.backend.matmul(plan.in_half("grad_output", dy), plan.in_half("weight", weight), ctx.x_dtype)
         total = None if ctx.gradient is None else ctx.gradient.take()
@@ -56,6 +57,7 @@ def differentiable_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:
             dw = among_rows(dw, ctx.part, ctx.all_rows)
+        dw = dw.reshape(ctx.weight.shape)
     if ctx.bias_dtype is not None and need_bias:
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, db

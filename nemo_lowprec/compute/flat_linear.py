@@ -27,7 +27,7 @@ from nemo_lowprec.compute.linear_function import (
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.compute.producers import GradReader, computed, offered
 from nemo_lowprec.compute.shared_input import no_values
-from nemo_lowprec.kernels.fp8_gemm import PER_TENSOR, gemm_at
+from nemo_lowprec.kernels.fp8_gemm import OUTER, PER_TENSOR, gemm_at, multiplies_rows
 from nemo_lowprec.kernels.fp8_gemm import is_supported as has_gemm
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.kernels.memory import new
@@ -36,9 +36,23 @@ from nemo_lowprec.tensors.gradient import computed_dtype, gradient_dtype
 
 def is_flat(plan: GemmPlan) -> bool:
     """Whether calls of the layer with ``plan`` may be computed here."""
-    scaled = plan.recipe is not None and plan.recipe.scaling in ("delayed", "current", "blockwise")
+    scaled = plan.recipe is not None and plan.recipe.scaling in ("delayed", "current", "rowwise", "blockwise")
     on_gpu = isinstance(plan.backend, ScaledMMBackend) and fused_kernels() is not None and has_gemm()
-    return scaled and on_gpu and all(plan.fp8) and plan.weight is not None and plan.keeps_weight
+    return scaled and on_gpu and _has_gemms(plan) and all(plan.fp8) and plan.weight is not None and plan.keeps_weight
+
+
+_SUM_FAST = (PER_TENSOR, OUTER)  # the scales with which the tensor cores may sum alone, without FP32
+
+
+def _has_gemms(plan: GemmPlan) -> bool:
+    """Whether ``gemm_at`` runs the three GEMMs of the layer."""
+    if plan.backend.scales_of_weight is not OUTER:  # type: ignore[attr-defined]
+        return True
+    device, x = torch.cuda.current_device(), plan.operands["input"].fmt.dtype
+    dy, fast = plan.operands["grad_output"].fmt.dtype, plan.backend.fast_accum
+    return multiplies_rows(device, x, x, plan.half, True) and all(
+        multiplies_rows(device, dy, x, out, fast) for out in (plan.half, torch.float32)
+    )
 
 
 def flat_call(x: Tensor, weight: Tensor, bias: Tensor | None, plan: GemmPlan, out_dtype: torch.dtype) -> Tensor | None:
@@ -134,7 +148,7 @@ class FlatLinear(torch.autograd.Function):
         out = new(device, (*shape[:-1], outs), half)
         gemm_at(
             device, rows, outs, ins, row.dtype, w_row.dtype, row.data_ptr(), w_row.data_ptr(), scale_inv,
-            w_scale_inv, out, outs, scales is PER_TENSOR, bias if bias is None or bias.dtype == half else bias.to(half),
+            w_scale_inv, out, outs, scales in _SUM_FAST, bias if bias is None or bias.dtype == half else bias.to(half),
             False, scales,
         )  # fmt: skip
         handle = no_values(x) if gives_out else None
@@ -178,7 +192,7 @@ class FlatLinear(torch.autograd.Function):
                 dy8 = plan.backend.quantize(dy.view(rows, outs), operand, rowwise=True, columnwise=True, record=True)
         (row, scale_inv, _), (col, col_scale_inv, _) = dy8.rowwise, dy8.columnwise
         gradient, weight, backend = ctx.gradient, ctx.weight, plan.backend
-        fast = backend.fast_accum and backend.scales_of_weight is PER_TENSOR
+        fast = backend.fast_accum and backend.scales_of_weight in _SUM_FAST
         device, fmt, w_fmt = dy.get_device(), row.dtype, w_col.dtype
         total = gradient.take()
         if total is not None and not total.is_contiguous():

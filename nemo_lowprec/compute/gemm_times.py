@@ -24,9 +24,9 @@ from nemo_lowprec.options import Recipe
 # of a quantization by itself. Of GELU at 12608 x 4096 an H200 takes 0.26 of it forward, 0.43 backward.
 OFFERED = 0.35
 
-# Bytes that a quantization moves for an element: it reads a half, or with current scaling two of them, and writes both
-# orientations.
-_CAST_BYTES = {"delayed": 4.0, "current": 6.0}
+# Bytes that a quantization moves for an element: it reads a half, or with scales of the tensor at hand two of them, and
+# writes both orientations.
+_CAST_BYTES = {"delayed": 4.0, "current": 6.0, "rowwise": 6.0}
 
 # Host µs to launch one layer, forward and backward, without a CUDA graph and without ``torch.compile``: in FP8, and as
 # ``nn.Linear`` under autocast, which an H200's host launches in 140. By ``python -m benchmarks.host`` FP8 takes 1.48

@@ -22,6 +22,7 @@ from nemo_lowprec.compat.autograd import saves_through_hooks, unwrap_if_dead
 from nemo_lowprec.compat.tensors import is_plain
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import QuantizedOperand, is_transformed
+from nemo_lowprec.compute.class_swap import kind_of
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.group_function import apply_group
 from nemo_lowprec.compute.linear import LowPrecisionLinear
@@ -218,7 +219,7 @@ def _layers(plans: Iterable[GemmPlan]) -> list[LowPrecisionLinear] | None:
     """The layers of ``plans``; None where a plan is no longer its layer's."""
     layers: list[Any] = [None if plan.weight is None else plan.weight.layer for plan in plans]
     mine = zip(layers, plans, strict=True)
-    alike = all(type(layer) is LowPrecisionLinear and layer.gemm_plan is plan for layer, plan in mine)
+    alike = all(kind_of(layer) is LowPrecisionLinear and layer.gemm_plan is plan for layer, plan in mine)
     return layers if alike and all(layer._parameters.get("weight") is not None for layer in layers) else None
 
 

@@ -85,6 +85,7 @@ def linear(
     """A linear layer [..., in_features] to [..., out_features] by ``plan``.
 
     Args:
+        weight: [out_features, ...], of in_features elements a row: a convolution's weight has more dimensions than two.
         record: whether amaxes enter the histories: whenever the layer trains, also in the no-grad first pass of
             reentrant checkpointing.
         transposed: whether ``weight`` is [in_features, out_features].
@@ -111,7 +112,7 @@ def linear(
     x, weight = unwrap_if_dead(x), unwrap_if_dead(weight)
     source, gradient, gives_out = x, None, False
     grad = torch.is_grad_enabled()  # ctx.needs_input_grad does not know of no_grad
-    if plan.is_flat and record and grad and not transposed and part is None:
+    if plan.is_flat and record and grad and not transposed and part is None and weight.dim() == 2:
         flat = flat_call(x, weight, bias, plan, out_dtype)
         if flat is not None:
             return flat
@@ -202,6 +203,8 @@ def _in_graph(
         # Where the gradient is FP32 the weight reads as FP32, so that the gradient is not rounded.
         wide = torch.float32 if weight is None else torch.promote_types(dtype, weight.dtype)
         values = read_storage(weight, data, scale_inv, wide)
+    if values.dim() > 2:  # a convolution's
+        storage[0] = storage[0].detach().flatten(1)
     plan = traced_plan(tag, model, signature, storage, record, transposed, alone)
     return linear(x, values, bias, plan, record, transposed, part)
 
@@ -225,6 +228,7 @@ def _by_torch(
     with AutocastOff(x.device.type):
         rows = plan.in_half("input", x.reshape(-1, x.shape[-1]))
         half = weight.to(plan.half).t() if transposed else weight.to(plan.half)
+        half = half if half.dim() == 2 else half.flatten(1)
         half = plan.in_half("weight", half if part is None else half[slice(*part)])
         out = plan.backend.matmul(rows, half.t(), plan.half).to(out_dtype)
         out = out if bias is None else out + bias.to(out_dtype)

@@ -67,7 +67,8 @@ def grad_buffer_of(weight: Tensor) -> Tensor | None:
 
 
 def _grad_buffer(ctx: Any) -> Tensor | None:
-    return grad_buffer_of(ctx.weight) if ctx.part is None and not ctx.transposed else None
+    whole = ctx.part is None and not ctx.transposed and ctx.weight.dim() == 2
+    return grad_buffer_of(ctx.weight) if whole else None
 
 
 def grad_buffers_of(weights: Sequence[Tensor]) -> Tensor | None:
@@ -108,6 +109,8 @@ class LinearFunction(torch.autograd.Function):
         is_stored = isinstance(weight, Fp8Weight | Fp16Weight)
         if transposed:
             weight = weight.transposed() if is_stored else weight.t()
+        if weight.dim() > 2:  # of a convolution
+            weight = weight.matrix() if is_stored else weight.flatten(1)
         all_rows = weight.shape[0]
         if part is not None:
             weight = weight.rows(*part) if is_stored else weight[slice(*part)]
@@ -270,6 +273,7 @@ def _backward(
         dw = dw.t() if ctx.transposed else dw
         if ctx.part is not None:
             dw = among_rows(dw, ctx.part, ctx.all_rows)
+        dw = dw if ctx.weight.dim() == 2 else dw.view(ctx.weight.shape)
     if need_sums:
         db = (dy.sum(0, dtype=torch.float32) if sums is None else sums).to(ctx.bias_dtype)
     return dx, dw, db

@@ -15,6 +15,7 @@ from nemo_lowprec.formats.gemm_block_scaling import (
     NVFP4_SQUARE_16,
     ROW_128,
     SQUARE_128,
+    WHOLE_ROW,
     BlockLayout,
 )
 from nemo_lowprec.formats.scale import compute_scale
@@ -23,9 +24,10 @@ from nemo_lowprec.options import Recipe
 OPERANDS = ("input", "weight", "grad_output")
 
 # in_features and out_features must be multiples of this; rows are padded.
-FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+FEATURE_MULTIPLE = {"delayed": 16, "current": 16, "rowwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 
 _LAYOUTS: dict[str, dict[str, BlockLayout]] = {
+    "rowwise": {"input": WHOLE_ROW, "weight": WHOLE_ROW, "grad_output": WHOLE_ROW},
     "blockwise": {"input": ROW_128, "weight": SQUARE_128, "grad_output": ROW_128},
     "mxfp8": {"input": MX_32, "weight": MX_32, "grad_output": MX_32},
     "nvfp4": {"input": NVFP4_ROW_16, "weight": NVFP4_SQUARE_16, "grad_output": NVFP4_ROW_16},

@@ -90,6 +90,9 @@ def _are_one(group: tuple[Call, ...]) -> bool:
     return len(group) > 1 and len(alike) == 1 and len({call.name for call in group}) == len(group)
 
 
+# A patch embedding reads what the data are, and is left unless FP8 takes at most this share of its time.
+_CLEAR = 0.9
+
 # Of each layer, over its calls of a step: µs in FP8 and in half precision, FLOP, rows, the sizes of its weight, and
 # calls that the host launches one by one.
 _LOW, _HALF, _FLOP, _ROWS, _INS, _OUTS, _LAUNCHED = range(7)
@@ -139,7 +142,10 @@ def costs(
     return found.float()
 
 
-def choose(cost: Tensor, names: list[str], times: GemmTimes, half: str, kept: int, by_host: bool = False) -> Choice:
+def choose(
+    cost: Tensor, names: list[str], times: GemmTimes, half: str, kept: int, by_host: bool = False,
+    patches: Container[str] = (),
+) -> Choice:  # fmt: skip
     """The layers to leave in half precision.
 
     Args:
@@ -147,15 +153,17 @@ def choose(cost: Tensor, names: list[str], times: GemmTimes, half: str, kept: in
         half: the format's name.
         kept: elements of the matrices that GEMMs read and that are in half precision anyway.
         by_host: whether the host's time counts, too.
+        patches: the names of patch embeddings.
     """
     choice, rows = Choice(), cost.tolist()
     slow = _slow_on_host(rows) if by_host else set()
     low = in_half = low_flop = left_flop = 0.0
     for at, (name, (fp8, other, flop, m, ins, outs, _)) in enumerate(zip(names, rows, strict=True)):
-        if other and (fp8 >= other or at in slow):
+        clear = _CLEAR if name in patches else 1.0
+        if other and (fp8 >= clear * other or at in slow):
             reason = f"too small: {ins:,.0f} × {outs:,.0f} at {m:,.0f} rows, "
             reason += f"FP8 takes {fp8 / other:.2f} × {half}'s time"
-            choice.left[name] = reason if fp8 >= other else f"{reason}, but the GPU waits for the host"
+            choice.left[name] = reason if fp8 >= clear * other else f"{reason}, but the GPU waits for the host"
             left_flop += flop
         else:
             low, in_half, low_flop = low + fp8, in_half + other, low_flop + flop

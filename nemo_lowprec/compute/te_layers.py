@@ -48,6 +48,8 @@ def te_recipe(recipe: Recipe) -> Any:
     Raises:
         ValueError: an argument that TE's own layers do not have.
     """
+    if recipe.scaling == "rowwise":
+        raise ValueError("Transformer Engine's own layers have no rowwise scaling. Use another level.")
     kinds = importlib.import_module("transformer_engine.common.recipe")
     if any(recipe.override_linear_precision):
         raise ValueError("Transformer Engine's own layers have no override_linear_precision: leave it (False,) * 3.")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compute.backends.base import QuantizedOperand, is_whole
 from nemo_lowprec.formats import AmaxSlot
-from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_SQUARE_128
+from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_SQUARE_128, WHOLE_ROW
 from nemo_lowprec.kernels.loader import weight_kernels
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight, QuantizedTensor, stored_data
 from nemo_lowprec.tensors.dtensor import is_sharded, local_shard
@@ -195,7 +195,7 @@ class WeightState:
         """Whether ``WeightCast`` can make the kept operand anew: whether ``cast`` is worth its look at all weights."""
         if self._kept is None or not self._has_own_memory or weight_kernels() is None:
             return False
-        return self._scale() is not None or _is_in_squares(self._kept) or isinstance(self.weight, Fp8Weight)
+        return self._scale() is not None or _is_in_blocks(self._kept) or isinstance(self.weight, Fp8Weight)
 
     def drop(self) -> None:
         """Keep nothing."""
@@ -223,13 +223,11 @@ class WeightState:
     def _tensors(self, weight: Tensor, kept: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Any] | None:
         """A job of ``WeightCast`` that makes ``kept`` anew; None where no job does."""
         parts = (kept.columnwise, kept.rowwise) if self._form[2] else (kept.rowwise, kept.columnwise)
-        if _is_in_squares(kept):
-            source = stored_data(weight).view(parts[0].data.shape)
+        source = _matrix(weight, *(part and part.data for part in parts))
+        if _is_in_blocks(kept):
             return source, parts[0].scale_inv, parts[1].scale_inv, parts[0].data, parts[1].data
         row, col = (part.data if part is not None else None for part in parts)
         scale_inv = next(part.scale_inv for part in parts if part is not None)
-        # The weights of experts are kept as one matrix.
-        source = stored_data(weight).view(row.shape if row is not None else col.shape[::-1])  # type: ignore[union-attr]
         scale = self._scale()
         if not isinstance(weight, Fp8Weight):
             return None if scale is None else (source, scale, scale_inv, row, col)
@@ -404,9 +402,21 @@ def _has_own_memory(operand: Any) -> bool:
     return all(part is None or part.data.stride(-1) == 1 for part in (operand.rowwise, operand.columnwise))
 
 
-def _is_in_squares(operand: Any) -> bool:
-    """Whether both orientations are there, with a scale for 128x128 elements that lies as cuBLASLt reads it."""
-    return all(part is not None and part.layout == CUBLAS_SQUARE_128 for part in (operand.rowwise, operand.columnwise))
+def _matrix(weight: Tensor, row: Tensor | None, col: Tensor | None) -> Tensor:
+    """The elements of ``weight``, where possible as the matrix whose operand is ``row``, or transposed ``col``.
+
+    A weight of more dimensions, as those of patches and of experts, is a matrix for its layer.
+    """
+    data = stored_data(weight)
+    if not data.is_contiguous():
+        return data
+    return data.view(row.shape if row is not None else col.shape[::-1])  # type: ignore[union-attr]
+
+
+def _is_in_blocks(operand: Any) -> bool:
+    """Whether both orientations are there, with a scale for 128x128 elements, as cuBLASLt reads it, or for a row."""
+    parts = (operand.rowwise, operand.columnwise)
+    return all(part is not None and part.layout in (CUBLAS_SQUARE_128, WHOLE_ROW) for part in parts)
 
 
 def _kernel_takes(weight: Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Block-scaled operands of GEMMs: FP8 with 1x128 and 128x128 blocks, MXFP8 and NVFP4.
+"""Block-scaled operands of GEMMs: FP8 with a scale for a row or for 1x128 and 128x128 blocks, MXFP8 and NVFP4.
 
 A 2-D tensor is cut into blocks along its last dimension (the one that a GEMM contracts) and, for 2-D blocks, its
 first; each block has its own scale. Sources: DeepSeek-V3, arXiv:2412.19437, section 3.3 (1x128, 128x128); OCP
-Microscaling formats, arXiv:2310.10537 (MXFP8); "Pretraining LLMs with NVFP4", arXiv:2509.25149.
+Microscaling formats, arXiv:2310.10537 (MXFP8); "Pretraining LLMs with NVFP4", arXiv:2509.25149. The scale of a row is
+that of torchao's recipe ``rowwise``: a power of two, so that both orientations of an operand round a value alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class BlockLayout:
     """Size of a block, and how its scale is stored.
 
     Attributes:
-        rows, cols: block size; ``cols`` runs along the contracted dimension.
+        rows, cols: block size; ``cols`` runs along the contracted dimension, and is 0 for the whole row.
         scale: ``fp32_pow2`` (a power of two, at most max/amax), ``e8m0`` (MX: a power of two, at least amax/max) or
             ``e4m3`` (NVFP4: an E4M3 scale a block and an FP32 scale a tensor; elements are E2M1).
         for_cublas: whether the scales lie as cuBLASLt reads them (see ``scales_shape``).
@@ -36,7 +37,12 @@ class BlockLayout:
     scale: str
     for_cublas: bool = False
 
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """(rows of blocks, blocks of a row) of a matrix [rows, cols]."""
+        return -(-rows // self.rows), -(-cols // self.cols) if self.cols else 1
 
+
+WHOLE_ROW = BlockLayout(1, 0, "fp32_pow2")
 ROW_128 = BlockLayout(1, 128, "fp32_pow2")
 SQUARE_128 = BlockLayout(128, 128, "fp32_pow2")
 CUBLAS_ROW_128, CUBLAS_SQUARE_128 = replace(ROW_128, for_cublas=True), replace(SQUARE_128, for_cublas=True)
@@ -51,7 +57,7 @@ class BlockScaledMatrix:
 
     Attributes:
         data: [rows, cols]; float8, or for NVFP4 the E2M1 values as FP32.
-        scale_inv: FP32, [ceil(rows / block rows), ceil(cols / block cols)], or ``scales_shape`` where the layout is for
+        scale_inv: FP32, [rows of blocks, blocks of a row], or ``scales_shape`` where the layout is for
             cuBLASLt; value = data * scale_inv.
         layout: the blocks.
     """
@@ -63,13 +69,15 @@ class BlockScaledMatrix:
 
 def _block_amax(values: Tensor, layout: BlockLayout) -> Tensor:
     rows, cols = values.shape
-    padded = F.pad(values.abs(), (0, -cols % layout.cols, 0, -rows % layout.rows))
-    blocks = padded.view(padded.shape[0] // layout.rows, layout.rows, padded.shape[1] // layout.cols, layout.cols)
+    high, wide = layout.grid(rows, cols)
+    block_cols = layout.cols or cols
+    padded = F.pad(values.abs(), (0, wide * block_cols - cols, 0, high * layout.rows - rows))
+    blocks = padded.view(high, layout.rows, wide, block_cols)
     return blocks.amax(dim=(1, 3))
 
 
 def _expand(scales: Tensor, layout: BlockLayout, shape: torch.Size) -> Tensor:
-    full = scales.repeat_interleave(layout.rows, 0).repeat_interleave(layout.cols, 1)
+    full = scales.repeat_interleave(layout.rows, 0).repeat_interleave(layout.cols or shape[1], 1)
     return full[: shape[0], : shape[1]]
 
 

@@ -32,6 +32,7 @@ _KEPT = 4096  # shapes
 
 Scales = tuple[int, int]  # of ``cublas.SCALE_OF_...``
 PER_TENSOR: Scales = (cublas.SCALE_OF_TENSOR, cublas.SCALE_OF_TENSOR)
+OUTER: Scales = (cublas.SCALE_OF_ROW, cublas.SCALE_OF_ROW)
 ROWS: Scales = (cublas.SCALE_OF_1X128, cublas.SCALE_OF_1X128)
 ROWS_AND_SQUARES: Scales = (cublas.SCALE_OF_1X128, cublas.SCALE_OF_128X128)
 
@@ -85,6 +86,21 @@ def _new_call(
 
     finalize(call, cublas.destroy, described, (layout_a, layout_b, layout_out)).atexit = False
     return call
+
+
+@lru_cache(maxsize=64)
+def multiplies_rows(device: int, a: torch.dtype, b: torch.dtype, out: torch.dtype, fast_accum: bool) -> bool:
+    """Whether cuBLASLt multiplies matrices with a scale per row (``OUTER``): on Hopper, since CUDA 12.9."""
+    if not is_supported() or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) < (12, 9):
+        return False
+    try:
+        with torch.cuda.device(device):
+            _new_call(device, 256, 256, 256, a, b, out, 256, fast_accum, True, OUTER, _ALIGNMENT)
+    except RuntimeError:
+        return False
+    return True
 
 
 _calls: dict[tuple[Any, ...], Callable[..., int]] = {}
@@ -145,6 +161,40 @@ def gemm_of_blocks(
         scales: which blocks ``a`` and ``b`` have; not 128x128 both.
     """
     return _multiply(a, b, scale_a, scale_b, out_dtype, False, bias, out, total, scales)
+
+
+def gemm_of_rows(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool = False,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    total: Tensor | None = None,
+) -> Tensor:
+    """``gemm`` with a scale for each row of ``a`` and of ``b``.
+
+    Args:
+        scale_a, scale_b: FP32 [M, 1] and [N, 1], contiguous.
+        bias: in half precision, where ``out_dtype`` is.
+    """
+    if multiplies_rows(a.get_device(), a.dtype, b.dtype, out_dtype, fast_accum):
+        made = _multiply(a, b, scale_a, scale_b, out_dtype, fast_accum, bias, out, total, OUTER)
+        if made is not None:
+            return made
+    if out_dtype == torch.bfloat16:
+        made = torch._scaled_mm(
+            a, b.t(), scale_a, scale_b.t(), bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum
+        )
+    else:  # torch's kernel for scales of rows rounds to BF16
+        one = torch.ones(1, dtype=torch.float32, device=a.device)
+        made = gemm(a, b, one, one, torch.float32, fast_accum).mul_(scale_a).mul_(scale_b.t())
+        made = made if bias is None else made.add_(bias)
+    if total is not None:
+        return total.add_(made)
+    return made.to(out_dtype) if out is None else out.copy_(made)
 
 
 def _multiply(

@@ -19,6 +19,7 @@ def _load(name: str) -> ModuleType | None:
 
 fused_kernels = partial(_load, "nemo_lowprec.kernels.triton_cast")  # per-tensor scaling
 tile_kernels = partial(_load, "nemo_lowprec.kernels.triton_tiles")  # operands of GEMMs with 1x128 and 128x128 blocks
+row_kernels = partial(_load, "nemo_lowprec.kernels.triton_rows")  # operands of GEMMs with a scale per row
 block_kernels = partial(_load, "nemo_lowprec.kernels.triton_blocks")  # tensors in blocks
 weight_kernels = partial(_load, "nemo_lowprec.kernels.triton_weights")  # quantizes all weights of a model
 norm_kernels = partial(_load, "nemo_lowprec.kernels.triton_norm")  # norms from FP32 or half to half precision

@@ -49,7 +49,7 @@ def check_transformer_engine(sentence: str) -> None:
 def check_device(level: PrecisionLevel) -> None:
     """Raise ValueError where this GPU cannot run the GEMMs of ``level``."""
     major, minor = torch.cuda.get_device_capability()
-    needed = {"delayed": 8.9, "current": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}
+    needed = {"delayed": 8.9, "current": 8.9, "rowwise": 8.9, "blockwise": 9.0, "mxfp8": 10.0, "nvfp4": 10.0}
     nearest = dict.fromkeys(("mxfp8", "nvfp4"), "bf16_with_fp8_current_scaling_mixed")
     if level.scaling is None or float(f"{major}.{minor}") >= needed[level.scaling]:
         return

@@ -167,6 +167,11 @@ def _check_layers(options: Options) -> None:
     level, recipe, layers = options.level, options.recipe, options.layers
     if recipe is None:
         return
+    if recipe.scaling == "rowwise":
+        raise ValueError(
+            f"{level.name}: Transformer Engine, whose layers Megatron-core's are, has no rowwise scaling. Use "
+            "bf16_with_fp8_current_scaling_mixed or bf16_with_fp8_subchannel_scaling_mixed."
+        )
     if options.backend not in ("auto", "te"):
         raise ValueError(
             f"backend={options.backend!r}: Megatron-core's layers are Transformer Engine's. Use backend='te'."

@@ -43,7 +43,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class LayerFilter(Arguments):
-    """A choice of linear layers and norms.
+    """A choice of linear layers, patch embeddings (convolutions whose kernels do not overlap) and norms.
 
     An ``nn.MultiheadAttention`` is a layer, too: its name stands for the projections of its inputs.
 

@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
         "fast_accum": False,
     },
     "current": {"fp8": "hybrid", "fp8_margin": 0, "fast_accum": False},
+    "rowwise": {"fp8": "e4m3", "fast_accum": False},
     "blockwise": {"fp8": "e4m3"},
     "mxfp8": {"fp8": "e4m3"},
     "nvfp4": {},
@@ -46,7 +47,7 @@ class Recipe:
     """Arguments of a level's low-precision GEMMs, checked.
 
     Args:
-        scaling: ``delayed``, ``current``, ``blockwise``, ``mxfp8`` or ``nvfp4``.
+        scaling: ``delayed``, ``current``, ``rowwise``, ``blockwise``, ``mxfp8`` or ``nvfp4``.
         fp8: ``hybrid`` (E4M3, output gradients E5M2) or ``e4m3``.
         fp8_margin: per-tensor scales are divided by 2**fp8_margin, from -1 to 8.
         fp8_amax_history_len: steps in the amax history, at most 65536.

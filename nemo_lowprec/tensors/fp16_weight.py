@@ -44,6 +44,10 @@ class Fp16Weight(QuantizedTensor):
         """The transpose of a 2-D tensor, sharing the storage."""
         return self._with(self.data_fp16.t())
 
+    def matrix(self) -> Fp16Weight:
+        """[first dimension, all others], sharing the storage."""
+        return self._with(self.data_fp16.flatten(1))
+
     def rows(self, start: int, stop: int) -> Fp16Weight:
         """Some of the rows, sharing the storage."""
         return self._with(self.data_fp16[start:stop])

@@ -91,6 +91,10 @@ class Fp8Weight(QuantizedTensor):
         """The transpose of a 2-D tensor, sharing the storage (``t()`` is a plain tensor of the values)."""
         return self._with(self.data_fp8.t(), self.scale_inv)
 
+    def matrix(self) -> Fp8Weight:
+        """[first dimension, all others], sharing the storage."""
+        return self._with(self.data_fp8.flatten(1), self.scale_inv)
+
     def rows(self, start: int, stop: int) -> Fp8Weight:
         """Some of the rows, sharing the storage and the scale (a slice is a plain tensor of the values)."""
         return self._with(self.data_fp8[start:stop], self.scale_inv)

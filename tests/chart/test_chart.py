@@ -20,6 +20,7 @@ TABLE = """
 | bf16_with_fp8_mixed | FP8 | FP32 | BF16, FP8 with fp8_params | FP32 | FP32 | FP32+FP32 |
 | fp16_with_fp8_mixed | FP8 | FP16 | FP16, FP8 with fp8_params | FP32 | FP16 | FP32+FP32 |
 | bf16_with_fp8_current_scaling_mixed | FP8 | FP32 | BF16, FP8 with fp8_params | FP32 | FP32 | FP32+FP32 |
+| bf16_with_fp8_rowwise_mixed | FP8 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
 | bf16_with_fp8_subchannel_scaling_mixed | FP8 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
 | bf16_with_mxfp8_mixed | MXFP8 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
 | bf16_with_nvfp4_mixed | NVFP4 | FP32 | BF16 | FP32 | FP32 | FP32+FP32 |
@@ -33,6 +34,7 @@ SCALING = {
     "bf16_with_fp8_mixed": "delayed",
     "fp16_with_fp8_mixed": "delayed",
     "bf16_with_fp8_current_scaling_mixed": "current",
+    "bf16_with_fp8_rowwise_mixed": "rowwise",
     "bf16_with_fp8_subchannel_scaling_mixed": "blockwise",
     "bf16_with_mxfp8_mixed": "mxfp8",
     "bf16_with_nvfp4_mixed": "nvfp4",
@@ -43,6 +45,7 @@ FP8_ARGUMENTS = {
         "override_linear_precision",
     },
     "current": {"fp8", "fp8_margin", "fast_accum", "override_linear_precision"},
+    "rowwise": {"fp8", "fast_accum", "override_linear_precision"},
     "blockwise": {"fp8", "override_linear_precision"},
     "mxfp8": {"fp8", "override_linear_precision"},
     "nvfp4": {"override_linear_precision"},
@@ -111,7 +114,7 @@ def test_a_row_of_the_chart_is_valid(name):
         ({"rest": "fp64"}, "rest='fp64' "),
         ({"vectors": "fp64"}, "vectors='fp64' "),
         ({"autocast": "fp32"}, "autocast='fp32' of the row 'mine' must be one of: bf16, fp16."),
-        ({"scaling": "rowwise"}, "scaling='rowwise' .* delayed, current, blockwise with compute='fp8'"),
+        ({"scaling": "column"}, "scaling='column' .* delayed, current, rowwise, blockwise with compute='fp8'"),
         ({"scaling": None}, "scaling=None .* with compute='fp8'"),
         ({"compute": "bf16"}, "scaling='delayed' of the row 'mine' must be one of: None with compute='bf16'"),
     ],

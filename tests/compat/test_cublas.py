@@ -52,18 +52,21 @@ def test_proposals_for_a_gemm():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
-def test_scales_of_blocks():
+def test_scales_of_blocks_and_rows():
     assert cublas.SCALE_OF_TENSOR == 0  # what a description has
     torch.cuda.init()
     handle = cublas.handle(torch.cuda.current_device())
     fp8 = [cublas.layout(torch.float8_e4m3fn, 1024, rows, 1024) for rows in (4096, 2048)]
     out = cublas.layout(torch.bfloat16, 4096, 2048, 4096)
     counts = []
-    for of_a in (cublas.SCALE_OF_1X128, cublas.SCALE_OF_128X128):
+    for of_a, of_b in (
+        (cublas.SCALE_OF_1X128, cublas.SCALE_OF_1X128), (cublas.SCALE_OF_128X128, cublas.SCALE_OF_1X128),
+        (cublas.SCALE_OF_ROW, cublas.SCALE_OF_ROW),
+    ):  # fmt: skip
         described = cublas.description()
         cublas.set_attribute(described, cublas.TRANSA, ctypes.c_int32(1))
         cublas.set_attribute(described, cublas.A_SCALE_MODE, ctypes.c_int32(of_a))
-        cublas.set_attribute(described, cublas.B_SCALE_MODE, ctypes.c_int32(cublas.SCALE_OF_1X128))
+        cublas.set_attribute(described, cublas.B_SCALE_MODE, ctypes.c_int32(of_b))
         for pointer in (cublas.A_SCALE, cublas.B_SCALE):
             cublas.set_attribute(described, pointer, ctypes.c_uint64(256))
         counts.append(len(cublas.candidates(handle, described, (*fp8, out, out), 1 << 20, 16, 8)))

@@ -310,7 +310,7 @@ def test_what_is_converted(name):
     assert [type(m) for m in model.modules()] == classes and [dict(m.__dict__) for m in model.modules()] == state
 
 
-@pytest.mark.parametrize("scaling", ["current", "blockwise"])
+@pytest.mark.parametrize("scaling", ["current", "rowwise", "blockwise"])
 def test_scales_that_are_not_known_before_the_values_leave_all_as_it_is(scaling):
     for name in SOME:
         model = build(name)

@@ -21,7 +21,7 @@ def test_the_names_that_the_argument_takes_are_those_of_the_backends():
     assert tuple(BACKENDS) == BACKEND_NAMES
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise"])
 def test_auto_is_the_reference_on_a_cpu_and_says_so_in_one_line(scaling, caplog):
     with caplog.at_level(logging.INFO, "nemo_lowprec"):
         assert choose_backend("auto", recipe(scaling), CPU).name == "reference"
@@ -34,7 +34,7 @@ def test_auto_does_not_emulate_blackwell(scaling):
         choose_backend("auto", recipe(scaling), CPU)
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_the_reference_runs_everything_when_it_is_asked_for(scaling):
     assert choose_backend("reference", recipe(scaling), CPU).name == "reference"
 

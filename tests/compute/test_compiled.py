@@ -38,7 +38,7 @@ from tests.support import CASES, Counting, Net, level_of, train
 pytestmark = pytest.mark.usefixtures("single_layers", "fresh_compiler")
 
 TOKENS = torch.randint(128, (2, 24), generator=torch.Generator().manual_seed(5))
-SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+SCALINGS = ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 SOME = ["te_fp8", "bf16_with_fp8_mixed", "msamp_o2", "msamp_o3"]
 
 

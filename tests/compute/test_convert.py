@@ -171,13 +171,13 @@ def old_weight_norm(layer):
     [
         (lambda: nn.Linear(32, 40), "a side of 40 is no multiple of 16"),
         (lambda: nn.Linear(1, 32), "a side of 1 is no multiple of 16"),
-        (lambda: Own(32, 32), "Own has a forward of its own"),
-        (lambda: nn.LazyLinear(32), "LazyLinear has a forward of its own"),
+        (lambda: Own(32, 32), "Own computes another function than x @ weight.T + bias"),
+        (lambda: nn.LazyLinear(32), "not initialised yet"),
         (lambda: lora(nn.Linear(32, 32)), "Linear has a forward of its own"),
         (lambda: nn.Linear(32, 32).double(), "its weight is float64"),
         (
             lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
-            "ParametrizedLinear has a forward of its own",
+            "its weight is computed",
         ),
         (lambda: old_weight_norm(nn.Linear(32, 32)), "its weight is computed"),
         (lambda: nn.utils.spectral_norm(nn.Linear(32, 32)), "its weight is computed"),
@@ -216,7 +216,9 @@ def test_multihead_attention_is_converted_with_the_layers_around_it():
         assert torch.isfinite(model.eval()(x)).all()
 
 
-@pytest.mark.parametrize(("scaling", "multiple"), [("delayed", 16), ("blockwise", 16), ("mxfp8", 32), ("nvfp4", 32)])
+@pytest.mark.parametrize(
+    ("scaling", "multiple"), [("delayed", 16), ("rowwise", 16), ("blockwise", 16), ("mxfp8", 32), ("nvfp4", 32)]
+)
 def test_sizes_that_a_scaling_takes(scaling, multiple):
     model = nn.Sequential(nn.Linear(multiple, multiple), nn.Linear(multiple, multiple + multiple // 2))
     result = convert(model, scaling)

@@ -15,7 +15,7 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight, Fp16Weight
 
-SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+SCALINGS = ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
 # Of one GEMM whose operands are rounded to half, and of one with an input that was rounded to the recipe's format.
 HALF_BOUND = 6e-3

@@ -22,6 +22,8 @@ BOUNDS = {
     ("delayed", "e4m3"): (E4M3_E4M3, E4M3_E4M3, E4M3_E4M3),
     ("current", "hybrid"): (E4M3_E4M3, E4M3_E5M2, E4M3_E5M2),
     ("current", "e4m3"): (E4M3_E4M3, E4M3_E4M3, E4M3_E4M3),
+    ("rowwise", "hybrid"): (E4M3_E4M3, E4M3_E5M2, E4M3_E5M2),
+    ("rowwise", "e4m3"): (E4M3_E4M3, E4M3_E4M3, E4M3_E4M3),
     ("blockwise", "hybrid"): (E4M3_E4M3, E4M3_E5M2, E4M3_E5M2),
     ("blockwise", "e4m3"): (E4M3_E4M3, E4M3_E4M3, E4M3_E4M3),
     ("mxfp8", "e4m3"): (E4M3_E4M3, E4M3_E4M3, E4M3_E4M3),
@@ -97,6 +99,8 @@ def fmt_max(fmt):
     [
         ("delayed", "hybrid", None, None),
         ("current", "e4m3", None, None),
+        ("rowwise", "e4m3", (1, 1 << 20, "down"), (1, 1 << 20, "down")),
+        ("rowwise", "hybrid", (1, 1 << 20, "down"), (1, 1 << 20, "down")),
         ("blockwise", "e4m3", (1, 128, "down"), (128, 128, "down")),
         ("blockwise", "hybrid", (1, 128, "down"), (128, 128, "down")),
         ("mxfp8", "e4m3", (1, 32, "up"), (1, 32, "up")),
@@ -166,7 +170,7 @@ def test_delayed_scaling_multiplies_with_the_scales_of_the_history():
     assert sqnr(model(x).detach(), torch.tensor(want[0]) @ torch.tensor(want[1]).t()) > 120
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("size", [1e-6, 1e6])
 def test_gradients_and_inputs_of_any_size_keep_their_precision(scaling, size):
     x, w, dy = operands()

@@ -15,7 +15,7 @@ from nemo_lowprec.formats import E4M3
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.tensors import Fp8Weight
 
-SCALINGS = ["delayed", "current", "blockwise", "mxfp8", "nvfp4"]
+SCALINGS = ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 HALF = torch.bfloat16
 
 
@@ -83,7 +83,7 @@ def test_overriding_all_three_is_the_half_layer(scaling):
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(half_layer(), inputs()), strict=True))
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise"])
 def test_fp8_format_changes_gradients_only(scaling):
     hybrid = gradients(make(scaling, fp8="hybrid")[0], inputs())
     e4m3 = gradients(make(scaling, fp8="e4m3")[0], inputs())
@@ -270,7 +270,7 @@ def test_fully_frozen_and_no_grad_layers_compute_the_same_output():
     assert torch.equal(layer(inputs()), want)
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
 def test_one_layer_used_twice_is_two_layers_of_one_weight(scaling):
     layer, histories = make(scaling)
     x = inputs().requires_grad_()
@@ -472,7 +472,7 @@ class Block(nn.Module):
         return x + checkpoint(self.inner, x, use_reentrant=self.mode == "reentrant")
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 def test_activation_checkpointing_changes_nothing(scaling, mode):
     def train(mode):
@@ -516,7 +516,7 @@ def test_torch_compile_of_a_model_with_converted_layers_matches(scaling):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
 def test_what_waits_for_backward_is_one_byte_an_element(scaling):
     layer, _ = make(scaling)
     saved = []

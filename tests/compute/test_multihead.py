@@ -169,7 +169,7 @@ def test_one_tensor_is_projected_as_by_one_linear_layer():
 
 
 @pytest.mark.parametrize("half_backend", [None, ReferenceBackend()])
-@pytest.mark.parametrize("scaling", [None, "current", "blockwise"])
+@pytest.mark.parametrize("scaling", [None, "current", "rowwise", "blockwise"])
 def test_a_memory_is_projected_as_by_layers_of_their_own(scaling, half_backend):
     """Also where weights are half with gradients in FP32, which rows of a weight must not lose."""
     module, layers = attention(), [nn.Linear(SIZE, SIZE * n) for n in (1, 2)]

@@ -101,7 +101,7 @@ def train(model, histories, steps=3):
     return outputs + grads
 
 
-@pytest.mark.parametrize("scaling", ["current", "delayed", "blockwise"])
+@pytest.mark.parametrize("scaling", ["current", "delayed", "rowwise", "blockwise"])
 def test_a_fused_parent_computes_the_bits_of_its_layers(scaling, monkeypatch):
     model, plain = block(), block()
     result, backend, histories = convert(model, scaling)

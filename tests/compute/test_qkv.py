@@ -126,7 +126,7 @@ def test_a_model_trains_to_the_same_bits_and_quantizes_once(kind, gradients):
     assert_same(got, train(plain, plain_histories))
 
 
-@pytest.mark.parametrize("scaling", ["current", "blockwise"])
+@pytest.mark.parametrize("scaling", ["current", "rowwise", "blockwise"])
 def test_scalings_without_a_scale_at_hand(scaling):
     model = model_of(Attention)
     plain = copy.deepcopy(model)

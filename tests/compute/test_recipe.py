@@ -88,11 +88,12 @@ def test_blocks_of_the_operands():
             (layout.rows, layout.cols) if layout else None
             for layout in (operand_of(Recipe(scaling, fp8="e4m3"), kind).layout for kind in OPERANDS)
         ]
-        for scaling in ("delayed", "current", "blockwise", "mxfp8", "nvfp4")
+        for scaling in ("delayed", "current", "rowwise", "blockwise", "mxfp8", "nvfp4")
     }
     assert sizes == {
         "delayed": [None] * 3,
         "current": [None] * 3,
+        "rowwise": [(1, 0)] * 3,
         "blockwise": [(1, 128), (128, 128), (1, 128)],
         "mxfp8": [(1, 32)] * 3,
         "nvfp4": [(1, 16), (16, 16), (1, 16)],
@@ -103,7 +104,9 @@ def test_only_delayed_scaling_keeps_histories_and_they_get_the_arguments():
     histories = Recipe("delayed", fp8_margin=1, fp8_amax_history_len=7, fp8_amax_compute_algo="most_recent", interval=3)
     table = new_histories(histories)
     assert (table.margin, table.history_len, table.algo, table.interval) == (1, 7, "most_recent", 3)
-    assert all(new_histories(Recipe(s, fp8="e4m3")) is None for s in ("current", "blockwise", "mxfp8", "nvfp4"))
+    assert all(
+        new_histories(Recipe(s, fp8="e4m3")) is None for s in ("current", "rowwise", "blockwise", "mxfp8", "nvfp4")
+    )
 
 
 def test_flags_may_be_a_list_and_recipes_are_equal_by_value():

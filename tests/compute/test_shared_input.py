@@ -53,7 +53,7 @@ def train(block, histories, steps=4):
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise"])
 def test_sharing_changes_no_number(scaling):
     runs = []
     for apart in (False, True):
@@ -141,7 +141,7 @@ def product(block, x):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"override_linear_precision": (False, True, False)}], ids=["fp8", "half"])
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
 def test_the_gradient_of_a_shared_input_is_the_sum_of_its_readers(scaling, arguments):
     if scaling == "mxfp8":
         arguments = {"fp8": "e4m3", **arguments}

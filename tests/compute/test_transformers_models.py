@@ -103,7 +103,7 @@ def test_revert_gives_gpt2_its_conv1d_back():
     assert torch.equal(model(TOKENS).logits, want)
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["delayed", "current", "rowwise", "blockwise", "mxfp8"])
 def test_conv1d_computes_what_the_transposed_linear_computes(scaling):
     torch.manual_seed(0)
     conv, linear = Conv1D(256, 128), nn.Linear(128, 256)

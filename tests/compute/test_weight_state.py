@@ -24,7 +24,8 @@ from nemo_lowprec.formats import E4M3, cast
 FP8 = [case for case in CASES if level_of(case).has_fp8]
 # One for each way of scaling and each format of weights: FP32, BF16, FP16 and FP8, the last with and without masters.
 LEVELS = [
-    "te_fp8", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
+    "te_fp8", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_rowwise_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
     "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed+fp8_params", "bf16_with_fp8_current_scaling_mixed+fp8_params",
 ]  # fmt: skip
 # Whose weights are written in place through ``.data`` without an error at the next step.

@@ -93,10 +93,12 @@ def test_inductor_trains_alike_within_its_own_rounding(level, graphs):
     assert_losses_are_alike(level, {}, 0.03, graphs=graphs, **OPTIONS)
 
 
-@pytest.mark.parametrize("level", [*SOME, "bf16_with_fp8_subchannel_scaling_mixed"])
+@pytest.mark.parametrize("level", [*SOME, "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed"])
 @pytest.mark.parametrize("backend", ["torch", "te"])
 def test_inductor_compiles_layers_that_share_an_input(level, backend, monkeypatch):
     """Not from a cache: inductor runs a kernel that was compiled now several times, in the memory that it has."""
+    if backend == "te" and "rowwise" in level:
+        pytest.skip("Transformer Engine has no rowwise scaling")
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     called = watch_operators(monkeypatch)
     wanted, found = (

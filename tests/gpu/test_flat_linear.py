@@ -16,7 +16,7 @@ from nemo_lowprec.observers import Observer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LEVELS = [
     "bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "msamp_o1", "msamp_o2", "bf16_with_fp8_current_scaling_mixed",
-    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
 ]  # fmt: skip
 
 

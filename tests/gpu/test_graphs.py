@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LEVELS = [
     "fp16_amp", "te_fp8", "msamp_o1", "msamp_o2", "msamp_o3", "bf16_mixed", "bf16_with_fp8_mixed",
-    "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
 ]  # fmt: skip
 WIDTH, ROWS = 128, 64
 

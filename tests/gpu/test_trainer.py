@@ -192,7 +192,10 @@ def test_blackwell_levels_are_refused_on_an_older_gpu():
             fit(Net(), plugin(case, backend="auto"), max_steps=1)
 
 
-@pytest.mark.parametrize("case", ["bf16_with_fp8_mixed", "msamp_o2", "bf16_with_fp8_subchannel_scaling_mixed"])
+@pytest.mark.parametrize(
+    "case",
+    ["bf16_with_fp8_mixed", "msamp_o2", "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed"],
+)
 def test_auto_takes_the_fastest_backend(case):
     pytest.importorskip("transformer_engine.pytorch")
     precision = plugin(case, backend="auto")

@@ -68,6 +68,26 @@ def test_squares_are_quantized_as_one_at_a_time(dtype):
             weight.mul_(0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("even", [False, True])
+def test_rows_are_quantized_as_one_at_a_time(dtype, even):
+    from nemo_lowprec.kernels import triton_rows
+
+    caster, found = jobs(dtype, True, True)
+    made = []
+    for weight, _, _, row, col in found:
+        if not even or not (weight.shape[0] % 16 or weight.shape[1] % 16):
+            made.append((weight, *(torch.full((side, 1), 99.0, device="cuda") for side in weight.shape), row, col))
+    assert len(made) > 3
+    for _ in range(2):
+        caster.cast(made)
+        for weight, row_scale, col_scale, row, col in made:
+            wanted = triton_rows.quantize(weight, E4M3, True, True)
+            for got, want in zip((row, row_scale, col, col_scale), wanted, strict=True):
+                assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+            weight.mul_(0.5)
+
+
 def test_weights_in_fp8_are_transposed():
     caster, found = jobs(torch.bfloat16, True, True)
     fp8 = [(w.to(E4M3.dtype), None, inv, None, col) for w, _, inv, _, col in found]

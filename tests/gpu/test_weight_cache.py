@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LEVELS = [
     "bf16_with_fp8_mixed", "te_fp8", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed+fp8_params",
-    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_fp8_rowwise_mixed", "bf16_with_fp8_subchannel_scaling_mixed",
 ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ NEAREST = {
     "msamp_o2": "bf16_with_fp8_mixed",
     "msamp_o3": "bf16_with_fp8_mixed",
 }
-LEVELS = [name for name in CHART if name not in NEAREST]
+LEVELS = [name for name in CHART if name not in NEAREST and CHART[name].scaling != "rowwise"]
 
 
 def plugin_of(name, **options):
@@ -155,6 +155,13 @@ def test_it_is_frozen_and_the_same_each_time():
 def test_levels_that_nemos_strategy_cannot_train(name):
     with pytest.raises(ValueError, match=f"{name} .*NeMo's MegatronStrategy.* Use {NEAREST[name]}, or "):
         _ = plugin_of(name).dtype_config
+
+
+def test_rowwise_scaling_is_not_transformer_engines():
+    with pytest.raises(
+        ValueError, match=r"bf16_with_fp8_rowwise_mixed: Transformer Engine.* Use bf16_with_fp8_current"
+    ):
+        _ = plugin_of("bf16_with_fp8_rowwise_mixed").dtype_config
 
 
 def test_fp16_levels_are_named_to_an_fp16_level():

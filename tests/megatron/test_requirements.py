@@ -40,7 +40,7 @@ def test_without_transformer_engine(monkeypatch):
         MegatronStrategy()
 
 
-FP8 = {name for name, level in CHART.items() if level.scaling in ("delayed", "current")}
+FP8 = {name for name, level in CHART.items() if level.scaling in ("delayed", "current", "rowwise")}
 BLOCKS = {"bf16_with_fp8_subchannel_scaling_mixed"}
 BLACKWELL = {"bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"}
 

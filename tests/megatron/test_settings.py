@@ -51,7 +51,8 @@ def settings_of(case, own_layers=False, **options):
 
 
 def test_every_row_of_the_chart_is_in_the_table():
-    assert [case.partition("+")[0] for case in EXPECTED] == list(CHART)
+    levels = [name for name, level in CHART.items() if level.scaling != "rowwise"]
+    assert [case.partition("+")[0] for case in EXPECTED] == levels
 
 
 @pytest.mark.parametrize("case", EXPECTED)
@@ -84,6 +85,13 @@ def test_row_becomes_the_tables_settings(case):
     assert optimizer["bf16"] == (row["half"] == "bf16")
     assert optimizer["use_distributed_optimizer"] and ddp["use_distributed_optimizer"]
     assert ddp["average_in_collective"]
+
+
+def test_rowwise_scaling_is_for_the_layers_of_this_package_alone():
+    with pytest.raises(ValueError, match=r"no rowwise scaling. Use bf16_with_fp8_current_scaling_mixed or"):
+        settings_of("bf16_with_fp8_rowwise_mixed")
+    own, plain = (settings_of(name, own_layers=True) for name in ("bf16_with_fp8_rowwise_mixed", "bf16_mixed"))
+    assert (own.model, own.optimizer, own.ddp) == (plain.model, plain.optimizer, plain.ddp)
 
 
 @pytest.mark.parametrize("name", STORED)

@@ -46,8 +46,8 @@ class Kind(Net):
         return self.head(x)
 
 
-def kind(make, call=lambda odd, x: odd(x)):
-    return type("Of", (Kind,), {"odd": lambda self: make(), "call": staticmethod(call)})
+def kind(make, call=lambda odd, x: odd(x), **options):
+    return type("Of", (Kind,), {"odd": lambda self: make(), "call": staticmethod(call), "level": options})
 
 
 class Unread(nn.Module):
@@ -94,6 +94,7 @@ KINDS = {
     "lstm": kind(lambda: nn.LSTM(4, 4, batch_first=True), lambda odd, x: tall(odd, x)[0]),
     "embedding": kind(lambda: nn.EmbeddingBag(32, 64), lambda odd, x: odd(x.new_ones(len(x), 1, dtype=torch.long))),
     "convolution": kind(lambda: nn.Conv1d(16, 16, 3, padding=1), tall),
+    "patches": kind(lambda: nn.Conv1d(16, 64, 4, 4), tall, convert=None),
     "weight norm": kind(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))),
     "spectral norm": kind(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64))),
     "unread": kind(Unread),
@@ -102,7 +103,8 @@ KINDS = {
 }
 # At fewer levels, and Bilinear at none where torch's autocast of CPUs gives it no common dtype.
 FEW = {"groupnorm", "other sizes", "embedding", "convolution", "gain", "bilinear"}
-AT_FEW = {name: ["fp16_mixed", "bf16_mixed"] if name in ("groupnorm", "bilinear") else ["msamp_o3"] for name in FEW}
+AT_FEW = {"patches": ["msamp_o3", "bf16_with_fp8_mixed+fp8_params"]}
+AT_FEW |= {name: ["fp16_mixed", "bf16_mixed"] if name in ("groupnorm", "bilinear") else ["msamp_o3"] for name in FEW}
 KINDS_AT = [(name, case) for name in KINDS for case in AT_FEW.get(name, CASES)]
 
 
@@ -135,9 +137,11 @@ def run(case, net, rank=None, folder=None, ckpt=None, steps=2):
     size, place = (8, (rank, 2)) if rank is not None else (16, (0, 1))
     data = ResumableLoader(Samples(32), size, 3, *place, global_batch_size=16)
     callbacks = [] if folder is None else [save_at(folder, 2)]
-    one = trainer(plugin(case), *callbacks, max_steps=steps, max_epochs=-1, **options)
+    one = trainer(plugin(case, **getattr(net, "level", {})), *callbacks, max_steps=steps, max_epochs=-1, **options)
     one.fit(model, data, loader(8), ckpt_path=ckpt)
     weights = {name: local_shard(p).shape for name, p in model.named_parameters()}
+    if net is KINDS["patches"]:
+        assert len(one.precision_plugin.engine.columns.computation.conversion.patches) == 3
     return {"losses": model.losses, "dtypes": sorted(getattr(model, "dtypes", ())), "weights": len(weights)}
 
 

@@ -11,6 +11,7 @@ from nemo_lowprec.compute.backends.base import Backend
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
 from nemo_lowprec.compute.backends.scaled_mm_blocks import ScaledBlocksBackend
+from nemo_lowprec.compute.backends.scaled_mm_rows import ScaledRowsBackend
 from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
@@ -20,12 +21,14 @@ __all__ = ["BACKENDS", "Backend", "choose_backend", "class_of"]
 log = logging.getLogger("nemo_lowprec")
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (ScaledMMBackend, TEBackend, ReferenceBackend)}
+_SCALED_MM: dict[str, type[Backend]] = {"rowwise": ScaledRowsBackend, "blockwise": ScaledBlocksBackend}  # by scaling
 
 
 def class_of(name: str, recipe: Recipe | None) -> type[Backend]:
     """The class of the backend ``name`` for ``recipe``."""
-    blocks = name == ScaledMMBackend.name and recipe is not None and recipe.scaling == "blockwise"
-    return ScaledBlocksBackend if blocks else BACKENDS[name]
+    if name == ScaledMMBackend.name and recipe is not None:
+        return _SCALED_MM.get(recipe.scaling, ScaledMMBackend)
+    return BACKENDS[name]
 
 
 def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Backend:

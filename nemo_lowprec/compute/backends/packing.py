@@ -96,14 +96,14 @@ class Blocks(Packing):
         return tensors
 
     def _scales(self, values: Tensor, rows: int, cols: int) -> Tensor:
-        return _fp32(values, -(-rows // self.layout.rows), -(-cols // self.layout.cols))
+        return _fp32(values, *self.layout.grid(rows, cols))
 
     def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
         return tensors[2:] if rowwise else tensors
 
 
 class TwoCopiesInBlocks(Packing):
-    """A copy for each orientation, with scales as cuBLASLt reads them: [data, scale_inv, data.T, scale_inv]."""
+    """A copy for each orientation, with scales as a GPU's GEMMs read them: [data, scale_inv, data.T, scale_inv]."""
 
     def __init__(self, layout: BlockLayout) -> None:
         self.layout = layout
@@ -120,15 +120,12 @@ class TwoCopiesInBlocks(Packing):
 
     def like(self, values: Tensor, operand: Operand, rowwise: bool, columnwise: bool) -> list[Tensor]:
         rows, features = values.shape
-        shapes = [(rows, features)] * rowwise + [(features, rows)] * columnwise
-        return [
-            tensor
-            for shape in shapes
-            for tensor in (
-                values.new_empty(shape, dtype=operand.fmt.dtype),
-                _fp32(values, *scales_shape(self.layout.rows > 1, *shape)),
-            )
-        ]
+        tensors: list[Tensor] = []
+        for shape in [(rows, features)] * rowwise + [(features, rows)] * columnwise:
+            layout = self.layout
+            grid = scales_shape(layout.rows > 1, *shape) if layout.for_cublas else layout.grid(*shape)
+            tensors += [values.new_empty(shape, dtype=operand.fmt.dtype), _fp32(values, *grid)]
+        return tensors
 
     def columnwise(self, tensors: list[Tensor], rowwise: bool) -> list[Tensor]:
         return tensors[2:] if rowwise else tensors

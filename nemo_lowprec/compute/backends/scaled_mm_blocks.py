@@ -61,14 +61,29 @@ class ScaledBlocksBackend(ScaledMMBackend):
     def fprop(self, x: Any, weight: Any, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
         in_gemm = bias is not None and out_dtype != torch.float32  # the epilogue adds half biases only
         half = bias.to(out_dtype) if in_gemm and bias is not None else None
-        out = _gemm(x.rowwise, weight.rowwise, out_dtype, half)
+        out = self._multiply(x.rowwise, weight.rowwise, out_dtype, True, half)
         return out if bias is None or in_gemm else out + bias.float()
 
     def dgrad(self, grad_output: Any, weight: Any, out_dtype: torch.dtype, total: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.rowwise, weight.columnwise, out_dtype, total=total)
+        return self._multiply(grad_output.rowwise, weight.columnwise, out_dtype, self.fast_accum, total=total)
 
     def wgrad(self, grad_output: Any, x: Any, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        return _gemm(grad_output.columnwise, x.columnwise, out_dtype, out=out)
+        return self._multiply(grad_output.columnwise, x.columnwise, out_dtype, self.fast_accum, out=out)
+
+    def _multiply(
+        self, a: Orientation, b: Orientation, out_dtype: torch.dtype, fast_accum: bool, bias: Tensor | None = None,
+        out: Tensor | None = None, total: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``gemm`` of two operands; ``fast_accum`` has no effect on blocks, whose products are added up in FP32."""
+        scales = ROWS_AND_SQUARES if b.layout == CUBLAS_SQUARE_128 else ROWS
+        made = gemm_of_blocks(a.data, b.data, a.scale_inv, b.scale_inv, scales, out_dtype, bias, out, total)
+        if made is not None:
+            return made
+        found = multiply(a, b)
+        found = found if bias is None else found + bias.float()
+        if total is not None:
+            return total.add_(found)
+        return found.to(out_dtype) if out is None else out.copy_(found)
 
     def packing(self, operand: Operand) -> Packing | None:
         assert operand.layout is not None
@@ -77,18 +92,3 @@ class ScaledBlocksBackend(ScaledMMBackend):
 
 def _part(data: Tensor | None, scale_inv: Tensor | None, layout: BlockLayout) -> Orientation | None:
     return None if data is None or scale_inv is None else Orientation(data, scale_inv, layout)
-
-
-def _gemm(
-    a: Orientation, b: Orientation, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None,
-    total: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    scales = ROWS_AND_SQUARES if b.layout == CUBLAS_SQUARE_128 else ROWS
-    made = gemm_of_blocks(a.data, b.data, a.scale_inv, b.scale_inv, scales, out_dtype, bias, out, total)
-    if made is not None:
-        return made
-    found = multiply(a, b)
-    found = found if bias is None else found + bias.float()
-    if total is not None:
-        return total.add_(found)
-    return found.to(out_dtype) if out is None else out.copy_(found)

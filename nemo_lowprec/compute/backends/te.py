@@ -46,7 +46,7 @@ _LARGE = 2**24  # elements
 
 
 class TEBackend(Backend):
-    """All five scalings. Quantized operands are TE's tensor storages, not ``QuantizedOperand``."""
+    """All scalings but rowwise. Quantized operands are TE's tensor storages, not ``QuantizedOperand``."""
 
     name = "te"
     # 16 is what FP8 GEMMs need; 32 what MXFP8 blocks and NVFP4's packed rows need, and with it the fast
@@ -64,6 +64,8 @@ class TEBackend(Backend):
         if not torch.cuda.is_available() or torch.version.cuda is None:
             return "backend='te' needs an NVIDIA GPU; use backend='reference' on this machine"
         scaling = "delayed" if recipe is None else recipe.scaling
+        if scaling not in _NEEDS:
+            return f"Transformer Engine has no {scaling} scaling; use backend='torch' or another level"
         needed, check = _NEEDS[scaling]
         major, minor = torch.cuda.get_device_capability()
         if (major, minor) < needed:

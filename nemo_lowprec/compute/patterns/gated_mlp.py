@@ -20,10 +20,11 @@ from nemo_lowprec.compat.tensors import is_plain
 from nemo_lowprec.compute.activation_function import between_layers, takes
 from nemo_lowprec.compute.activations import KINDS, Activation
 from nemo_lowprec.compute.backends.base import Backend, is_transformed
-from nemo_lowprec.compute.class_swap import derive, swap
+from nemo_lowprec.compute.class_swap import derive, kind_of, swap
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.linear import LowPrecisionLinear
 from nemo_lowprec.compute.patterns.pattern import Match, Pattern, probing, twin_of
+from nemo_lowprec.compute.patterns.plain_linear import is_linear
 from nemo_lowprec.compute.producers import Reader
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -34,7 +35,7 @@ _SIZES = 6, 8, 5  # of the probe's input, product and output
 def are_low(layers: Iterable[Any]) -> bool:
     """Whether these children are converted layers whose GEMMs all run in FP8."""
     return all(
-        type(layer) is LowPrecisionLinear and layer.gemm_plan.fp8 == _ALL and "forward" not in layer.__dict__
+        kind_of(layer) is LowPrecisionLinear and layer.gemm_plan.fp8 == _ALL and "forward" not in layer.__dict__
         for layer in layers
     )
 
@@ -162,9 +163,9 @@ class GatedMLPs(Pattern):
 
 
 def linear_children(module: nn.Module) -> dict[str, nn.Linear]:
-    """The children that are plain linear layers, by name."""
+    """The children that are linear layers and nothing else, by name."""
     children = module._modules.items()
-    return {name: child for name, child in children if type(child) is nn.Linear and "forward" not in child.__dict__}
+    return {name: child for name, child in children if is_linear(child) and "forward" not in child.__dict__}
 
 
 def _roles(module: nn.Module) -> list[str]:

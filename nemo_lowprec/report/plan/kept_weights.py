@@ -38,8 +38,9 @@ def _operand(weight: Tensor, transposed: bool, plan: GemmPlan, backend: Backend)
     rowwise, columnwise, _ = plan.fp8
     if isinstance(weight, Fp8Weight):
         weight = weight.transposed() if transposed else weight
+        weight = weight if weight.dim() == 2 else weight.matrix()
         return backend.from_storage(weight, rowwise=rowwise, columnwise=columnwise)  # type: ignore[no-any-return]
-    values, operand = stored_data(weight), replace(plan.operands["weight"], slot=None)
+    values, operand = stored_data(weight).flatten(1), replace(plan.operands["weight"], slot=None)
     return backend.quantize(  # type: ignore[no-any-return]
         values.t() if transposed else values, operand, rowwise=rowwise, columnwise=columnwise, record=False
     )

@@ -131,7 +131,7 @@ def _part(values: Tensor, operand: Operand, rows: int, cols: int) -> Orientation
     else:
         data = values.new_empty(rows, cols, dtype=operand.fmt.dtype)
     scale = torch.float32 if layout.scale == "fp32_pow2" else torch.uint8
-    return Orientation(data, values.new_empty(-(-rows // layout.rows), -(-cols // layout.cols), dtype=scale), layout)
+    return Orientation(data, values.new_empty(layout.grid(rows, cols), dtype=scale), layout)
 
 
 class _RMSNorm(torch.autograd.Function):
