@@ -31,6 +31,17 @@ def projection_weights(module: nn.MultiheadAttention) -> list[str]:
     return ["in_proj_weight"] if module.in_proj_weight is not None else [f"{x}_proj_weight" for x in "qkv"]
 
 
+def has_torchs_forward(module: nn.Module) -> bool:
+    """Whether ``module`` is an ``nn.MultiheadAttention``, maybe of a subclass, that computes by torch's forward."""
+    own: Any = type(module)
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and not isinstance(module, LowPrecisionMultiheadAttention)
+        and "forward" not in module.__dict__
+        and (own.forward, own.merge_masks) == (nn.MultiheadAttention.forward, nn.MultiheadAttention.merge_masks)
+    )
+
+
 class LowPrecisionMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose input projections have a ``GemmPlan``. Conversion makes it of torch's module.
 
