@@ -31,7 +31,7 @@ from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.group import LayerGroups
-from nemo_lowprec.compute.half_layers import take_fp32_input
+from nemo_lowprec.compute.half_layers import take_fp32_input, take_fp32_input_in_lstm
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
@@ -151,6 +151,8 @@ class Computation(Column):
             plan.inputs.parameters_stay = self._gathered_as is None
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
+        if self.device.type == "cpu" and self.half == torch.float16:
+            take_fp32_input_in_lstm(model)
         if self._half_weights:
             take_fp32_input(model, self.device.type == "cpu")
             if self._opens_autocast:
