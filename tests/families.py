@@ -1,7 +1,4 @@
-"""A tiny model of each family that people train, with one batch: 34 of transformers and 10 of timm.
-
-``python -m tests.families`` writes the table of ``docs/models.rst``.
-"""
+"""A tiny model of each family that people train, with one batch: 34 of transformers and 10 of timm."""
 
 from __future__ import annotations
 
@@ -234,8 +231,8 @@ _LEFT = {
     "falcon": ("FalconLinear has a forward of its own",),
     "mixtral": ("a parameter of Mixtral",),
     "qwen3_moe": ("a parameter of Qwen3Moe",),
-    "swin": ("a parameter of SwinRelativePositionBias",),
-    "siglip": ("a parameter of SiglipMultiheadAttentionPoolingHead",),
+    "swin": ("a parameter of Swin",),
+    "siglip": ("a parameter of Siglip",),
     "wav2vec2": ("computed by a parametrization",),
     "convnext": ("ConvNextLayerNorm computes neither",),
     "timm swin": ("a parameter of WindowAttention",),

@@ -376,9 +376,10 @@ class Computation(Column):
         self._not_called = {n: f"{holder} reads its weight without calling it" for n, holder in found.items()}
         self.conversion.left |= self._not_called
         if found:
+            holders = ", ".join(sorted(set(found.values())))
             warnings.warn(
-                f"{self.options.level.name}: {', '.join(as_patterns(list(found)))} stay in half precision: "
-                f"{', '.join(sorted(set(found.values())))} reads their weights without calling the layers.",
+                f"{self.options.level.name}: {len(found)} of the converted layers compute in half precision, as "
+                f"{holders} reads their weights without calling them: {', '.join(as_patterns(list(found)))}.",
                 stacklevel=2,
             )
 

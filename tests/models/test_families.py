@@ -8,8 +8,11 @@ import os
 from functools import cache
 
 import pytest
+import transformers
 from alike import Alike, assert_alike, dealt, fit
+from documents import ROOT
 from families import FAMILIES, TIMM, loss_of, may_stay, rate_of
+from families_page import PAGE, written
 from support import CASES, level_of
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -31,6 +34,14 @@ def in_fp32(name):
 def test_every_level_has_two_families():
     assert min(sum(case == of for name, of in RUNS if name in FAMILIES) for case in CASES) >= 2
     assert len(FAMILIES) >= 30 and len(TIMM) == 10
+
+
+@pytest.mark.skipif(
+    f"transformers=={transformers.__version__}" not in (ROOT / "constraints.txt").read_text(),
+    reason="other releases of transformers have other names",
+)
+def test_the_page_lists_what_is_converted():
+    assert written(PAGE.read_text()) == PAGE.read_text(), "run python -m tests.families_page"
 
 
 @pytest.mark.parametrize(("name", "case"), RUNS)
