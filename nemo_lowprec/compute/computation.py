@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,16 +24,17 @@ from nemo_lowprec.compute.class_swap import revert_layers
 from nemo_lowprec.compute.compiled_ops import make_missing_weights
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.convert import convert_layers, gemm_plans, linear_weights, take_fp32_input_outside_autocast
-from nemo_lowprec.compute.coverage import groups_of
+from nemo_lowprec.compute.coverage import as_patterns, groups_of
 from nemo_lowprec.compute.embedding import convert_embeddings
 from nemo_lowprec.compute.experts.reading import compute_in_half
 from nemo_lowprec.compute.filters import full_name
+from nemo_lowprec.compute.first_step import FirstStep
 from nemo_lowprec.compute.flat_linear import is_flat
 from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.group import LayerGroups
-from nemo_lowprec.compute.half_layers import take_fp32_input
+from nemo_lowprec.compute.half_layers import take_fp32_input, take_fp32_input_in_lstm
 from nemo_lowprec.compute.keeping import find_gated, keep_less, may_keep_less
 from nemo_lowprec.compute.kept import Keeps
 from nemo_lowprec.compute.layers_table import describe_layers
@@ -98,6 +100,8 @@ class Computation(Column):
         self._graphs: BlockGraphs | None = None
         self._filter: SpeedFilter | None = None
         self._joined: LayerGroups | None = None
+        self._first: FirstStep | None = None
+        self._not_called: dict[str, str] = {}
         self._settled = self._waits = self._training = False
         self.when_decided: Callable[[], None] | None = None
 
@@ -162,6 +166,8 @@ class Computation(Column):
             compute_in_half(model)
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
+        if self.device.type == "cpu" and self.half == torch.float16:
+            take_fp32_input_in_lstm(model)
         if self._half_weights:
             take_fp32_input(model, self.device.type == "cpu")
             if self._opens_autocast:
@@ -178,6 +184,9 @@ class Computation(Column):
             if self._waits and self._times() is None and self.own_amaxes.choice is None:
                 # Everything else is converted, on a machine with times later, too.
                 self.own_amaxes.choice = Choice(dict.fromkeys(self.conversion.patches, UNTIMED))
+        if training and self.conversion.doubtful:
+            plans = {plan.name: plan for module in model.modules() for plan in gemm_plans(module).values()}
+            self._first = FirstStep(self.conversion.doubtful, plans)
         self._has_te_layers = te_layers.has_te_layers(model)
         if self._has_te_layers:
             te_layers.empty_extra_state(model)
@@ -258,6 +267,9 @@ class Computation(Column):
             self.conversion.left = {} if choice is None else choice.among(self.conversion.low)
             self._filter.leave(self.conversion.left)
             self._filter.watch(self.is_undecided)
+        if self._first is not None:
+            self._first.watch()
+        self.conversion.left |= self._not_called
         self._part()
         self.own_amaxes.weights.keeps = self._keeps_weights()
         self.own_amaxes.weights.keeps_frozen = self.options.weight_cache is True
@@ -402,8 +414,23 @@ class Computation(Column):
     def after_step(self, skipped: bool | Tensor) -> None:
         for amaxes in self.amaxes:
             amaxes.after_step(skipped)
+        if self._first is not None:
+            self._end_first_step(self._first)
         if self.is_undecided:
             self._decide()
+
+    def _end_first_step(self, first: FirstStep) -> None:
+        """Warn of layers in the table that nobody has called."""
+        self._first, found = None, first.end()
+        self._not_called = {n: f"{holder} reads its weight without calling it" for n, holder in found.items()}
+        self.conversion.left |= self._not_called
+        if found:
+            holders = ", ".join(sorted(set(found.values())))
+            warnings.warn(
+                f"{self.options.level.name}: {len(found)} of the converted layers compute in half precision, as "
+                f"{holders} reads their weights without calling them: {', '.join(as_patterns(list(found)))}.",
+                stacklevel=2,
+            )
 
     def take_back(self) -> None:
         for amaxes in self.amaxes:
@@ -432,7 +459,8 @@ class Computation(Column):
         if self._graphs is not None:
             self._graphs.remove()
         self._part()
-        self._graphs = self._filter = self.when_decided = None
+        self._graphs = self._filter = self._first = self.when_decided = None
+        self._not_called = {}
         self._settled = False
         self._hooks.close()
         if self._model is not None:

@@ -16,7 +16,9 @@ class Conversion:
         low: names of layers whose GEMMs run below 16 bits.
         weights: names of their weights, as in ``named_parameters()``.
         patches: names of layers in ``low`` that are patch embeddings, convolutions whose kernels do not overlap.
-        left: name to reason, for every layer in ``low`` whose GEMMs ``convert="auto"`` runs in half precision.
+        left: name to reason, for every layer in ``low`` whose GEMMs ``convert="auto"`` runs in half precision, or that
+            the first step has not called.
+        doubtful: name to class, for every layer in ``low`` of whose weight that class may read the values itself.
         half: names of linear layers whose GEMMs run in half precision on a backend or with FP32 weight gradients.
         norms: names of converted norms.
         kept: name to reason, for every linear layer and norm that was left alone.
@@ -31,6 +33,7 @@ class Conversion:
     weights: list[str] = field(default_factory=list)
     patches: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    doubtful: dict[str, str] = field(default_factory=dict)
     half: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)

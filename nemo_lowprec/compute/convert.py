@@ -29,13 +29,14 @@ from nemo_lowprec.compute.half_layers import open_autocast
 from nemo_lowprec.compute.half_linear import HalfLinear
 from nemo_lowprec.compute.linear import LowPrecisionConv1D, LowPrecisionLinear
 from nemo_lowprec.compute.logits import give_logits
-from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, projection_weights
+from nemo_lowprec.compute.multihead import FUSED, LowPrecisionMultiheadAttention, has_torchs_forward, projection_weights
 from nemo_lowprec.compute.operands import FEATURE_MULTIPLE, OPERANDS, operand_of
 from nemo_lowprec.compute.patches import LowPrecisionPatches, is_patch_embedding
 from nemo_lowprec.compute.patterns import apply_patterns, candidates, recognise
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm, LowPrecisionRMSNorm
 from nemo_lowprec.compute.patterns.plain_linear import PLAIN, as_linear, computes_linear
 from nemo_lowprec.compute.shared_input import SharedInput
+from nemo_lowprec.compute.unread import doubtful, unread
 from nemo_lowprec.compute.weight_scales import WeightScale
 from nemo_lowprec.compute.weight_state import WeightStates
 from nemo_lowprec.formats import DelayedScaling
@@ -130,8 +131,10 @@ def _call_layers(module: nn.Module) -> None:
     for kind, (name, value) in FUSED.items():
         if isinstance(module, kind) and getattr(module, name, value) != value:
             swap(module, type(module), **{name: value})
-    if type(module) is nn.MultiheadAttention and "forward" not in module.__dict__:
-        swap(module, LowPrecisionMultiheadAttention, gemm_plans={})
+    if has_torchs_forward(module):
+        own = type(module)
+        low = LowPrecisionMultiheadAttention
+        swap(module, low if own is nn.MultiheadAttention else derive(low, own), gemm_plans={})
 
 
 def _linear_weights(name: str, module: nn.Module) -> dict[str, str]:
@@ -197,7 +200,7 @@ def _convert_low(
     recognised = {
         name: recognise(*candidate, refused.get(name) or unlisted.get(name)) for name, candidate in found.items()
     }
-    unread = _unread(model)
+    not_called, unsure = unread(model), doubtful(model)
     routers = {name: model.get_submodule(name) for block in blocks_of(model) for name in block.routers}
 
     chosen: dict[str, tuple[str, nn.Module, str]] = {}
@@ -206,7 +209,7 @@ def _convert_low(
             reason = (
                 (ROUTER if name in routers else None)
                 or refused.get(name)
-                or unread.get(id(module))
+                or not_called.get(id(module))
                 or _linear_obstacle(module, weight)
                 or _size_obstacle(module, weight, recipe)
             )
@@ -235,6 +238,8 @@ def _convert_low(
         plan = GemmPlan(backend, half, recipe, operands, inputs, state, name=item, observers=observers)
         _plan(module, weight, plan)
         result.low.append(item)
+        if id(module) in unsure:
+            result.doubtful[item] = unsure[id(module)]
         result.weights.append(weight_name)
         result.patches += [item] * (item in patches)
     apply_patterns(model, recognised, refused, backend, result)
@@ -244,15 +249,6 @@ def _is_conv1d(module: nn.Module) -> bool:
     # transformers.pytorch_utils.Conv1D, without importing transformers.
     cls = type(module)
     return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-
-
-def _unread(model: nn.Module) -> dict[int, str]:
-    """The reason to leave ``out_proj`` of an attention with a forward of its own alone, by the id of ``out_proj``."""
-    return {
-        id(module.out_proj): f"{type(module).__name__} may read its weight without calling it"
-        for module in model.modules()
-        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, LowPrecisionMultiheadAttention)
-    }
 
 
 def _linear_obstacle(module: nn.Module, own: str) -> str | None:

@@ -126,11 +126,12 @@ def find_heads(model: nn.Module, candidates: dict[str, nn.Module]) -> set[str]:
         if callable(get):
             outputs.update(map(id, unwrapped(get())))
         if isinstance(module, nn.Embedding):
-            embeddings.add(id(module.weight))
+            embeddings.add(id(module._parameters.get("weight", module)))
     return {
         name
         for name, module in candidates.items()
         if plain_name(name).rsplit(".", 1)[-1] in _HEAD_NAMES
         or id(module) in outputs
-        or id(getattr(module, "weight", None)) in embeddings
+        # Not module.weight: a parametrization would compute it, and take a step of spectral_norm's power iteration.
+        or id(module._parameters.get("weight")) in embeddings
     }

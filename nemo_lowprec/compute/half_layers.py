@@ -3,6 +3,8 @@
 On a GPU autocast casts the input of most layers. A CPU has no autocast rule for norms and for ``Bilinear``, and no
 device has a rule for the ``per_sample_weights`` of an ``EmbeddingBag``: these layers get a class that casts.
 
+A CPU's LSTM fails under autocast to FP16 with FP32 input, whatever its weights are: it gets its input in FP16.
+
 Outside of a step autocast is off: a callback that calls the model, or a part of it, would pass FP32 input to half
 weights. Modules with parameters of their own open autocast then, by hooks.
 """
@@ -21,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from nemo_lowprec.compat.compiler import outside_graphs
 from nemo_lowprec.compat.tensors import tree_leaves, tree_map
-from nemo_lowprec.compute.class_swap import swap
+from nemo_lowprec.compute.class_swap import derive, swap
 
 
 def _fit(weight: Tensor | None, bias: Tensor | None, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -57,6 +59,18 @@ class HalfEmbeddingBag(nn.EmbeddingBag):
         return super().forward(input, offsets, per_sample_weights)
 
 
+class Fp16LSTM(nn.LSTM):
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
+            input, hx = tree_map(_to_fp16, (input, hx))
+        return super().forward(input, hx)
+
+
+def _to_fp16(leaf: Any) -> Any:
+    narrow = isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return leaf.to(torch.float16) if narrow else leaf
+
+
 _CASTING: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: HalfLayerNorm,
     nn.GroupNorm: HalfGroupNorm,
@@ -67,10 +81,21 @@ _CASTING: dict[type[nn.Module], type[nn.Module]] = {
 
 def take_fp32_input(model: nn.Module, on_cpu: bool) -> None:
     """Let unconverted layers of ``model`` with half weights take FP32 input."""
+    for own, cls in _CASTING.items() if on_cpu else ((nn.EmbeddingBag, HalfEmbeddingBag),):
+        _swap_all(model, own, cls)
+
+
+def _swap_all(model: nn.Module, own: type[nn.Module], cls: type[nn.Module]) -> None:
+    """Give the modules of the class ``own``, and of subclasses with its forward, the class ``cls`` derived from it."""
     for module in model.modules():
-        cls = _CASTING.get(type(module))
-        if cls is not None and (on_cpu or cls is HalfEmbeddingBag) and "forward" not in module.__dict__:
-            swap(module, cls)
+        kind: Any = type(module)
+        if isinstance(module, own) and kind.forward is own.forward and "forward" not in module.__dict__:
+            swap(module, cls if kind is own else derive(cls, kind))
+
+
+def take_fp32_input_in_lstm(model: nn.Module) -> None:
+    """Let the LSTMs of ``model``, which runs on a CPU, take FP32 input under autocast to FP16."""
+    _swap_all(model, nn.LSTM, Fp16LSTM)
 
 
 class _Opened(local):

@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from nemo_lowprec.compute.compiled import has_own_weight, read_parameter
 from nemo_lowprec.compute.gemm_plan import GemmPlan
@@ -28,7 +29,20 @@ FUSED: dict[type[nn.Module], tuple[str, Any]] = {
 
 def projection_weights(module: nn.MultiheadAttention) -> list[str]:
     """Names of the weights of the input projections of ``module``: one of three, or where kdim or vdim differ three."""
-    return ["in_proj_weight"] if module.in_proj_weight is not None else [f"{x}_proj_weight" for x in "qkv"]
+    parts = module._parameters.get("q_proj_weight") is not None
+    return [f"{x}_proj_weight" for x in "qkv"] if parts else ["in_proj_weight"]
+
+
+def has_torchs_forward(module: nn.Module) -> bool:
+    """Whether ``module`` is an ``nn.MultiheadAttention``, maybe of a subclass, that computes by torch's forward."""
+    own: Any = type(module)
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and not isinstance(module, LowPrecisionMultiheadAttention)
+        and "forward" not in module.__dict__
+        and not is_parametrized(module)
+        and (own.forward, own.merge_masks) == (nn.MultiheadAttention.forward, nn.MultiheadAttention.merge_masks)
+    )
 
 
 class LowPrecisionMultiheadAttention(nn.MultiheadAttention):

@@ -28,12 +28,12 @@ def may_write(cls: Any, name: str) -> bool:
     bases = [each for each in cls.__mro__ if each is not object and not each.__module__.startswith(_KNOWN)]
     return any(
         methods is None or any(_Code(_globals_of(base), method, cls, name).writes() for method in methods)
-        for base, methods in ((base, _methods(base)) for base in bases)
+        for base, methods in ((base, methods_in_passes(base)) for base in bases)
     )
 
 
 @functools.cache
-def _methods(cls: Any) -> list[ast.AST] | None:
+def methods_in_passes(cls: Any) -> list[ast.AST] | None:
     """The methods of ``cls`` itself that may run in a pass; None without a source."""
     if not any(inspect.isfunction(each) for each in vars(cls).values()):
         return []

@@ -12,6 +12,7 @@ from nemo_lowprec.weights.averaging import average_masters, averages_in
 from nemo_lowprec.weights.chosen import ChosenParams
 from nemo_lowprec.weights.frozen import FrozenInFp8
 from nemo_lowprec.weights.memory import check_memory
+from nemo_lowprec.weights.recurrent import flatten_recurrent
 from nemo_lowprec.weights.saved_form import cover_new_modules, install_hooks, remove_hooks
 from nemo_lowprec.weights.store import WeightStore
 from nemo_lowprec.weights.widened import Widened
@@ -84,6 +85,7 @@ class HalfStore(WeightStore):
             self._give_back(param, replaced)
         self._frozen_fp8.remove(self.model, replaced)
         self._widened.remove()
+        flatten_recurrent(self.model)
         for _, param in self._frozen.of(self.model):
             self._came_as.discard(param)
         self._follow(replaced)

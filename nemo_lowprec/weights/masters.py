@@ -32,6 +32,7 @@ from nemo_lowprec.weights.fp32_modules import needs_fp32
 from nemo_lowprec.weights.frozen import FrozenInFp8, is_frozen_fp8
 from nemo_lowprec.weights.half import FLOATS, HalfStore, is_lazy
 from nemo_lowprec.weights.places import Places
+from nemo_lowprec.weights.recurrent import flatten_recurrent
 from nemo_lowprec.weights.saved_form import MASTER, master_of, with_masters
 from nemo_lowprec.weights.swap import swap, swap_or_replace
 from nemo_lowprec.weights.widened import note_original_dtype, to_original_dtype
@@ -134,6 +135,7 @@ class MasterWeights(HalfStore):
         for param, master in with_masters(map(self.model.get_parameter, self._fp8())):
             if not isinstance(param, Fp8Weight):
                 self._to_fp8(param, master)
+        flatten_recurrent(self.model)
         for param, master in with_masters(self.model.parameters()):
             if param.requires_grad and master.device != param.device:
                 master.data = master.data.to(param.device)

@@ -330,6 +330,35 @@ class Own(nn.MultiheadAttention):
         return out * 2, weights
 
 
+class BatchFirst(nn.MultiheadAttention):
+    """Has torch's forward."""
+
+    def __init__(self):
+        super().__init__(SIZE, HEADS, batch_first=True)
+
+
+def test_an_attention_of_a_subclass_with_torchs_forward_is_converted():
+    torch.manual_seed(0)
+    model, x = BatchFirst(), randn(BATCH, QUERIES, SIZE)
+    want = model(x, x, x)[0]
+    assert convert(model).low == ["in_proj_weight", "out_proj"]
+    assert isinstance(model, BatchFirst) and isinstance(model, LowPrecisionMultiheadAttention)
+    got = model(x, x, x)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x, x, x)[0], got)
+    revert_layers(model)
+    assert type(model) is BatchFirst and torch.equal(model(x, x, x)[0], want)
+
+
+def test_an_attention_whose_weight_is_computed_is_left_alone():
+    model, x = attention(), randn(BATCH, QUERIES, SIZE)
+    nn.utils.parametrizations.spectral_norm(model, "in_proj_weight")
+    before = [buffer.clone() for buffer in model.buffers()]
+    assert not convert(model).low
+    assert all(map(torch.equal, model.buffers(), before))
+    assert torch.isfinite(model(x, x, x)[0]).all()
+
+
 def test_an_attention_with_a_forward_of_its_own_is_left_alone_with_its_out_proj():
     model = nn.ModuleDict({"own": Own(SIZE, HEADS, batch_first=True), "plain": attention()})
     x = randn(BATCH, QUERIES, SIZE)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from support import CASES, Net, Samples, loader, plugin, train
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import nemo_lowprec
 
@@ -51,6 +51,51 @@ def test_fit_and_validation(case, kind):
         train(model, precision, data=(loader(), loader()), max_steps=4, max_epochs=-1, val_check_interval=2)
     assert models[0].losses == pytest.approx(models[1].losses, rel=0.03)
     assert F.cosine_similarity(*(updates(m, start) for m in models), dim=0) > 0.7
+
+
+class Counting(nn.Module):
+    """A parametrization with a state, as spectral_norm has one: counts how often the weight is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight):
+        self.count += 1
+        return weight * 1.0
+
+
+class Everywhere(Net):
+    """Computed weights of layers of all kinds, each in a layer that takes [batch, 32]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.attention = nn.Embedding(4, 32), nn.MultiheadAttention(32, 4)
+        self.layers = nn.ModuleList([nn.Linear(32, 32), nn.LayerNorm(32), nn.RMSNorm(32)])
+        self.counts = {}
+        names = [(self.table, "weight"), (self.attention, "in_proj_weight"), *((m, "weight") for m in self.layers)]
+        for module, name in names:
+            self.counts[type(module).__name__] = counting = Counting()
+            parametrize.register_parametrization(module, name, counting)
+            counting.count = 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        x = x + self.table.weight.sum(0)
+        return super().forward(self.attention(x, x, x)[0])
+
+
+def counts_of(case):
+    model = Everywhere()
+    train(model, case, data=(loader(), loader()), max_steps=4)
+    return {name: counting.count for name, counting in model.counts.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_but_the_model_computes_a_weight(case):
+    assert counts_of(case) == counts_of(None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

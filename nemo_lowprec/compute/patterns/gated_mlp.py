@@ -176,6 +176,8 @@ def _roles(module: nn.Module) -> list[str]:
         return []
     if any(child._parameters or child._buffers or child._modules for child in others):
         return []
+    if {name[0] for name in linears} == set("qkv"):  # of an attention, which the table should not call an MLP
+        return []
     found = []
     for down, layer in linears.items():
         front = [child for name, child in linears.items() if name != down]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from nemo_lowprec.compute.autocast import AutocastOff, autocast_off
 from nemo_lowprec.compute.backends.base import Backend, NormKind, plain_norm
@@ -75,6 +76,8 @@ class Norms(Pattern):
         return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or cls.__name__.lower().endswith(("layernorm", "rmsnorm"))
 
     def recognise(self, module: nn.Module) -> Match | str:
+        if is_parametrized(module):  # to read the weight would compute it
+            return "its weight is computed (weight_norm or another parametrization)"
         for param in (getattr(module, "weight", None), getattr(module, "bias", None)):
             if isinstance(param, Tensor) and (obstacle := dtype_obstacle(param)):
                 return obstacle
