@@ -38,8 +38,8 @@ E5M2 = FloatFormat("e5m2", torch.float8_e5m2, 57344.0)
 # Numbers that are not negative: FP16 without its sign and its last seven bits. It has E4M3's precision over 33 binades,
 # where E4M3 has 18: the square of a gradient spans twice as many as the gradient.
 E5M3 = FloatFormat("e5m3", torch.uint8, 61440.0)
-# Sign and magnitude, in 32 equal steps below 1 and in steps of a 32nd of each power of two above. A block's errors are a
-# quarter of E4M3's. Of Muon's momentum that matters: Newton–Schulz enlarges errors in directions where a matrix is small.
+# Sign and magnitude, in 32 equal steps below 1 and in steps of a 32nd of each power of two above. Errors are a quarter
+# of E4M3's. In Muon's momentum that matters: Newton–Schulz enlarges errors in directions where a matrix is small.
 E2M5 = FloatFormat("e2m5", torch.int8, 7.875)
 _NAN_E5M3, _NAN_E2M5 = 0xFC, -128
 _ONE = 127 << 5  # an FP32 one without its last 18 bits
