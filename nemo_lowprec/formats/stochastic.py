@@ -44,7 +44,7 @@ def rounding_rule(dtype: torch.dtype) -> tuple[int, float]:
     """(mantissa bits that FP32 has more, smallest normal number or 0 where it is FP32's) of a low-bit float."""
     return {
         torch.float16: (13, 2.0**-14), torch.bfloat16: (16, 0.0), torch.float8_e4m3fn: (20, 2.0**-6),
-        torch.uint8: (20, 2.0**-14),  # E5M3
+        torch.uint8: (20, 2.0**-14), torch.int8: (18, 1.0),  # E5M3, E2M5
     }[dtype]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.uint8: tl.uint8,  # E5M3
+    torch.int8: tl.int8,  # E2M5
 }
 
 

@@ -129,6 +129,11 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
     if tl.uint8 == dtype:
         x = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int16) << 7
         x = x.to(tl.float16, bitcast=True).to(tl.float32)
+    elif tl.int8 == dtype:
+        code = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int32)
+        size = tl.abs(code)
+        x = tl.where(size < 32, size.to(tl.float32) * 0.03125, ((size + 4032) << 18).to(tl.float32, bitcast=True))
+        x = tl.where(code == -128, float("nan"), tl.where(code < 0, -x, x))
     else:
         x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
     if BLOCKED:
@@ -139,7 +144,7 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 @triton.jit
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
-    """Store a tile as HOW says (see above); returns the stored elements' values, but of E5M3."""
+    """Store a tile as HOW says (see above); returns the stored elements' values, but of E5M3 and E2M5."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     TOP: tl.constexpr = HOW[0]
     MANTISSA: tl.constexpr = HOW[1]
@@ -161,6 +166,13 @@ def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, bloc
         bits = scaled.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         bits = (bits + 0x3F + ((bits >> 7) & 1)) >> 7
         tl.store(place[0] + offset, tl.where(scaled == scaled, bits, 0xFC).to(tl.uint8), mask=inside)
+        values = scaled
+    elif tl.int8 == dtype:
+        small = tl.abs(scaled) < 1.0
+        bits = (tl.abs(scaled) + tl.where(small, 1.0, 0.0)).to(tl.int32, bitcast=True)
+        size = ((bits + 0x1FFFF + ((bits >> 18) & 1)) >> 18) - 4064 + tl.where(small, 0, 32)
+        code = tl.where(scaled < 0.0, -size, size)
+        tl.store(place[0] + offset, tl.where(scaled == scaled, code, -128).to(tl.int8), mask=inside)
         values = scaled
     else:
         stored = scaled.to(dtype)

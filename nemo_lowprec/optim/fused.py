@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import exponent_rule
-from nemo_lowprec.formats.floats import E5M3
+from nemo_lowprec.formats.floats import E2M5, E5M3
 from nemo_lowprec.formats.stochastic import mix, rounding_rule
 from nemo_lowprec.kernels.multi_tensor import PointerTable, TileTable
 from nemo_lowprec.optim.reference import STREAMS, StepInputs, Update, step_by_reference
@@ -160,7 +160,7 @@ class FusedStep:
 
 
 _LARGE = (0, 2, 5, 7, 9)  # columns of elements, which kernels read 16 bytes at a time
-_BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M3, FP16)}
+_BLOCK_FORMATS = {fmt.dtype: fmt for fmt in (E4M3, E5M3, E2M5, FP16)}
 
 
 def _how(dtype: torch.dtype, stochastic: bool, positive: bool = False) -> tuple[int, int, int, float, float]:

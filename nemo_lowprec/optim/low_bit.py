@@ -43,6 +43,10 @@ class LowBitStates(Optimizer):
         """The names of the states that a parameter of ``group`` has beside ``step``, in the order of ``Update``."""
         raise NotImplementedError
 
+    def stored_as(self, name: str) -> str:
+        """The name by which ``storage`` chooses the form of the state ``name``."""
+        return name
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """For GradScaler, which then hands its scale and found_inf over, without a host sync."""
@@ -181,7 +185,8 @@ class LowBitStates(Optimizer):
             return
         state["step"] = _scalar(0.0, param)
         for name in names:
-            state[name] = as_dtensor_like(zeros(local_shard(param), name, self.formats.of(name, param)), param)
+            made = zeros(local_shard(param), self.stored_as(name), self.formats.of(name, param))
+            state[name] = as_dtensor_like(made, param)
 
     def _renew_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make the master from the weight where there is none, or where others than this optimizer wrote the weight."""
@@ -197,7 +202,7 @@ class LowBitStates(Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's state dict with plain tensors of exactly the states' values; torch's optimizer of the kind loads it."""
+        """torch's state dict with plain tensors of exactly the states' values, which torch's optimizers load, too."""
         saved = super().state_dict()
         state = {
             key: {k: portable(v) if isinstance(v, Tensor) else v for k, v in values.items()}
@@ -254,7 +259,7 @@ class LowBitStates(Optimizer):
             return _scalar(float(value), param)
         if name in MOMENTS:
             mine = local_shard(value).to(param.device)
-            return as_dtensor_like(store(mine, name, self.formats.of(name, param)), param)
+            return as_dtensor_like(store(mine, self.stored_as(name), self.formats.of(name, param)), param)
         if name == _MASTER:
             return store(value.to(param.device), _MASTER, self.formats.of(_MASTER, param))
         return value.to(param.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_lowprec.optim.low_bit import LowBitStates
 from nemo_lowprec.optim.newton_schulz import orthogonalize_, rate_factor
 from nemo_lowprec.optim.reference import Rule, StepInputs, Update
-from nemo_lowprec.optim.storage import StateFormat, StateFormats
+from nemo_lowprec.optim.storage import MUON, StateFormat, StateFormats
 from nemo_lowprec.optim.whole_matrices import WholeMatrices, exchange_group
 
 _ELEMENTS = 2**27  # of the matrices that are between the two halves of a step at a time, 2 bytes each
@@ -36,6 +36,9 @@ class MuonStates(LowBitStates):
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if is_muon(group) else ("exp_avg", "exp_avg_sq")
+
+    def stored_as(self, name: str) -> str:
+        return MUON if name == "momentum_buffer" else name
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats import E4M3, FP16
 from nemo_lowprec.formats.block_scale_128 import quantize_rows
-from nemo_lowprec.formats.floats import E5M3, FloatFormat
+from nemo_lowprec.formats.floats import E2M5, E5M3, FloatFormat
 from nemo_lowprec.formats.stochastic import round_stochastic
 from nemo_lowprec.tensors import BlockScaledTensor
 from nemo_lowprec.tensors.block_scaled_tensor import quantize_blocks_of_rows
@@ -25,6 +25,8 @@ from nemo_lowprec.tensors.marks import is_matrix
 
 StateFormat = Literal["fp32", "bf16", "fp16", "fp8"]
 _FORMATS = get_args(StateFormat)
+MUON = "muon's momentum_buffer"  # which is stored in another form than SGD's
+_IN_8_BITS = {"exp_avg_sq": E5M3, MUON: E2M5}
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # names of states; the last is SGD's and Muon's first moment
 _PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,7 +40,8 @@ class StateFormats:
 
     Attributes:
         exp_avg, exp_avg_sq: ``fp32``, ``bf16``, ``fp16`` or ``fp8`` (the last two in blocks of 128 elements). The
-            first also holds for ``momentum_buffer``. The second moment's ``fp8`` is E5M3, every other one E4M3.
+            first also holds for ``momentum_buffer``. The second moment's ``fp8`` is E5M3, that of
+            Muon's momentum E2M5, every other one E4M3.
         master_weight: ``fp32``, ``fp16`` (in blocks) or None, for parameters below FP32.
         stochastic_rounding: whether the master (or the parameter without one) is rounded so, if it is 16-bit.
         seed: of stochastic rounding, also of the moments' (see ``stands_still``).
@@ -73,13 +76,14 @@ class StateFormats:
 
 def stands_still(beta: float, dtype: torch.dtype) -> bool:
     """Whether a moment of this beta and dtype would never decay if it were rounded to nearest."""
-    eps = 0.125 if dtype == torch.uint8 else torch.finfo(dtype).eps
+    own = {torch.uint8: 2.0**-3, torch.int8: 2.0**-5}
+    eps = own.get(dtype) or torch.finfo(dtype).eps
     return dtype != torch.float32 and 1 - beta < eps / 2
 
 
 def _blocks_of(name: str, fmt: StateFormat) -> FloatFormat | None:
     """The format of the blocks of a state or master; None where it is stored plainly."""
-    return {"fp16": FP16, "fp8": E5M3 if name == "exp_avg_sq" else E4M3}.get(fmt)
+    return {"fp16": FP16, "fp8": _IN_8_BITS.get(name, E4M3)}.get(fmt)
 
 
 def store(values: Tensor, name: str, fmt: StateFormat) -> Tensor:

@@ -14,7 +14,7 @@ from nemo_lowprec.tensors.dtensor import local_shard
 
 _NAMES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8",
-    torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8",  # E5M3
+    torch.float4_e2m1fn_x2: "fp4", torch.uint8: "fp8", torch.int8: "fp8",  # E5M3, E2M5
 }  # fmt: skip
 
 

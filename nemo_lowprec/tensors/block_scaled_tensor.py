@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.formats.block_scale_128 import UNIT, block_grid, dequantize_rows, quantize_rows
-from nemo_lowprec.formats.floats import E5M3, FloatFormat
+from nemo_lowprec.formats.floats import E4M3, FP16, FloatFormat
 from nemo_lowprec.kernels.loader import block_kernels
 from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor
 
 
 class BlockScaledTensor(QuantizedTensor):
-    """Storage in E4M3, E5M3 or FP16, one exponent a block, that reads as FP32."""
+    """Storage in E4M3, E5M3, E2M5 or FP16, one exponent a block, that reads as FP32."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("data_blocks", "exponent")
     SETTINGS: ClassVar[tuple[str, ...]] = ("fmt",)
@@ -57,7 +57,7 @@ class BlockScaledTensor(QuantizedTensor):
 
 def quantize_blocks_of_rows(values: Tensor, fmt: FloatFormat, positive: bool = False) -> tuple[Tensor, Tensor]:
     """``quantize_rows`` to nearest, by the fused kernel where there is one."""
-    kernels = block_kernels() if values.is_cuda and fmt != E5M3 else None
+    kernels = block_kernels() if values.is_cuda and fmt in (E4M3, FP16) else None
     if kernels is None:
         return quantize_rows(values, fmt, positive=positive)
     data, exponent, _ = kernels.quantize(values, fmt, positive)

@@ -1,9 +1,9 @@
-"""E5M3: eight bits of a number that is not negative."""
+"""E5M3, eight bits of a number that is not negative, and E2M5."""
 
 import torch
 
 from nemo_lowprec.formats.block_scale_128 import dequantize_rows, quantize_rows
-from nemo_lowprec.formats.floats import E5M3, decode, encode
+from nemo_lowprec.formats.floats import E2M5, E4M3, E5M3, decode, encode
 from nemo_lowprec.formats.stochastic import round_stochastic
 
 CODES = torch.arange(0xF8, dtype=torch.uint8)  # all finite numbers
@@ -45,3 +45,34 @@ def test_blocks_span_34_binades_and_keep_every_positive_number():
     back = dequantize_rows(data, exponent)
     assert torch.equal(back[0, :33], values[0, :33]) and (back > 0).all()
     assert data.dtype == torch.uint8 and data.is_contiguous()
+
+
+SIGNED = torch.arange(-127, 128, dtype=torch.int8)  # all numbers of E2M5
+
+
+def test_every_code_of_e2m5_is_a_number_and_comes_back():
+    values = decode(SIGNED)
+    assert torch.equal(values, -values.flip(0)) and values[-1] == E2M5.max and values[128] == E2M5.smallest
+    assert (values.diff() > 0).all() and torch.equal(encode(values, torch.int8), SIGNED)
+    positive = values[127:]
+    steps = torch.cat([torch.full((64,), 1 / 32), torch.full((32,), 1 / 16), torch.full((31,), 1 / 8)])
+    assert torch.equal(positive.diff(), steps)
+    nan = encode(torch.tensor([float("nan")]), torch.int8)
+    assert nan.item() == -128 and decode(nan).isnan().all()
+
+
+def test_e2m5_rounds_to_nearest_even_and_stochastically():
+    values = decode(SIGNED)
+    middle = (values[:-1] + values[1:]) / 2
+    even = torch.where(SIGNED[:-1] % 2 == 0, SIGNED[:-1], SIGNED[1:])
+    assert torch.equal(encode(middle, torch.int8), even)
+    some = torch.tensor([0.37, -0.011, -3.3, 7.8]).repeat_interleave(1 << 14)
+    rounded = decode(round_stochastic(some, torch.int8, 5)).view(4, -1)
+    assert (rounded.mean(1) - some.view(4, -1)[:, 0]).abs().max() < 2e-3
+    assert all(len(row.unique()) == 2 for row in rounded)
+
+
+def test_a_block_in_e2m5_is_four_times_as_exact_as_in_e4m3():
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    error = {fmt.name: (dequantize_rows(*quantize_rows(values, fmt)) - values).norm() for fmt in (E2M5, E4M3)}
+    assert error["e2m5"] < 0.4 * error["e4m3"]

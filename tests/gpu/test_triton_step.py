@@ -740,3 +740,14 @@ def test_muon_steps_as_torchs():
         torchs.step()
     for p, q in zip(params, twins, strict=True):
         assert (p - q).abs().max() <= 3 * 2e-2 * 2.0**-6
+
+
+@pytest.mark.parametrize("grad", ["fp8", torch.float32], ids=str)
+def test_states_of_eight_bits_keep_what_is_not_finite(monkeypatch, grad):
+    """E5M3 and E2M5 have a code for NaN; a matrix with one is NaN as a whole after Newton–Schulz."""
+    ours = compare(exp_avg_sq_dtype="fp8", grad=grad, bad_at=1)
+    assert read(ours.state[params_of(ours)[0]]["exp_avg_sq"]).isnan().any()
+    ours = compare_rule(lambda: make_muon(torch.float16, "fp8"), monkeypatch, grad, bad_at=1)
+    param = params_of(ours)[0]
+    kept = read(ours.state[param]["momentum_buffer"])
+    assert kept.isnan().any() and not kept.isnan().all() and param.isnan().all()
