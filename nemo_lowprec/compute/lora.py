@@ -68,7 +68,13 @@ def _only_adapter(layer: Any) -> str | None:
     if name not in layer.lora_B:
         return None
     second = layer.lora_B[name]
-    if second.bias is not None or any(all_hooks(second)) or is_sharded(second.weight):
+    hooked = any(all_hooks(second)) or any(all_hooks(layer.base_layer))  # a hook may keep an output
+    if (
+        hooked
+        or second.bias is not None
+        or is_sharded(second.weight)
+        or not isinstance(layer.scaling[name], int | float)
+    ):
         return None
     return name
 
