@@ -69,14 +69,8 @@ def _only_adapter(layer: Any) -> str | None:
         return None
     second = layer.lora_B[name]
     hooked = any(all_hooks(second)) or any(all_hooks(layer.base_layer))  # a hook may keep an output
-    if (
-        hooked
-        or second.bias is not None
-        or is_sharded(second.weight)
-        or not isinstance(layer.scaling[name], int | float)
-    ):
-        return None
-    return name
+    plain = second.bias is None and isinstance(layer.scaling[name], int | float) and not is_sharded(second.weight)
+    return name if plain and not hooked else None
 
 
 class _Add(torch.autograd.Function):
