@@ -68,9 +68,9 @@ def _only_adapter(layer: Any) -> str | None:
     if name not in layer.lora_B:
         return None
     second = layer.lora_B[name]
-    if second.bias is not None or any(all_hooks(second)) or is_sharded(second.weight):
-        return None
-    return name
+    hooked = any(all_hooks(second)) or any(all_hooks(layer.base_layer))  # a hook may keep an output
+    plain = second.bias is None and isinstance(layer.scaling[name], int | float) and not is_sharded(second.weight)
+    return name if plain and not hooked else None
 
 
 class _Add(torch.autograd.Function):

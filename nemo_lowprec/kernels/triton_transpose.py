@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.memory import new
 
-_TILE = {"BM": 64, "BN": 128}
+_TILE = {"BM": 128, "BN": 128}  # lines of 128 bytes on both sides
 
 
 @triton.jit

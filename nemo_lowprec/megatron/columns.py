@@ -42,7 +42,7 @@ def convert(module: nn.Module, settings: MegatronSettings, device: torch.device,
     fp32_wgrad = level.has_half_weights and level.weight_grad == "fp32"
     # Amaxes of weights are computed when the layers run: after a step Megatron may still be gathering the weights.
     amaxes = new_amaxes(options.recipe, renews=False)
-    options = replace(options, graphs=False)  # ``resolve`` has refused True
+    options = replace(options, graphs=False, frozen="half")  # ``resolve`` has refused other choices
     computation = Computation(options, DTYPES[level.autocast], amaxes, fp32_wgrad=fp32_wgrad, observers=observers)
     computation.check(module, device, training=True)
     revert_layers(module)  # an earlier fit or evaluation of the same Trainer has converted them

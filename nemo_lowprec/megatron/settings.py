@@ -85,6 +85,10 @@ def resolve(options: Options, own_layers: bool = False) -> MegatronSettings:
             f"{level.name} keeps FP16 weights, and Megatron-core computes in its weights' format: with a loss scale. "
             f"Use {level.name}(half='fp16'), or strategy='lowprec_sharded'."
         )
+    if options.frozen == "fp8":
+        raise ValueError(
+            "frozen='fp8': Megatron-core's frozen weights are stored as its trained ones are. Leave it out."
+        )
     if options.graphs is True:
         raise ValueError(
             "graphs=True: no block is captured under Megatron-core. Leave it out; Megatron-core's own graphs are "
@@ -180,10 +184,6 @@ def _check_layers(options: Options) -> None:
         raise ValueError(
             f"weight_cache={options.weight_cache}: Transformer Engine's layers keep their quantized weights within a "
             "step. Leave it out."
-        )
-    if options.frozen == "fp8":
-        raise ValueError(
-            "frozen='fp8': Megatron-core's frozen weights are stored as its trained ones are. Leave it out."
         )
     if recipe.interval != 1:
         raise ValueError(

@@ -112,7 +112,16 @@ def run_hooked(model, run):
     return run()
 
 
-@pytest.mark.parametrize("how", [run_disabled, run_merged, run_two, run_hooked])
+def run_kept(model, run):
+    outs = []
+    for layer in layers(model):
+        layer.base_layer.register_forward_hook(lambda module, args, out: outs.append((out, out._version)))
+    logits = run()
+    assert outs and all(out._version == version for out, version in outs)
+    return logits
+
+
+@pytest.mark.parametrize("how", [run_disabled, run_merged, run_two, run_hooked, run_kept])
 def test_what_is_not_plain_lora_is_computed_by_peft(how, calls):
     engine, model = start("bf16_with_fp8_mixed")
 

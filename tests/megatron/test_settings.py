@@ -211,12 +211,14 @@ REFUSED = [
     ("te_fp8", HALF_LAYERS, "te_fp8 scales by amaxes.*Use bf16_with_fp8_current_scaling_mixed, or leave num_layers"),
     ("te_fp8", {"weight_cache": False}, "weight_cache=False: Transformer Engine's layers.*Leave it out"),
     ("bf16_mixed", {"graphs": True}, "graphs=True: no block is captured under Megatron-core. Leave it out"),
+    ("te_fp8", {"frozen": "fp8"}, "frozen='fp8': Megatron-core's frozen weights are stored as its.*Leave it out"),
     ("bf16_with_nvfp4_mixed", HALF_LAYERS, "not at bf16_with_nvfp4_mixed. Leave num_layers_at_start_in_half"),
 ]
 REFUSED_OF_OWN_LAYERS = [
     ("msamp_o2", {}, "Use msamp_o2.half='fp16'."),
     ("msamp_o3+fp16", {}, "msamp_o3 stores weights in FP8.*Use msamp_o2, a GPTModel, or strategy='lowprec_sharded'"),
     ("te_fp8", {"graphs": True}, "graphs=True: no block is captured under Megatron-core. Leave it out"),
+    ("msamp_o2+fp16", {"frozen": "fp8"}, "frozen='fp8': Megatron-core's frozen weights are stored as its.*Leave it"),
     ("bf16_with_fp8_mixed", {"fp8_params": True}, "Use bf16_with_fp8_mixed without fp8_params, a GPTModel, or"),
 ]
 
