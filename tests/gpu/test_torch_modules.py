@@ -13,14 +13,14 @@ from tests.gpu.test_families import runs_here
 from tests.plugins import test_gan
 from tests.plugins.test_torch_modules import check_dit, check_table
 from tests.support import CASES, HALF_LEVELS, level_of
-from tests.torch_modules import KINDS, DiT, batch, classifier, loss_of
+from tests.torch_modules import KINDS, DiT, batch, classifier, loss_of, rate_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 @cache
 def in_fp32(kind):
-    return fit(Alike(DiT if kind == "DiT" else classifier(kind), loss_of, 1e-2), None, batch(), "gpu")
+    return fit(Alike(DiT if kind == "DiT" else classifier(kind), loss_of, rate_of(kind)), None, batch(), "gpu")
 
 
 @pytest.mark.parametrize("case", CASES)

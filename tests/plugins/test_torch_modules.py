@@ -6,12 +6,12 @@ import pytest
 from alike import Alike, assert_alike, dealt, fit
 from support import CASES, level_of
 from torch import nn
-from torch_modules import KINDS, DiT, batch, classifier, loss_of
+from torch_modules import KINDS, DiT, batch, classifier, loss_of, rate_of
 
 
 @cache
 def in_fp32(kind):
-    return fit(Alike(DiT if kind == "DiT" else classifier(kind), loss_of, 1e-2), None, batch())
+    return fit(Alike(DiT if kind == "DiT" else classifier(kind), loss_of, rate_of(kind)), None, batch())
 
 
 LEFT = {
