@@ -11,10 +11,10 @@ def test_every_contestant_steps_with_its_formats(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.optimizer_step.STEPS", 1)
     monkeypatch.setattr("benchmarks.optimizer_step.WARMUP", 1)
     path = tmp_path / "muon.jsonl"
-    muon.measure_time(Record(path), shapes(1, 64, 64), 1)
+    muon.measure_time(Record(path), shapes(1, 32, 16), 1)
     found = {f["name"]: f["state_bytes_per_param"] for f in read(path)[1]}
     assert list(found) == list(muon.contestants())
-    assert all(size < 3 if "O2" in name else size >= 4 for name, size in found.items())
+    assert all(size < 3.5 if "O2" in name else size >= 4 for name, size in found.items())
 
 
 def test_torchs_two_optimizers_share_the_parameters():
