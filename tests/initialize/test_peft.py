@@ -23,8 +23,7 @@ def assert_stored(model):
     assert all(isinstance(layer.weight, Fp8Weight) and layer.weight.is_frozen for layer in base_layers(model).values())
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "method"), zip(LEVELS, ["lora", "dora", "lora"], strict=True))
 def test_a_loop_of_ones_own(level, method):
     model, optimizer = prepared(level, method)
     losses = []

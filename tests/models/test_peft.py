@@ -64,8 +64,7 @@ def plain(tmp_path_factory):
     return loss_of(llama().state_dict()), loss_of(trained(None, tmp_path_factory.mktemp("plain"))[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), zip(CASES, [torch.float32, torch.bfloat16] * len(CASES), strict=False))
 def test_a_merged_adapter_is_what_is_saved_and_given_back(tmp_path, plain, case, dtype):
     base, want = plain
     assert base - want > 0.5

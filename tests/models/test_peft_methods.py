@@ -10,8 +10,7 @@ from nemo_lowprec.plugins import LEVELS
 ONE = TOKENS[:1].repeat(STEPS, 1, 1)  # one batch, whose loss falls step by step
 CASES = [
     *((method, level) for method in ("lora", "dora") for level in LEVELS),
-    *((method, "bf16_with_fp8_mixed") for method in METHODS if method not in ("lora", "dora")),
-    *((method, "msamp_o2") for method in METHODS if method not in ("lora", "dora")),
+    *zip(("whole head", "adalora", "ia3", "prompt", "prefix"), ["bf16_with_fp8_mixed", "msamp_o2"] * 3, strict=False),
 ]
 
 

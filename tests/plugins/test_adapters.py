@@ -23,8 +23,7 @@ def fit(module, case, *callbacks, ckpt=None, steps=6, **options):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), zip(CASES, [torch.float32, torch.bfloat16] * 3, strict=False))
 def test_a_run_is_resumed_bit_for_bit(case, dtype, tmp_path):
     whole, first, second = (Adapted("dora", dtype) for _ in range(3))
     fit(whole, case)
