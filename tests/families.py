@@ -190,8 +190,13 @@ def _timm(name: str, **own: Any) -> Callable[[], nn.Module]:
     return make
 
 
-_SQUARES: dict[str, Any] = {"img_size": _IMAGE, "embed_dim": _WIDTH}
-_BLOCKS = _SQUARES | {"patch_size": 8, "depth": _LAYERS, "num_heads": _HEADS}
+_BLOCKS: dict[str, Any] = {
+    "img_size": _IMAGE,
+    "embed_dim": _WIDTH,
+    "patch_size": 8,
+    "depth": _LAYERS,
+    "num_heads": _HEADS,
+}
 
 # Need torchvision, whose package on PyPI does not load beside torch without CUDA.
 TIMM: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
@@ -201,7 +206,7 @@ TIMM: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "timm eva02": (_timm("eva02_base_patch14_224", **_BLOCKS), images),
     "timm swin": (_timm("swin_tiny_patch4_window7_224", img_size=_IMAGE, patch_size=4, embed_dim=32, depths=(2, 2),
                         num_heads=(2, 4), window_size=4, drop_path_rate=0.0), images),
-    "timm mixer": (_timm("mixer_b16_224", **_SQUARES, num_blocks=_LAYERS), images),
+    "timm mixer": (_timm("mixer_s16_224", img_size=_IMAGE), images),
     "timm convnext": (_timm("convnext_tiny", depths=(1, 1, 1, 1), dims=(32, 32, 64, 64), drop_path_rate=0.0), images),
     "timm resnet": (_timm("resnet50", layers=(1, 1, 1, 1), channels=(16, 16, 32, 32)), images),
     "timm efficientnet": (_timm("efficientnet_b0", drop_rate=0.0, drop_path_rate=0.0), images),
@@ -217,12 +222,12 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 # Learning rates at which FP32's own loss falls without a jump.
-_RATES = {"clip": 1e-3, "wav2vec2": 1e-3, "whisper": 1e-3}
+_RATES = {"timm efficientnet": 3e-5, "timm mobilenetv3": 3e-5, "clip": 1e-3, "wav2vec2": 1e-3, "whisper": 1e-3}
 
 
 def rate_of(family: str) -> float:
     """AdamW's learning rate."""
-    return 1e-3 if family in TIMM else _RATES.get(family, 3e-3)
+    return _RATES.get(family, 1e-3 if family in TIMM else 3e-3)
 
 
 # Why linear layers and other matrices are left in half precision: in any family, and in these.
@@ -235,6 +240,10 @@ _LEFT = {
     "siglip": ("a parameter of Siglip",),
     "wav2vec2": ("computed by a parametrization",),
     "convnext": ("ConvNextLayerNorm computes neither",),
+    "timm vit": ("a parameter of VisionTransformer",),
+    "timm deit3": ("a parameter of VisionTransformer",),
+    "timm beit": ("a parameter of Attention", "a parameter of Beit"),
+    "timm eva02": ("a parameter of Eva",),
     "timm swin": ("a parameter of WindowAttention",),
     "timm convnext": ("LayerNorm2d computes neither",),
 }
