@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -178,7 +179,7 @@ def train(name: str, seed: int, steps: int, data: Any, preset: str, warmup: int)
         with torch.autocast(DEVICE.type, torch.bfloat16):
             return summed_cross_entropy(model(batch["input_ids"]), batch["labels"]) / batch["labels"].numel()
 
-    batches = iter(data.train_dataloader())
+    batches = chain.from_iterable(repeat(data.train_dataloader()))
     losses = []
     start = time.perf_counter()
     for step in range(steps):
