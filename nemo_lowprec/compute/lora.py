@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from nemo_lowprec.compat.modules import all_hooks
-from nemo_lowprec.compat.tensors import is_plain
+from nemo_lowprec.compat.tensors import base_of, is_plain
+from nemo_lowprec.compat.transformers import cast_to_adapter
 from nemo_lowprec.compute.adapters import peft_class
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends.base import half_matmul, is_transformed
@@ -39,10 +40,15 @@ class AddedLora(nn.Module):
         me: Any = self
         result: Tensor = me.base_layer(x)
         first, second, scaling = me.lora_A[name], me.lora_B[name], me.scaling[name]
-        hidden = first(me.lora_dropout[name](me._cast_input_dtype(x, first.weight.dtype)))
+        hidden = first(me.lora_dropout[name](cast_to_adapter(self, x, first.weight.dtype)))
         dtype = result.dtype
         fits = is_plain(result) and is_plain(hidden) and dtype in _HALF and hidden.dtype == dtype and result.numel()
-        if not fits or result._is_view() or (result.is_leaf and result.requires_grad) or not result.is_contiguous():
+        if (
+            not fits
+            or base_of(result) is not None
+            or (result.is_leaf and result.requires_grad)
+            or not result.is_contiguous()
+        ):
             return (result + second(hidden) * scaling).to(dtype)
         with AutocastOff(result.device.type):
             return _Add.apply(result, hidden, second.weight, scaling)  # type: ignore[no-any-return]

@@ -408,9 +408,10 @@ def _matrix(weight: Tensor, row: Tensor | None, col: Tensor | None) -> Tensor:
     A weight of more dimensions, as those of patches and of experts, is a matrix for its layer.
     """
     data = stored_data(weight)
-    if not data.is_contiguous():
+    if data.dim() == 2 or not data.is_contiguous():
         return data
-    return data.view(row.shape if row is not None else col.shape[::-1])  # type: ignore[union-attr]
+    like = col.t() if row is None else row  # type: ignore[union-attr]
+    return data.data.view(like.shape)  # no view of the parameter, whose users autograd would count
 
 
 def _is_in_blocks(operand: Any) -> bool:

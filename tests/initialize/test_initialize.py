@@ -524,7 +524,7 @@ def stack():
 def test_what_is_converted_is_logged_and_too_little_is_warned_of(level, caplog):
     with (
         caplog.at_level("INFO", "nemo_lowprec"),
-        pytest.warns(UserWarning, match=r"only 4% of the elements .*weight_hh_l0, a parameter of LSTM") as found,
+        pytest.warns(UserWarning, match=r"only 4% of the FLOP .*weight_hh_l0, a parameter of LSTM") as found,
     ):
         nemo_lowprec.initialize(*stack(), opt_level=level)
     assert found[0].filename == __file__

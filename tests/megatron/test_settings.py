@@ -280,7 +280,7 @@ def test_layers_and_matrices_are_shown_and_too_little_is_warned_of(case):
         assert (table, problem) == (None, None)
         return
     assert "FP8 (delayed," in table and "*.weight_hh_l0" in table
-    assert problem.startswith(f"{case}: only 4% of the elements")
+    assert problem.startswith(f"{case}: only 4% of the FLOP")
     own.remove()
 
 

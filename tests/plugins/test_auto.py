@@ -47,7 +47,8 @@ def test_a_small_layer_is_left_after_the_first_step(case, capsys):
     assert after and "has decided" not in after
     assert "are left after the first step" in " ".join(before.split())
     assert "too small: 32 × 128 at 4 rows, FP8 takes" in " ".join(after.split())
-    assert "× BF16's GPU time expected on CPU" in " ".join(after.split()) or "FP16's GPU time expected" in after
+    half = "FP16" if "fp16" in case else "BF16"
+    assert f"× {half}'s GPU time expected on CPU" in " ".join(after.split())
 
 
 def test_it_is_decided_after_the_whole_step_of_micro_batches():

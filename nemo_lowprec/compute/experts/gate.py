@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.transformers import apply_gate
 from nemo_lowprec.compute.activations import KINDS, Activation
 from nemo_lowprec.compute.experts.layout import ExpertsLayout
 
@@ -31,7 +32,8 @@ class Gate:
     def of(cls, module: nn.Module, layout: ExpertsLayout) -> Gate:
         """The gate of ``module``, whose activation is found by its values."""
         unknown = cls(layout.gated, None)
-        x = torch.randn(_PROBE, 2 * _PROBE, generator=torch.Generator().manual_seed(0)) * 4
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_PROBE, 2 * _PROBE, generator=generator, dtype=torch.float32) * 4
         try:
             found = unknown._run(module, x.clone())
         except Exception:  # it takes other sizes, or other devices
@@ -45,7 +47,7 @@ class Gate:
         return unknown
 
     def _run(self, module: Any, h: Tensor) -> Tensor:
-        return module._apply_gate(h) if self.gated else module.act_fn(h)  # type: ignore[no-any-return]
+        return apply_gate(module, h) if self.gated else module.act_fn(h)  # type: ignore[no-any-return]
 
     def forward(self, module: nn.Module, h: Tensor) -> Tensor:
         """The values [rows, ins] in the dtype of ``h``."""

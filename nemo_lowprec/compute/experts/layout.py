@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.transformers import is_expert_parallel
+
 _SAYS = ("has_gate", "has_bias", "is_transposed", "num_experts")  # attributes of the interface
 
 
@@ -57,7 +59,7 @@ def obstacle(module: nn.Module, layout: ExpertsLayout) -> str | None:
     """Why grouped GEMMs of this package cannot compute ``module``; None where they can."""
     if getattr(module, "has_post_expert_norm", False):
         return f"{type(module).__name__} normalizes what each expert returns"
-    if getattr(module, "_is_expert_parallel", False):
+    if is_expert_parallel(module):
         return f"{type(module).__name__} is spread over processes by transformers' expert parallelism"
     known = {*layout.weights, *(layout.biases or ())}
     others = [name for name, _ in module.named_parameters() if name not in known]

@@ -1,0 +1,32 @@
+"""Private names of transformers' experts and of PEFT's layers."""
+
+import peft
+import torch
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from nemo_lowprec.compat import transformers
+
+
+def experts():
+    return MixtralExperts(MixtralConfig(hidden_size=16, intermediate_size=8, num_local_experts=2))
+
+
+def test_gates_multiply_the_activation_of_one_half_with_the_other():
+    x = torch.randn(3, 16)
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(transformers.apply_gate(experts(), x), nn.functional.silu(gate) * up)
+
+
+def test_experts_say_where_they_are():
+    module = experts()
+    assert module.__dict__["_is_expert_parallel"] is False and not transformers.is_expert_parallel(module)
+    module._is_expert_parallel = True
+    assert transformers.is_expert_parallel(module) and not transformers.is_expert_parallel(nn.Linear(2, 2))
+
+
+def test_adapters_take_their_input_in_their_dtype():
+    config = peft.LoraConfig(r=4, target_modules=["0"])
+    layer = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), config).base_model.model[0]
+    assert transformers.cast_to_adapter(layer, torch.ones(2, 8), torch.bfloat16).dtype == torch.bfloat16
