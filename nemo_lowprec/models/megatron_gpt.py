@@ -156,9 +156,11 @@ class MegatronGPT(CausalLM):
 
 
 def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequence: int | None) -> None:
-    """Raise ValueError where layers, or samples of ``sequence`` tokens (None: unknown), do not divide among processes.
+    """Raise ValueError where layers, experts or samples of ``sequence`` tokens do not divide among processes.
 
-    ``fields`` are those of TransformerConfig.
+    Args:
+        fields: of TransformerConfig.
+        sequence: None for an unknown length.
     """
     layers, stages = architecture.transformer["num_layers"], fields["pipeline_model_parallel_size"]
     parts = stages * (fields["virtual_pipeline_model_parallel_size"] or 1)
@@ -167,6 +169,12 @@ def check_sizes(architecture: GptArchitecture, fields: Mapping[str, Any], sequen
     }  # fmt: skip
     if layers % parts and not uneven & fields.keys():
         raise ValueError(f"{layers} layers do not divide into {parts} parts of a pipeline. Use other pipeline sizes.")
+    experts, spread = fields.get("num_moe_experts") or 0, fields["expert_model_parallel_size"]
+    if experts % spread:
+        raise ValueError(
+            f"num_moe_experts={experts} do not divide among expert_model_parallel_size={spread} processes. Use another "
+            "number of either."
+        )
     context, tensor = fields["context_parallel_size"], fields["tensor_model_parallel_size"]
     ways = (2 * context if context > 1 else 1) * (tensor if fields["sequence_parallel"] else 1)
     if sequence is not None and sequence % ways:

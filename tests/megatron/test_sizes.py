@@ -38,3 +38,10 @@ def test_what_divides_passes(layout, sequence):
 
 def test_an_uneven_pipeline_of_the_users_own_passes():
     check_sizes(ARCHITECTURE, {**ParallelLayout(pipeline=5).fields(), "num_layers_in_first_pipeline_stage": 4}, None)
+
+
+def test_experts_that_do_not_divide_are_named():
+    fields = ParallelLayout(expert=4).fields()
+    with pytest.raises(ValueError, match="num_moe_experts=6 do not divide among expert_model_parallel_size=4"):
+        check_sizes(ARCHITECTURE, {**fields, "num_moe_experts": 6}, None)
+    check_sizes(ARCHITECTURE, {**fields, "num_moe_experts": 8}, None)
