@@ -236,7 +236,7 @@ def step_kernel(
     if HAS_SCALE:
         grad = grad * tl.div_rn(tl.full((), 1.0, tl.float32), tl.load(grad_scale_ptr))
     if MAXIMIZE:
-        grad = -grad
+        grad = grad * -1.0  # Triton's minus is 0 - grad, which has no negative zeros
     if DECOUPLED:
         if HAS_LR:
             one = tl.full((), 1.0, tl.float64)
