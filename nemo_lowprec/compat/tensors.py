@@ -59,6 +59,11 @@ def is_plain(tensor: Any) -> bool:
     return cls is Tensor or cls is FakeTensor or issubclass(cls, PlainSubclass)
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has a shape and no values."""
+    return isinstance(tensor, FakeTensor)
+
+
 def base_of(view: Tensor) -> Tensor | None:
     """The tensor of which ``view`` is a view to autograd; None for a tensor that is no view."""
     return view._base

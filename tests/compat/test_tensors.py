@@ -180,3 +180,11 @@ def test_memory_on_the_current_device():
     made = tensors.empty_strided_cuda((3, 4), (4, 1), torch.float16)
     assert (made.shape, made.stride(), made.dtype) == ((3, 4), (4, 1), torch.float16)
     assert made.get_device() == torch.cuda.current_device() and not made.requires_grad
+
+
+def test_fake_tensors_have_a_shape_alone():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert tensors.is_fake(torch.ones(2))
+    assert not tensors.is_fake(torch.ones(2))

@@ -17,6 +17,8 @@ from nemo_lowprec.compute.experts.reading import Fp32Router
 from nemo_lowprec.compute.experts.routing import route
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
+from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.report import plan_training
 from tests.experts import EXPERTS, INNER, KINDS, TOKENS, TOP_K, convert, distance, experts_of, passes
 
 RECIPES = {
@@ -163,6 +165,14 @@ def test_weights_and_gradients_are_stored_as_the_level_says():
     weight = model.model.layers[0].mlp.experts.gate_up_proj
     assert type(weight).__name__ == "Fp8Weight" and weight.data_fp8.shape == weight.shape
     assert type(weight.grad).__name__ == "GradientTensor"
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o3"])
+def test_the_activations_of_experts_are_planned(level):
+    tokens = torch.randint(128, (2, 32))
+    batch = {"input_ids": tokens, "labels": tokens}
+    plans = [plan_training(model_of(kind), LowPrecision(level), batch=batch) for kind in ("mixtral", "qwen3_moe")]
+    assert all(plan.peak is not None and not plan.without for plan in plans)
 
 
 def test_a_model_is_given_back_as_it_was():

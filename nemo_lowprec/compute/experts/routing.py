@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nemo_lowprec.compat.tensors import is_fake
+
 
 class Routing(NamedTuple):
     """Which token each row of the grouped GEMMs is. A pair is a token and one of the experts that it was sent to.
@@ -32,7 +34,10 @@ class Routing(NamedTuple):
         return self.order // self.top_k
 
     def sizes(self) -> list[int]:
-        """The number of rows of each expert. The host waits for the device."""
+        """The number of rows of each expert, where the host waits for the device; without values, even parts."""
+        if is_fake(self.ends):
+            even, more = divmod(self.rows, len(self.ends))
+            return [even + (expert < more) for expert in range(len(self.ends))]
         ends = self.ends.tolist()
         return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
