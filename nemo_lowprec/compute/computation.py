@@ -353,18 +353,13 @@ class Computation(Column):
             return []
         if any(recipe.override_linear_precision[:2]):
             return []
-        modules, wanted = dict(model.named_modules()), None
-        if self.options.frozen == "auto":
-            wanted = base_layers_of(model)
+        if self.options.frozen == "auto" and not base_layers_of(model):
+            return []
+        modules = dict(model.named_modules())
         low, others = set(self.conversion.weights), set()
         for path, module in modules.items():
             others |= {id(p) for name, p in module._parameters.items() if full_name(path, name) not in low}
-        found = []
-        for name in self.conversion.weights:
-            module = modules[name.rpartition(".")[0]]
-            if (wanted is None or id(module) in wanted) and id(model.get_parameter(name)) not in others:
-                found.append(name)
-        return found
+        return [name for name in self.conversion.weights if id(model.get_parameter(name)) not in others]
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
         for weights in map(linear_weights, [self._model] if self._model is not None else []):

@@ -59,8 +59,8 @@ _TEXTS = {name: text for cls in _CLASSES for name, text in _texts_of(cls).items(
     ),
     "frozen": (
         "how weights of converted layers are stored that are frozen when training starts: 'half' (as other frozen "
-        "parameters), 'fp8' (E4M3 with one scale, 1 byte a parameter), or 'auto' ('fp8' for the layers under adapters "
-        "of PEFT)."
+        "parameters), 'fp8' (E4M3 with one scale, 1 byte a parameter), or 'auto' ('fp8' in a model with adapters of "
+        "PEFT)."
     ),
     "half": "'bf16', or 'fp16' with loss scaling: the format of everything that is not FP8.",
 }

@@ -3,6 +3,7 @@
 import copy
 from itertools import pairwise
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import plan_training
+from nemo_lowprec.tensors import Fp8Weight
 from tests.experts import EXPERTS, INNER, KINDS, TOKENS, TOP_K, convert, distance, experts_of, passes
 
 RECIPES = {
@@ -294,3 +296,14 @@ def test_experts_that_stay_compute_in_half_precision(level, implementation):
     assert half.dtype == torch.float32
     if CHART[level].weight == "fp32":
         assert 0 < distance(half, experts(x, index, scores)) < 1e-2
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_frozen_experts_beside_adapters_take_a_byte_a_parameter(level):
+    model = model_of("qwen3_moe")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    found = losses(model, level=level)
+    experts = model.get_base_model().model.layers[0].mlp.experts
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        assert isinstance(weight, Fp8Weight) and weight.shape[0] == 16 and weight.grad is None
+    assert found[-1] < found[0]
