@@ -16,6 +16,7 @@ from nemo_lowprec.compute import ReferenceBackend, convert_layers, revert_layers
 from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.experts.reading import Fp32Router
 from nemo_lowprec.compute.experts.routing import route
+from nemo_lowprec.compute.graphs.guard import obstacle
 from nemo_lowprec.observers import Observer, Observers
 from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins import LowPrecision
@@ -307,3 +308,9 @@ def test_frozen_experts_beside_adapters_take_a_byte_a_parameter(level):
     for weight in (experts.gate_up_proj, experts.down_proj):
         assert isinstance(weight, Fp8Weight) and weight.shape[0] == 16 and weight.grad is None
     assert found[-1] < found[0]
+
+
+def test_experts_that_the_host_waits_for_are_in_no_cuda_graph():
+    parent, *_ = experts_of("mixtral")
+    convert(parent, ReferenceBackend())
+    assert obstacle(parent) == "experts computes expert by expert, for which the host waits"

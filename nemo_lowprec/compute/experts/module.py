@@ -55,6 +55,12 @@ class LowPrecisionExperts(nn.Module):
             call = self, self.layout, self.gate, plans, gemms, tokens.dtype, self.training, grad
             return ExpertsFunction.apply(tokens, scores, up, down, *biases, call)  # type: ignore[no-any-return]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in each pass, so that no CUDA graph holds the module."""
+        weights = tuple(self._parameters[name] for name in self.layout.weights)
+        return _gemms_of(list(self.gemm_plans.values()), weights, weights[0].device).waits  # type: ignore[union-attr]
+
     def train(self, mode: bool = True) -> Self:
         for plan in self.gemm_plans.values():
             if not mode and plan.weight is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compat.modules import all_hooks, global_hooks, makes_cuda_graphs
 from nemo_lowprec.compat.tensors import backward_hooks
+from nemo_lowprec.compute.experts.module import LowPrecisionExperts
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -60,6 +61,8 @@ def obstacle(block: nn.Module) -> str | None:
                     return f"{name} has a hook"
         if isinstance(module, nn.SyncBatchNorm) or type(module).__module__.startswith("transformer_engine."):
             return f"{name or 'it'} is a {type(module).__name__}"
+        if isinstance(module, LowPrecisionExperts) and module.waits:
+            return f"{name or 'it'} computes expert by expert, for which the host waits"
         if makes_cuda_graphs(module):  # which no capture may hold
             return f"torch.compile makes CUDA graphs of {name or 'it'}"
     for name, param in block.named_parameters():
