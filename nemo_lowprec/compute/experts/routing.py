@@ -19,14 +19,12 @@ class Routing(NamedTuple):
             pairs with an expert that does not exist: they are computed by nobody, and add nothing.
         rows: number of pairs.
         top_k: experts of a token.
-        fused: what the fused kernels read; None where they do not run.
     """
 
     order: Tensor
     ends: Tensor
     rows: int
     top_k: int
-    fused: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor:
