@@ -359,7 +359,10 @@ class Computation(Column):
         low, others = set(self.conversion.weights), set()
         for path, module in modules.items():
             others |= {id(p) for name, p in module._parameters.items() if full_name(path, name) not in low}
-        return [name for name in self.conversion.weights if id(model.get_parameter(name)) not in others]
+        # A patch embedding reads raw data, and is often left in half precision.
+        kept = self.conversion.patches if self.options.frozen == "auto" else []
+        items = zip(self.conversion.low, self.conversion.weights, strict=True)
+        return [name for item, name in items if item not in kept and id(model.get_parameter(name)) not in others]
 
     def _converted_weights(self) -> Iterator[nn.Parameter]:
         for weights in map(linear_weights, [self._model] if self._model is not None else []):
