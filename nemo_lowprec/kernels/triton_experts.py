@@ -1,4 +1,4 @@
-"""What happens to rows between the grouped GEMMs of ``triton_grouped``: gathering, gates, sums. In FP8 at once.
+"""Gathers rows, computes gates and adds rows up between the grouped GEMMs of ``triton_grouped``, and quantizes.
 
 A kernel that quantizes writes the rowwise data [rows, features], and the columnwise data [features, places] with zeros
 in places without a row. Numerics are those of ``compute.experts.gemms``: a gate is computed as ``triton_activations``
@@ -26,7 +26,7 @@ _BACKWARD_COLS = 64
 
 
 class Quantized(NamedTuple):
-    """FP8 rows [rows, features], columns [features, places], and 1 / scale, FP32 [1]; None for what nobody reads."""
+    """FP8 rows [rows, features], columns [features, places], and 1 / scale, FP32 [1]; None for an unread form."""
 
     row: Tensor | None
     col: Tensor | None
@@ -49,14 +49,15 @@ def _tile_rows(tiles_ptr, total_ptr, owners_ptr, pid, ROWS: tl.constexpr, TILE: 
 
 @triton.jit
 def _write(
-    q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr
+    q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, stride, first,
+    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
 ):  # fmt: skip
-    """Write an FP8 tile, which is zero where there is no row; ``width`` is that of all features."""
+    """Write an FP8 tile, zero where there is no row, of ``width`` features that begin at ``first`` of ``stride``."""
     if ROWWISE:
-        where = row_ptr + (row + m)[:, None].to(tl.int64) * width + (col + n)[None, :]
+        where = row_ptr + (row + m)[:, None].to(tl.int64) * stride + (first + col + n)[None, :]
         tl.store(where, q, mask=(m < left)[:, None] & (col + n < width)[None, :])
     if COLUMNWISE:
-        where = col_ptr + (col + n)[:, None].to(tl.int64) * places + (place + m)[None, :]
+        where = col_ptr + (first + col + n)[:, None].to(tl.int64) * places + (place + m)[None, :]
         tl.store(where, tl.trans(q), mask=(col + n < width)[:, None] & (m < places)[None, :])
 
 
@@ -89,7 +90,7 @@ def _gather_kernel(
         q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
     else:
         q = x
-    _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, ROWWISE, COLUMNWISE)
+    _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, width, 0, ROWWISE, COLUMNWISE)
 
 
 def gather(
@@ -163,7 +164,7 @@ def _gate_kernel(
     if pid == 0:
         tl.store(scale_inv_ptr, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
     q = saturate(x * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
-    _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, ROWWISE, COLUMNWISE)
+    _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, width, 0, ROWWISE, COLUMNWISE)
 
 
 def gate(
@@ -226,9 +227,7 @@ def _gate_backward_kernel(
         if HALF:
             tl.store(dh_ptr + line * h_width + (col + n)[None, :] + up_first, dup, mask=inside)
         q = saturate(wide * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
-        _write_among(
-            q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, h_width, up_first, ROWWISE, COLUMNWISE
-        )
+        _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, h_width, up_first, ROWWISE, COLUMNWISE)
     dfactor = tl.sum(_wide(grad, PACKED) * _wide(y, PACKED), axis=1)
     tl.store(dfactor_ptr + (pid % across).to(tl.int64) * rows + row + m, dfactor, mask=m < left)
     if KIND == 3:
@@ -242,23 +241,7 @@ def _gate_backward_kernel(
     if HALF:
         tl.store(dh_ptr + line * h_width + (col + n)[None, :] + gate_first, dgate, mask=inside)
     q = saturate(wide * scale, FP8_MAX).to(row_ptr.dtype.element_ty)
-    _write_among(
-        q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, h_width, gate_first, ROWWISE, COLUMNWISE
-    )
-
-
-@triton.jit
-def _write_among(
-    q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, h_width, first,
-    ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr,
-):  # fmt: skip
-    """Write an FP8 tile of one half of the features, which begins at ``first``."""
-    if ROWWISE:
-        where = row_ptr + (row + m)[:, None].to(tl.int64) * h_width + (first + col + n)[None, :]
-        tl.store(where, q, mask=(m < left)[:, None] & (col + n < width)[None, :])
-    if COLUMNWISE:
-        where = col_ptr + (first + col + n)[:, None].to(tl.int64) * places + (place + m)[None, :]
-        tl.store(where, tl.trans(q), mask=(col + n < width)[:, None] & (m < places)[None, :])
+    _write(q, row_ptr, col_ptr, row, place, col, left, m, n, width, places, h_width, gate_first, ROWWISE, COLUMNWISE)
 
 
 def gate_backward(

@@ -23,7 +23,7 @@ BLOCK = 128
 
 
 class Quantized(NamedTuple):
-    """FP8 rows [rows, features] and columns [features, places], each with 1 / scale; None for what nobody reads."""
+    """FP8 rows [rows, features] and columns [features, places], each with 1 / scale; None for an unread orientation."""
 
     row: Tensor | None
     row_scale: Tensor | None

@@ -634,7 +634,7 @@ def step_without_kernels(optimizer, monkeypatch):
         optimizer.step()
 
 
-def compare_rule(make, monkeypatch, grad="fp8", steps=3, bad_at=None, factor=0.37):
+def assert_rule_as_the_reference(make, monkeypatch, grad="fp8", steps=3, bad_at=None, factor=0.37):
     """Step both ways and compare after each step; returns the kernel's optimizer."""
     ours, reference = make(), make()
     for step in range(steps):
@@ -660,7 +660,7 @@ def compare_rule(make, monkeypatch, grad="fp8", steps=3, bad_at=None, factor=0.3
     ids=str,
 )
 def test_sgd(monkeypatch, options, fmt, weight):
-    ours = compare_rule(
+    ours = assert_rule_as_the_reference(
         lambda: SGD(make_params(weight), momentum_dtype=fmt, stochastic_rounding=True, **{**RATE, **options}),
         monkeypatch,
     )
@@ -673,8 +673,8 @@ def test_sgd(monkeypatch, options, fmt, weight):
 def test_lion(monkeypatch, fmt, weight, grad):
     for options in ({}, {"betas": (0.5, 0.7), "maximize": True, "weight_decay": 0.0, "stochastic_rounding": True}):
         make = lambda options=options: Lion(make_params(weight), exp_avg_dtype=fmt, **{**RATE, **options})  # noqa: E731
-        compare_rule(make, monkeypatch, grad)
-    ours = compare_rule(make, monkeypatch, grad, bad_at=1)
+        assert_rule_as_the_reference(make, monkeypatch, grad)
+    ours = assert_rule_as_the_reference(make, monkeypatch, grad, bad_at=1)
     param = params_of(ours)[0]
     assert read(ours.state[param]["exp_avg"]).isnan().any()
 
@@ -692,12 +692,14 @@ def make_muon(weight, fmt, **options):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_muon(monkeypatch, fmt, weight):
     for options in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "stochastic_rounding": True}):
-        compare_rule(lambda options=options: make_muon(weight, fmt, **options), monkeypatch)
+        assert_rule_as_the_reference(lambda options=options: make_muon(weight, fmt, **options), monkeypatch)
 
 
 def test_muon_with_the_learning_rate_as_a_tensor(monkeypatch):
     rate = torch.tensor(2e-2, device=DEVICE)
-    compare_rule(lambda: Muon(make_params(torch.float16, MATRICES), rate, exp_avg_dtype="fp8"), monkeypatch)
+    assert_rule_as_the_reference(
+        lambda: Muon(make_params(torch.float16, MATRICES), rate, exp_avg_dtype="fp8"), monkeypatch
+    )
 
 
 @pytest.mark.parametrize("kind", ["sgd", "lion", "muon"])
@@ -747,7 +749,7 @@ def test_states_of_eight_bits_keep_what_is_not_finite(monkeypatch, grad):
     """E5M3 and E2M5 have a code for NaN; a matrix with one is NaN as a whole after Newton–Schulz."""
     ours = compare(exp_avg_sq_dtype="fp8", grad=grad, bad_at=1)
     assert read(ours.state[params_of(ours)[0]]["exp_avg_sq"]).isnan().any()
-    ours = compare_rule(lambda: make_muon(torch.float16, "fp8"), monkeypatch, grad, bad_at=1)
+    ours = assert_rule_as_the_reference(lambda: make_muon(torch.float16, "fp8"), monkeypatch, grad, bad_at=1)
     param = params_of(ours)[0]
     kept = read(ours.state[param]["momentum_buffer"])
     assert kept.isnan().any() and not kept.isnan().all() and param.isnan().all()

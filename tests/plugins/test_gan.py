@@ -68,10 +68,10 @@ def train(case, accelerator="cpu", **options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_in_fp32(case):
-    check(train(case), train(None), case)
+    assert_learns_alike(train(case), train(None), case)
 
 
-def check(model, plain, case):
+def assert_learns_alike(model, plain, case):
     bound = 0.05 if level_of(case).compute == "nvfp4" else 0.02
     assert len(model.losses) == 2 * STEPS
     far = [abs(a - b) for a, b in zip(model.losses, plain.losses, strict=True)]

@@ -1,7 +1,7 @@
 """Finds the routers of a model, and how many of its experts a token passes.
 
-Experts are a module that ``layout_of`` knows, or the children of a ``ModuleList`` or ``ModuleDict``. A router is what
-stands beside them and has a matrix with a row for each expert.
+Experts are a module that ``layout_of`` knows, or the children of a ``ModuleList`` or ``ModuleDict``. A router stands
+beside the experts, and has a matrix with a row for each expert.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def can_fuse(plans: Sequence[GemmPlan], device: torch.device) -> bool:
-    """Whether this device has the kernels, and they know what these plans say of the two projections."""
+    """Whether ``FusedGemms`` can compute two projections with these plans on ``device``."""
     if device.type != "cuda" or grouped_kernels() is None or expert_kernels() is None:
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):
@@ -37,7 +37,7 @@ def can_fuse(plans: Sequence[GemmPlan], device: torch.device) -> bool:
 
 
 class _Weight(NamedTuple):
-    """The weights of all experts, as the GEMMs of forward and of backward read them; None for what nobody reads."""
+    """The weights of all experts, as the GEMMs of forward and of backward read them; None for an unread form."""
 
     forward: Any
     backward: Any
@@ -161,7 +161,7 @@ class FusedGemms(LoopGemms):
 
 
 def _scale(rows: Tensor, plan: GemmPlan, kind: str, record: bool) -> tuple[Tensor, Tensor | None]:
-    """The scale of ``rows``, and the amax that the kernel shall raise; None for none, and where that is done."""
+    """The scale of ``rows``, and the amax that the kernel shall raise; None where no amax is left to record."""
     operand = plan.operands[kind]
     if operand.slot is None or operand.slot.cold:
         return operand.scale(fused_kernels().amax(rows), record), None  # type: ignore[union-attr]

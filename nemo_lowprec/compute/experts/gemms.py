@@ -132,10 +132,10 @@ class LoopGemms:
         return Parts(parts, half)
 
     def save(self, operand: Any, plan: GemmPlan, low: bool) -> tuple[list[Tensor | None], Any]:
-        """What backward reads of an operand, as plain tensors and a description (not None).
+        """The parts of an operand that backward reads, as plain tensors, and their description (not None).
 
         Args:
-            low: whether the GEMM of backward that reads it runs in FP8.
+            low: whether the GEMM of backward that reads the operand runs in FP8.
         """
         if not low:
             return [operand.values], ()
