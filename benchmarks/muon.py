@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.measure import DEVICE, release, stay_on_gpu
+from benchmarks.columns import bytes_by_column
+from benchmarks.measure import DEVICE, release
 from benchmarks.optimizer_step import Contestant, measure, shapes
 from benchmarks.record import Record, arguments
 from nemo_lowprec.optim import SGD, Lion, Muon
@@ -69,38 +70,19 @@ class Both:
 
 def measure_bytes(record: Record, config: dict[str, int]) -> None:
     """Train two steps with each optimizer, and add up what the audit of the second one finds."""
-    import lightning.pytorch as pl
-
-    from nemo_lowprec import msamp_o2
     from nemo_lowprec.models import CausalLM
-    from nemo_lowprec.report import Audit
 
     class Random(CausalLM):
         def train_dataloader(self) -> DataLoader:
             ids = torch.randint(32_000, (1, 257), generator=torch.Generator().manual_seed(0))
             return DataLoader([{"input_ids": ids[:, :-1], "labels": ids[:, 1:]}] * 2, batch_size=None)
 
-        on_train_end = lambda self: stay_on_gpu(self.trainer, self)  # noqa: E731
-
-    backend = {} if DEVICE.type == "cuda" else {"backend": "reference"}
     for states in ("fp8+fp16", "fp8+fp8"):
         for optimizer in ("adamw", "muon", "lion", "sgd"):
-            audit, model = Audit(), Random(model_type="llama", config=config, vocab_size=32_000, optimizer=optimizer)
-            pl.Trainer(
-                accelerator="auto", devices=1, max_steps=2, plugins=msamp_o2(states=states, **backend),
-                callbacks=[audit], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False,
-            ).fit(model)  # fmt: skip
-            assert audit.report is not None
-            count = sum(p.numel() for p in model.parameters())
-            columns = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
-            found = {column: audit.report.total_bytes.get(column, 0) / count for column in columns}
-            record.add(
-                benchmark="muon_bytes", optimizer=optimizer, states=states, parameters=count,
-                agrees=audit.report.agrees, bytes_per_param=round(sum(found.values()), 4),
-                by_column={k: round(v, 4) for k, v in found.items()},
-            )  # fmt: skip
-            del model, audit
+            model = Random(model_type="llama", config=config, vocab_size=32_000, optimizer=optimizer)
+            found = bytes_by_column(model, "msamp_o2", states=states)
+            record.add(benchmark="muon_bytes", optimizer=optimizer, states=states, **found)
+            del model
             release()
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from benchmarks import (
     everyday_tables,
+    expert_tables,
     fault_tables,
     headline_tables,
     kernel_tables,
+    lora_tables,
     loss_tables,
     megatron_tables,
     memory_tables,
@@ -65,6 +67,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "everyday": everyday_tables.everyday,
     "everyday_others": everyday_tables.others,
     "everyday_8b": everyday_tables.large,
+    "experts": expert_tables.experts,
+    "lora": lora_tables.lora,
     "host": kernel_tables.host,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
