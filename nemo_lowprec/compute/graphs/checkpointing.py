@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from nemo_lowprec.compat.transformers import CHECKPOINT, is_checkpointed, is_plain_checkpoint
@@ -58,6 +59,7 @@ def resume(block: nn.Module) -> None:
 
 
 def suspended_checkpoint(block: nn.Module) -> Callable[..., Any] | None:
-    """The checkpointing function that ``suspend`` took away from a block that is still to be checkpointed."""
+    """The checkpointing function that ``suspend`` took away from a block, where a pass now is to be checkpointed."""
     function = block.__dict__.get(CHECKPOINT)
-    return function.function if isinstance(function, Suspended) and is_checkpointed(block) else None
+    wanted = block.training and torch.is_grad_enabled() and is_checkpointed(block)
+    return function.function if isinstance(function, Suspended) and wanted else None
