@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.experts_contestants import CONTESTANTS, OURS
+from benchmarks.experts_contestants import BF16, CONTESTANTS, OURS
 from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["experts", "experts_columns", "figures"]
+__all__ = ["BF16", "DEFAULT", "experts", "experts_columns", "figures"]
 
 _RESULTS = RESULTS / "experts_h200.jsonl"
 _STEPS, _BYTES = "experts", "experts_bytes"
 DEFAULT = f"{OURS}bf16_with_fp8_mixed"
-_PEERS = [name for name in CONTESTANTS if not name.startswith(OURS)][1:]  # without BF16
+_PEERS = [name for name in CONTESTANTS if name != BF16 and not name.startswith(OURS)]
 
 
 def figures(benchmark: str = _STEPS) -> dict[str, dict[str, dict[str, Any]]]:

@@ -30,8 +30,8 @@ from benchmarks.experts_contestants import BF16, CONTESTANTS
 from benchmarks.measure import DEVICE, MIB, peaks, reset_peak
 from benchmarks.record import Record, arguments, lines
 
-SEQUENCE, SHORT = (64, 32) if SMALL else (4096, 1024)
-BATCH = 2 if SMALL else 4
+BATCH, SEQUENCE, SHORT = 4, 4096, 1024  # on a GPU
+_BATCH, _SEQUENCE, _SHORT = (2, 64, 32) if SMALL else (BATCH, SEQUENCE, SHORT)
 LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
 
 
@@ -45,7 +45,7 @@ def _granite() -> nn.Module:
         GraniteMoeConfig(
             **sizes, num_hidden_layers=2 if SMALL else 24, num_attention_heads=16, num_key_value_heads=8,
             num_experts_per_tok=8, embedding_multiplier=12.0, attention_multiplier=0.015625, logits_scaling=6.0,
-            residual_multiplier=0.22, max_position_embeddings=SEQUENCE, use_cache=False, attn_implementation="sdpa",
+            residual_multiplier=0.22, max_position_embeddings=_SEQUENCE, use_cache=False, attn_implementation="sdpa",
             tie_word_embeddings=True,
         )
     )  # fmt: skip
@@ -60,7 +60,7 @@ def _qwen3() -> nn.Module:
         sizes |= {"hidden_size": 64, "moe_intermediate_size": 48, "vocab_size": 512, "num_experts": 16, "head_dim": 16}
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
-            **sizes, num_hidden_layers=4, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=SEQUENCE,
+            **sizes, num_hidden_layers=4, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=_SEQUENCE,
             use_cache=False, attn_implementation="sdpa", tie_word_embeddings=False,
         )
     )  # fmt: skip
@@ -74,20 +74,20 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(
         MixtralConfig(
             **sizes, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, num_local_experts=8,
-            num_experts_per_tok=2, max_position_embeddings=SEQUENCE, use_cache=False, attn_implementation="sdpa",
+            num_experts_per_tok=2, max_position_embeddings=_SEQUENCE, use_cache=False, attn_implementation="sdpa",
             tie_word_embeddings=False,
         )
     )  # fmt: skip
 
 
-def _tokens(vocabulary: int, sequence: int = SEQUENCE) -> Batch:
+def _tokens(vocabulary: int, sequence: int = _SEQUENCE) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (BATCH, sequence + 1), generator=generator).to(DEVICE)
+    tokens = torch.randint(vocabulary, (_BATCH, sequence + 1), generator=generator).to(DEVICE)
     return Batch({"input_ids": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous())
 
 
 MODELS = {
-    "Granite-3.1-1B-A400M": Task(_granite, lambda: _tokens(512 if SMALL else 49_155, SHORT)),
+    "Granite-3.1-1B-A400M": Task(_granite, lambda: _tokens(512 if SMALL else 49_155, _SHORT)),
     "Qwen3-30B-A3B, 4 layers": Task(_qwen3, lambda: _tokens(512 if SMALL else 151_936)),
     "Mixtral-8x7B, 2 layers": Task(_mixtral, lambda: _tokens(512 if SMALL else 32_000)),
 }

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import expert_tables, lora_tables
+from benchmarks.experts import BATCH as EXPERTS_BATCH
+from benchmarks.experts import SEQUENCE as EXPERTS_SEQUENCE
 from benchmarks.kernel_tables import OPTIMIZERS
 from benchmarks.llama import BATCH, SEQUENCE
 from benchmarks.loss_parity import BASELINE
@@ -65,7 +68,9 @@ def headlines() -> str:
 
 def rows() -> dict[str, Headline]:
     """The rows of README's table of figures, by a short key."""
-    return _one_gpu() | _optimizers() | _memory() | _loss() | _several_gpus() | _megatron()
+    return (
+        _one_gpu() | _experts() | _fine_tuning() | _optimizers() | _memory() | _loss() | _several_gpus() | _megatron()
+    )
 
 
 def _formats(level: str) -> str:
@@ -99,6 +104,37 @@ def _one_gpu() -> dict[str, Headline]:
             times(o2, torchao, 3),
         ),
     }  # fmt: skip
+
+
+def _experts() -> dict[str, Headline]:
+    model, of = list(expert_tables.figures().items())[1]
+    ours, other = of[expert_tables.DEFAULT], of[expert_tables.BF16]
+    return {
+        "experts": Headline(
+            "Mixture of experts, whole step, 1 GPU",
+            f"transformers' {model}, batch {EXPERTS_BATCH} × {EXPERTS_SEQUENCE}, head in BF16",
+            f"{ours['ms']:.1f} ms, {ours['peak_mib'] / 1024:.1f} GiB",
+            f"``bf16_with_fp8_mixed``: {_formats('bf16_with_fp8_mixed')}",
+            f"{other['ms']:.1f} ms, {other['peak_mib'] / 1024:.1f} GiB",
+            f"the model as it is: {_BF16}",
+            f"{ours['x']:.2f} ×",
+        )
+    }
+
+
+def _fine_tuning() -> dict[str, Headline]:
+    ours, other = lora_tables.largest()
+    return {
+        "lora": Headline(
+            "LoRA of Llama-3-8B, 1 GPU",
+            f"rank {ours['rank']} on all linear layers, PEFT, AdamW, batch {ours['batch']} × {ours['sequence']}",
+            f"{ours['tokens_per_s']:,} tokens/s, {ours['peak_gib']:.1f} GiB",
+            "``bf16_with_fp8_mixed``: frozen weights in FP8, BF16 adapters with FP32 masters",
+            f"{other['tokens_per_s']:,} tokens/s, {other['peak_gib']:.1f} GiB",
+            "BF16 autocast: frozen weights in BF16, FP32 adapters",
+            f"{ours['x']:.2f} ×",
+        )
+    }
 
 
 def _optimizers() -> dict[str, Headline]:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.lora import BF16
 from benchmarks.record import RESULTS, origins_of, read
 from benchmarks.rst import block, failure, origin, simple_table
 
-__all__ = ["lora"]
+__all__ = ["largest", "lora"]
 
 _RESULTS = RESULTS / "lora_h200.jsonl"
-OURS = "nemo_lowprec "
+_OURS = "nemo_lowprec "
+_DEFAULT = f"{_OURS}bf16_with_fp8_mixed"
+
+_Figures = dict[tuple[int, bool], dict[str, Any]]
+
+
+def _figures(name: str) -> _Figures:
+    """Of a contestant, by batch and by whether layers are recomputed."""
+    return {(f["batch"], f["recomputes"]): f for f in read(_RESULTS)[1] if f["name"] == name}
+
+
+def largest() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Figures of ``bf16_with_fp8_mixed`` and of BF16 at the largest batch, where nothing is recomputed."""
+    ours = _figures(_DEFAULT)
+    key = max(batch for batch, _ in ours), False
+    return ours[key], _figures(BF16)[key]
 
 
 def lora() -> str:
     """Tokens a second and memory of every contestant."""
-    figures = read(_RESULTS)[1]
-    default = [f for f in figures if f["name"] == f"{OURS}bf16_with_fp8_mixed"]
-    beside = {(f["batch"], f["recomputes"]): f for f in figures if f["name"] == BF16}
-    gains = [f["x"] for f in default]
-    parts = default[0]["gib"]
+    default, beside = _figures(_DEFAULT), _figures(BF16)
+    gains = [f["x"] for f in default.values()]
+    parts = default[1, False]["gib"]
     takeaway = (
         f"``bf16_with_fp8_mixed`` is {min(gains):.2f} × to {max(gains):.2f} × as fast as BF16, and its peak is"
         f" {_less(default, beside)} below. The frozen base takes {parts['base']:.1f} GiB instead of"
@@ -27,17 +42,17 @@ def lora() -> str:
     rows = [
         (
             f"{f['batch']} × {f['sequence']}{', recomputed' if f['recomputes'] else ''}",
-            f["name"].removeprefix(OURS),
+            f["name"].removeprefix(_OURS),
             *((failure(f), "", "", "") if "error" in f else (
                 f"{f['tokens_per_s']:,}", f"{f['x']:.2f}", f"{f['peak_gib']:.1f}", f"{f['activations_gib']:.1f}"
             )),
         )
-        for f in figures
+        for f in read(_RESULTS)[1]
     ]  # fmt: skip
     header = ("Tokens", "Contestant", "tokens/s", "× BF16", "peak GiB", "of activations")
     return block(takeaway, simple_table(header, rows), origin(origins_of(_RESULTS, lambda f: True), "transformers"))
 
 
-def _less(default: list[dict], beside: dict) -> str:
-    saved = [(1 - f["peak_gib"] / beside[f["batch"], f["recomputes"]]["peak_gib"]) * 100 for f in default]
+def _less(default: _Figures, beside: _Figures) -> str:
+    saved = [(1 - f["peak_gib"] / beside[key]["peak_gib"]) * 100 for key, f in default.items()]
     return f"{min(saved):.0f} % to {max(saved):.0f} %"
