@@ -18,7 +18,19 @@ from benchmarks.tables import DOCUMENTS, MEASURED, PICTURES, README, TABLES, fil
 BLOCK = re.compile(r"(?s)^\.\. (\w+) begins\n\n(.*?)\n\n\.\. \1 ends$", re.M)
 TIME = re.compile(r"([\d.]+) ms\b")
 SENTENCE = re.compile(r"(?s)[A-Z`].*\d.*\.")  # with a figure
-OF_TIMES = ("te", "torchao", "adam", "adam low-bit", "average", "parallel", "fsdp2", "megatron", "megatron msamp")
+OF_TIMES = (
+    "experts",
+    "lora",
+    "te",
+    "torchao",
+    "adam",
+    "adam low-bit",
+    "average",
+    "parallel",
+    "fsdp2",
+    "megatron",
+    "megatron msamp",
+)
 OF_MODELS = ("te", "torchao", "parallel", "fsdp2", "megatron", "megatron msamp")
 OF_MODELS += ("llama_8b", "loss", "swin_1b", "deit_1b")
 
