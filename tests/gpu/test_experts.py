@@ -324,6 +324,6 @@ def test_models_with_experts_learn_as_in_fp32_and_in_graphs_alike(kernels, level
     _, expected = trained(None, False)
     _, eager = trained(level, False)
     model, graphed = trained(level, True)
-    assert graphed == eager and eager == pytest.approx(expected, rel=0.04)
+    assert graphed == eager and eager == pytest.approx(expected, abs=0.08)
     forwards = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), GraphedForward)]
     assert any(passes for f in forwards for passes in f._passes.values()), {f._off for f in forwards}
