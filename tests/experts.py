@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from nemo_lowprec import prepare
 from nemo_lowprec.compute import convert_layers
 from nemo_lowprec.engine.build import new_amaxes
 from nemo_lowprec.options import LayerFilter, Recipe
@@ -70,3 +71,33 @@ def passes(parent, x, index, scores, half=torch.bfloat16):
 def distance(found, expected):
     """The norm of the difference, as a part of the norm of what is expected."""
     return ((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)).item()
+
+
+def is_of_experts(name, module):
+    """A filter that converts experts, and no linear layer."""
+    return not isinstance(module, nn.Linear)
+
+
+def trained(level, device="cpu", convert=None, steps=16, **options):  # graphs come at the 13th step at the latest
+    """A tiny Qwen3-MoE after a few steps on one batch, and its losses; ``level`` None: in FP32."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=512, hidden_size=128, intermediate_size=128, moe_intermediate_size=128,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
+        num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    if level is not None:
+        prepare(model, optimizer, level, convert=convert, **options)
+    tokens = torch.randint(512, (4, 65), device=device, generator=torch.Generator(device).manual_seed(1))
+    losses = []
+    for _ in range(steps):
+        with torch.autocast(device, torch.bfloat16, enabled=level is not None):
+            logits = model(input_ids=tokens[:, :-1]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return model, torch.stack(losses).tolist()

@@ -103,6 +103,31 @@ def make_tables(order: Tensor, ends: Tensor) -> Tables:
 
 
 @triton.jit
+def tile_of(t, across, tiles_ptr, owners_ptr, BM: tl.constexpr, BN: tl.constexpr):
+    """(expert, first row, first column, end of the expert's rows) of the tile ``t`` of a result.
+
+    The tiles of one expert follow each other, down first: the expert's weight is read from memory once.
+    """
+    expert = tl.load(owners_ptr + t // across)
+    first = tl.load(tiles_ptr + expert * 4)
+    count = tl.load(tiles_ptr + expert * 4 + 1)
+    start = tl.load(tiles_ptr + expert * 4 + 2)
+    end = tl.load(tiles_ptr + expert * 4 + 3)
+    place = t - first * across
+    return expert, start + place % count * BM, place // count * BN, end
+
+
+@triton.jit
+def zero_rest(out_ptr, tiles_ptr, experts, rows, outs, BN: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Write zeros to the rows of a result [rows, outs] that belong to no expert."""
+    for row in range(tl.load(tiles_ptr + experts * 4 - 1) + tl.program_id(0), rows, PROGRAMS):
+        for col in range(0, outs, BN):
+            n = col + tl.arange(0, BN)
+            zeros = tl.zeros((BN,), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + tl.cast(row, tl.int64) * outs + n, zeros, mask=n < outs)
+
+
+@triton.jit
 def _rows_kernel(
     a_desc, b_desc, out_ptr, tiles_ptr, total_ptr, owners_ptr, a_scale_ptr, b_scale_ptr, rows, experts, outs,
     contracted, row_step, col_step,
@@ -111,15 +136,7 @@ def _rows_kernel(
     across = tl.cdiv(outs, BN)
     scale = tl.load(a_scale_ptr) * tl.load(b_scale_ptr)
     for t in tl.range(tl.program_id(0), tl.load(total_ptr) * across, PROGRAMS, flatten=True):
-        # The tiles of one expert follow each other, down first: its weight is read from memory once.
-        expert = tl.load(owners_ptr + t // across)
-        first = tl.load(tiles_ptr + expert * 4)
-        count = tl.load(tiles_ptr + expert * 4 + 1)
-        start = tl.load(tiles_ptr + expert * 4 + 2)
-        end = tl.load(tiles_ptr + expert * 4 + 3)
-        place = t - first * across
-        row = start + place % count * BM
-        col = place // count * BN
+        expert, row, col, end = tile_of(t, across, tiles_ptr, owners_ptr, BM, BN)
         sums = tl.zeros((BM, BN), tl.float32)
         for k in range(0, contracted, BK):
             a = a_desc.load([row, k])
@@ -130,11 +147,7 @@ def _rows_kernel(
         places = out_ptr + m[:, None].to(tl.int64) * outs + n[None, :]
         inside = (m < end)[:, None] & (n < outs)[None, :]
         tl.store(places, (sums * scale).to(out_ptr.dtype.element_ty), mask=inside)
-    for row in range(tl.load(tiles_ptr + experts * 4 - 1) + tl.program_id(0), rows, PROGRAMS):
-        for col in range(0, outs, BN):
-            n = col + tl.arange(0, BN)
-            zeros = tl.zeros((BN,), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tl.cast(row, tl.int64) * outs + n, zeros, mask=n < outs)
+    zero_rest(out_ptr, tiles_ptr, experts, rows, outs, BN, PROGRAMS)
 
 
 def rows_gemm(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_lowprec.formats.floats import FloatFormat
 from nemo_lowprec.kernels.triton_experts import _tile_rows
-from nemo_lowprec.kernels.triton_grouped import TILE, Tables, Weight, described, multiprocessors
+from nemo_lowprec.kernels.triton_grouped import TILE, Tables, Weight, described, multiprocessors, tile_of, zero_rest
 from nemo_lowprec.kernels.triton_tiles import exponent_of, power_of
 
 BLOCK = 128
@@ -104,14 +104,7 @@ def _rows_in_blocks_kernel(
 ):  # fmt: skip
     across = tl.cdiv(outs, BN)
     for t in tl.range(tl.program_id(0), tl.load(total_ptr) * across, PROGRAMS, flatten=True):
-        expert = tl.load(owners_ptr + t // across)
-        first = tl.load(tiles_ptr + expert * 4)
-        count = tl.load(tiles_ptr + expert * 4 + 1)
-        start = tl.load(tiles_ptr + expert * 4 + 2)
-        end = tl.load(tiles_ptr + expert * 4 + 3)
-        place = t - first * across
-        row = start + place % count * BM
-        col = place // count * BN
+        expert, row, col, end = tile_of(t, across, tiles_ptr, owners_ptr, BM, BN)
         m = row + tl.arange(0, BM)
         n = col + tl.arange(0, BN)
         squares = b_scale_ptr + (expert * row_step + col) // BK * b_line + expert * col_step // BK
@@ -125,11 +118,7 @@ def _rows_in_blocks_kernel(
         places = out_ptr + m[:, None].to(tl.int64) * outs + n[None, :]
         inside = (m < end)[:, None] & (n < outs)[None, :]
         tl.store(places, sums.to(out_ptr.dtype.element_ty), mask=inside)
-    for row in range(tl.load(tiles_ptr + experts * 4 - 1) + tl.program_id(0), rows, PROGRAMS):
-        for col in range(0, outs, BN):
-            n = col + tl.arange(0, BN)
-            zeros = tl.zeros((BN,), out_ptr.dtype.element_ty)
-            tl.store(out_ptr + tl.cast(row, tl.int64) * outs + n, zeros, mask=n < outs)
+    zero_rest(out_ptr, tiles_ptr, experts, rows, outs, BN, PROGRAMS)
 
 
 def rows_gemm(

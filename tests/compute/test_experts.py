@@ -22,7 +22,19 @@ from nemo_lowprec.options import LayerFilter, Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import plan_training
 from nemo_lowprec.tensors import Fp8Weight
-from tests.experts import EXPERTS, INNER, KINDS, TOKENS, TOP_K, convert, distance, experts_of, passes
+from tests.experts import (
+    EXPERTS,
+    INNER,
+    KINDS,
+    TOKENS,
+    TOP_K,
+    convert,
+    distance,
+    experts_of,
+    is_of_experts,
+    passes,
+    trained,
+)  # fmt: skip
 
 RECIPES = {
     "half": Recipe("delayed", override_linear_precision=(True, True, True)),
@@ -314,3 +326,17 @@ def test_experts_that_the_host_waits_for_are_in_no_cuda_graph():
     parent, *_ = experts_of("mixtral")
     convert(parent, ReferenceBackend())
     assert obstacle(parent) == "experts computes expert by expert, for which the host waits"
+
+
+IN_BF16 = [name for name in CHART if name == "te_fp8" or name.startswith(("msamp", "bf16_with_fp8"))]
+
+
+@pytest.fixture(scope="module")
+def in_fp32():
+    return trained(None)[1]
+
+
+@pytest.mark.parametrize("level", IN_BF16)
+def test_experts_alone_learn_as_in_fp32(level, in_fp32):
+    """Linear layers of a model this small stray by more in FP8, and would hide what experts do."""
+    assert trained(level, convert=is_of_experts, backend="reference")[1] == pytest.approx(in_fp32, abs=0.04)

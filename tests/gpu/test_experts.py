@@ -3,9 +3,7 @@
 import pytest
 import torch
 from support import kernels_or_skip
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemo_lowprec import prepare
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.scaled_mm import ScaledMMBackend
@@ -17,7 +15,7 @@ from nemo_lowprec.formats import E4M3, E5M2, cast, decode
 from nemo_lowprec.formats.gemm_block_scaling import ROW_128, SQUARE_128, dequantize_blocks, quantize_blocks
 from nemo_lowprec.kernels.loader import expert_kernels, grouped_block_kernels, grouped_kernels, tile_kernels
 from nemo_lowprec.options import Recipe
-from tests.experts import KINDS, convert, distance, experts_of, passes
+from tests.experts import KINDS, convert, distance, experts_of, is_of_experts, passes, trained
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -294,36 +292,18 @@ def test_modules_do_not_wait_for_the_gpu(kernels):
 LEVELS = ["te_fp8", "msamp_o2", "msamp_o3", "bf16_with_fp8_mixed", "bf16_with_fp8_subchannel_scaling_mixed"]
 
 
-def trained(level, graphs, steps=16):  # graphs come at the 13th at the latest
-    """A tiny Qwen3-MoE after a few steps, and its losses; ``level`` None: in FP32."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=512, hidden_size=128, intermediate_size=128, moe_intermediate_size=128,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=8,
-        num_experts_per_tok=2, use_cache=False,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    if level is not None:
-        prepare(model, optimizer, level, graphs=graphs, convert=None)
-    tokens = torch.randint(512, (4, 65), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    losses = []
-    for _ in range(steps):
-        with torch.autocast("cuda", torch.bfloat16, enabled=level is not None):
-            logits = model(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return model, torch.stack(losses).tolist()
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_models_with_experts_learn_as_in_fp32_and_in_graphs_alike(kernels, level):
-    _, expected = trained(None, False)
-    _, eager = trained(level, False)
-    model, graphed = trained(level, True)
+    _, expected = trained(None, device="cuda")
+    _, eager = trained(level, device="cuda", graphs=False)
+    model, graphed = trained(level, device="cuda", graphs=True)
     assert graphed == eager and eager == pytest.approx(expected, abs=0.08)
     forwards = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), GraphedForward)]
     assert any(passes for f in forwards for passes in f._passes.values()), {f._off for f in forwards}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_experts_alone_learn_as_in_fp32(kernels, level):
+    _, expected = trained(None, device="cuda")
+    _, found = trained(level, device="cuda", convert=is_of_experts, graphs=False)
+    assert found == pytest.approx(expected, abs=0.04)
