@@ -84,7 +84,7 @@ class CapturedPass:
         self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # The gradients of arguments would be overwritten, and compiled code writes into what it has saved.
-        self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled or self.recomputes
+        self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled
         self._memory, self._memory_of_backward, self.first = self._take_memory()
         self._results, self._gradients = (pool.results, pool.gradients) if self.shares_memory else (Loans(), Loans())
         self._buffers = list(block.buffers())

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from nemo_lowprec.compat.transformers import CHECKPOINT, is_checkpointed, is_plain_checkpoint
@@ -59,7 +58,6 @@ def resume(block: nn.Module) -> None:
 
 
 def suspended_checkpoint(block: nn.Module) -> Callable[..., Any] | None:
-    """The checkpointing function that ``suspend`` took away from a block, where a pass now is to be checkpointed."""
+    """The checkpointing function that ``suspend`` took away from a block that is still to be checkpointed."""
     function = block.__dict__.get(CHECKPOINT)
-    wanted = block.training and torch.is_grad_enabled() and is_checkpointed(block)
-    return function.function if isinstance(function, Suspended) and wanted else None
+    return function.function if isinstance(function, Suspended) and is_checkpointed(block) else None
