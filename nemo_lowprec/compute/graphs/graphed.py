@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -19,12 +18,10 @@ from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.captured import CapturedPass
-from nemo_lowprec.compute.graphs.checkpointing import resume, suspend, suspended_checkpoint
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.pool import Clock, GraphPool
-from nemo_lowprec.compute.graphs.recomputed import RecomputedPass
 from nemo_lowprec.compute.producers import Reader
 from nemo_lowprec.observers import Observers
 
@@ -92,15 +89,14 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None
-        recomputes = suspend(block)
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         if self.pool.undecided:
             if self.pool.within is None or self.is_whole:
-                return self._eager(block, args, kwargs)
+                return self._forward(block, *args, **kwargs)
             return self._timed(self.pool.within[self.name], block, args, kwargs)
         if self._observers.quantized or self._observers.gradient or _is_special():
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
             key = key_of(leaves, structure)
@@ -109,18 +105,18 @@ class GraphedForward:
             if self._unfit > _UNFIT:
                 self._off = str(reason)
             self.pool.say(self.name, str(reason))
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         try:
             found = self._find(key)
             if found is None and self._is_due(key):
-                found = self._capture(block, key, leaves, structure, recomputes)
+                found = self._capture(block, key, leaves, structure)
         except Unfit as reason:
             self._give_up(str(reason))
             found = None
         if found is not None:
             return found(leaves)
         if self._off is not None:
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         if not self.is_whole or self._is_over(key):
             return self._run(block, key, args, kwargs)
         self.pool.undecided += 1
@@ -143,32 +139,25 @@ class GraphedForward:
         """Whether no graph of this key will come."""
         return self._seen[key] > self._warmup or (key not in self._seen and len(self._seen) >= _KEYS)
 
-    def _eager(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A pass without a graph."""
-        checkpoint = suspended_checkpoint(block)
-        if checkpoint is None:
-            return self._forward(block, *args, **kwargs)
-        return checkpoint(partial(self._forward, block, **kwargs), *args)
-
     def _run(self, block: nn.Module, key: Hashable, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, which is watched while graphs of this key may still come."""
         if self._is_over(key):
             if len(self._seen) >= _KEYS:
                 self.pool.tell("CUDA graphs: arguments of more than %s shapes; the others run without.", _KEYS)
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         self._seen[key] += 1
         if self._seen[key] == 1:
             if reason := obstacle(block):
                 self._give_up(reason)
             before = HostState(block)
-            result = self._eager(block, args, kwargs)
+            result = self._forward(block, *args, **kwargs)
             if reason := before.changed(block):
                 self._give_up(reason)
             if self.is_whole and _bytes_of(result) > _LARGE:
                 self._give_up("its results are large")
             return result
         if self._always:
-            return self._eager(block, args, kwargs)
+            return self._forward(block, *args, **kwargs)
         self.pool.within = self._within[key] if self.is_whole else None
         try:
             return self._timed(self.pool.clocks[type(block), key], block, args, kwargs)
@@ -178,7 +167,7 @@ class GraphedForward:
     def _timed(self, clocks: list[Clock], block: nn.Module, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, whose clock joins ``clocks``."""
         clock = Clock()
-        result = self._eager(block, args, kwargs)
+        result = self._forward(block, *args, **kwargs)
         clock.stop()
         clocks.append(clock)
         return result
@@ -224,16 +213,14 @@ class GraphedForward:
             return None
         reads = self._layers.reads()
         for found in passes:
-            if not found.may_run() or not found.fits(reads):
+            if found.waits or not self.pool.may_run(found.number) or not found.fits(reads):
                 continue
             if found.gives_gradients_up():
                 return found
             self.pool.say(self.name, "somebody holds the gradients of its last pass")
         return None
 
-    def _capture(
-        self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any, recomputes: bool
-    ) -> CapturedPass:
+    def _capture(self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any) -> CapturedPass:
         self._layers.follow()
         fitting = [found for found in self._passes[key] if found.fits(self._layers.reads())]
         if len(fitting) < len(self._passes[key]):  # layers compute otherwise now, as one for example
@@ -245,8 +232,7 @@ class GraphedForward:
 
         self._guards[key] = Guard(block)
         with self._layers.capturing(block):
-            made = RecomputedPass if recomputes else CapturedPass
-            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
+            found = CapturedPass(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
         self._passes[key].append(found)
         what = "%s is one graph" if self.is_whole else "blocks of %s are captured"
         self.pool.tell(f"CUDA graphs: {what}.", type(block).__name__)
@@ -316,6 +302,5 @@ class BlockGraphs:
         """Give the blocks their forwards back."""
         for block, forward in list(self._forwards()):
             forward.close()
-            resume(block)
             del block.__dict__["forward"]
         self._blocks.clear()
