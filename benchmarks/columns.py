@@ -16,7 +16,7 @@ _COLUMNS = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 
 
 def bytes_by_column(model: pl.LightningModule, level: str, **options: Any) -> dict[str, Any]:
-    """Train two steps at a level, and divide by the parameters what the audit of the second step finds."""
+    """Train two steps at a level; bytes that the audit finds in the second step, divided by the number of parameters."""
     audit = Audit()
     options |= {} if DEVICE.type == "cuda" else {"backend": "reference"}
     model.on_train_end = lambda: stay_on_gpu(model.trainer, model)  # type: ignore[method-assign]

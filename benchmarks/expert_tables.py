@@ -17,7 +17,7 @@ _PEERS = [name for name in CONTESTANTS if name != BF16 and not name.startswith(O
 
 
 def figures(benchmark: str = _STEPS) -> dict[str, dict[str, dict[str, Any]]]:
-    """Figures of experts_h200.jsonl, by model and contestant; of BF16's two the later one."""
+    """Figures of experts_h200.jsonl, by model and contestant; BF16 has two, and the later one counts."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for f in read(_RESULTS)[1]:
         if f["benchmark"] == benchmark:

@@ -18,7 +18,7 @@ _Figures = dict[tuple[int, bool], dict[str, Any]]
 
 
 def _figures(name: str) -> _Figures:
-    """Of a contestant, by batch and by whether layers are recomputed."""
+    """A contestant's figures, by batch and by whether layers are recomputed."""
     return {(f["batch"], f["recomputes"]): f for f in read(_RESULTS)[1] if f["name"] == name}
 
 

@@ -51,7 +51,7 @@ def adapters_of(model: nn.Module) -> set[int]:
 
 
 def base_layers_of(model: nn.Module) -> set[int]:
-    """The ids of the modules that tuner layers of PEFT wrap; those of a tuner layer that another one wraps, too."""
+    """The ids of the modules that PEFT's tuner layers wrap, also where a tuner layer wraps another tuner layer."""
     tuner = peft_class("peft.tuners.tuners_utils", "BaseTunerLayer")
     return {id(module.base_layer) for module in model.modules() if isinstance(module, tuner)}
 

@@ -35,7 +35,7 @@ class _Derived(type):
 
 
 class _DerivedAbstract(_Derived, ABCMeta):
-    """The same for modules whose classes are abstract base classes, as PEFT's."""
+    """The metaclass of a derived class whose base is an abstract base class, as PEFT's layers are."""
 
 
 _derived: dict[Any, Any] = {}

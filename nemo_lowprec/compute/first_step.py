@@ -19,7 +19,7 @@ class FirstStep:
         self._plans = [plans[name] for name in layers]
 
     def watch(self) -> None:
-        """Note the calls of the layers from now on, unless ``convert="auto"`` notes those of all layers."""
+        """Note the calls of the layers from now on, unless ``convert="auto"`` already notes the calls of all layers."""
         for plan in self._plans:
             plan.calls = plan.calls or self._calls
 

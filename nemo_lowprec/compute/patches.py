@@ -51,7 +51,7 @@ class LowPrecisionPatches(nn.Module):
             own_parameters = _read(self) if torch.compiler.is_compiling() else None
             if own_parameters is not None:
                 return _CONVOLVE[len(kernel)](input, *own_parameters, stride=kernel)
-            return super().forward(input)  # type: ignore[misc,no-any-return]  # which says what is wrong with the input
+            return super().forward(input)  # type: ignore[misc,no-any-return]  # Conv2d names the error in the input
         rows = copy_patches(x, kernel, counts)
         if torch.compiler.is_compiling():
             out = _compiled(self, rows)

@@ -31,7 +31,7 @@ _CHUNK = 1024
 
 
 class Tables(NamedTuple):
-    """See above; ``most`` is an upper bound of ``total``, from the shapes alone."""
+    """The tables of this module's docstring; ``most`` is an upper bound of ``total``, from the shapes alone."""
 
     tiles: Tensor
     total: Tensor

@@ -124,7 +124,7 @@ def _rows_in_blocks_kernel(
 def rows_gemm(
     a: Tensor, a_scale: Tensor, weight: Weight, contracted: int, tables: Tables, dtype: torch.dtype
 ) -> Tensor:
-    """``triton_grouped.rows_gemm``; the steps of ``weight`` are multiples of 128, and its scales those of squares."""
+    """``triton_grouped.rows_gemm``; ``weight`` has steps that are multiples of 128, and one scale a square."""
     rows, outs = len(a), weight.outs
     out = torch.empty(rows, outs, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())

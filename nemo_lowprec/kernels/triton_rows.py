@@ -34,7 +34,7 @@ def _amax_kernel(
     x_ptr, row_amax_ptr, col_amax_ptr, rows, cols, stride_m, stride_n, ROWWISE: tl.constexpr,
     COLUMNWISE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Raise the amaxes (int32, bits of FP32 numbers, at first 0) to those of a tile of [SIZE, SIZE]."""
+    """Raise the amaxes (int32, bits of FP32 numbers, at first 0) to the amaxes of a tile of [SIZE, SIZE]."""
     tiles_n = tl.cdiv(cols, SIZE)
     pid = tl.program_id(0)
     m = (pid // tiles_n).to(tl.int64) * SIZE + tl.arange(0, SIZE)

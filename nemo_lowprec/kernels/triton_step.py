@@ -144,7 +144,7 @@ def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
 
 @triton.jit
 def _store(place, BLOCKED: tl.constexpr, HOW: tl.constexpr, x, index, salt, block, live, offset, inside):
-    """Store a tile as HOW says (see above); returns the stored elements' values, but of E5M3 and E2M5."""
+    """Store a tile in the form HOW of this module's docstring; returns the stored values, but of E5M3 and E2M5."""
     dtype: tl.constexpr = place[0].dtype.element_ty
     TOP: tl.constexpr = HOW[0]
     MANTISSA: tl.constexpr = HOW[1]

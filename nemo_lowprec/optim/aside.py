@@ -27,7 +27,7 @@ class StatesAside:
 
     @torch.no_grad()
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Move the states of parameters that were frozen to the CPU, and those of unfrozen ones back."""
+        """Move the states of frozen parameters to the CPU, and the states of unfrozen parameters back."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         trained = [param.requires_grad for param in params]
         seen = self._seen.get(optimizer)

@@ -174,7 +174,7 @@ class LowBitStates(Optimizer):
         if whole is not None:
             index += _stream_of_rank(param)
             param, grad, first, second = map(local_shard, (param, grad, first, second))
-        # Processes orthogonalize matrices together, also those of which one of the processes has no rows.
+        # All processes orthogonalize a matrix together, also a process that has no rows of the matrix.
         if not param.numel() and (whole is None or self.rule(group) != "momentum"):
             return None
         return Update(param, grad, state["step"], first, second, master, index, whole=whole)
@@ -228,7 +228,7 @@ class LowBitStates(Optimizer):
         super().load_state_dict({**state_dict, "state": state})
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
-        """Raise ValueError where the states that were saved of a parameter are those of another optimizer."""
+        """Raise ValueError where another optimizer saved the states of a parameter."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             names = set(self.moments(group))
             for key in saved["params"]:

@@ -1,4 +1,4 @@
-"""Muon with FP32 or low-bit momentum, over whole and sharded matrices, and with AdamW for what is no matrix.
+"""Muon with FP32 or low-bit momentum, over whole and sharded matrices, and with AdamW for all other parameters.
 
 Sources: torch.optim.Muon (the update and the arguments); "Muon is Scalable for LLM Training", arXiv:2502.16982 (the
 AdamW beside it, and a rate that fits both).
@@ -24,7 +24,7 @@ _ELEMENTS = 2**27  # of the matrices that are between the two halves of a step a
 
 
 def is_muon(group: dict[str, Any]) -> bool:
-    """Whether a group's parameters are orthogonalized; AdamW steps those of the other groups."""
+    """Whether a group's parameters are orthogonalized; AdamW steps the other groups' parameters."""
     return bool(group.get("use_muon", "momentum" in group))
 
 

@@ -1,4 +1,4 @@
-"""Column Optimizer states: FP32 states of any optimizer, or low-bit states of those that have them."""
+"""Column Optimizer states: FP32 states of any optimizer, or the low-bit states of optimizers that have them."""
 
 from __future__ import annotations
 

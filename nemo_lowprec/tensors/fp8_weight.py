@@ -108,7 +108,7 @@ class Fp8Weight(QuantizedTensor):
         return self._with(self.data_fp8[index], self.scale_inv)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as a plain tensor; those of its master for a frozen weight that was written."""
+        """The values as a plain tensor; of a frozen weight that was written, the master's values."""
         if self.is_frozen and MASTER in self.__dict__:
             return self.__dict__[MASTER].detach().to(self.device, dtype or self.dtype)  # type: ignore[no-any-return]
         return (decode(self.data_fp8) * self.scale_inv).view(self.shape).to(dtype or self.dtype)

@@ -385,7 +385,7 @@ class MasterWeights(HalfStore):
         return places
 
     def _put_aside(self, param: nn.Parameter) -> None:
-        """Let the master of ``param`` wait on the CPU, as those of frozen parameters do, where it was frozen.
+        """Let the master of ``param`` wait on the CPU, as masters of frozen parameters do, where ``param`` was frozen.
 
         Its own optimizer steps without a gradient for it. A network of a GAN, which is frozen while the other one
         steps, is not meant: its own optimizer finds it unfrozen.
