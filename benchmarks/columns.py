@@ -16,7 +16,7 @@ _COLUMNS = ("Weight", "Master weight", "Weight gradient", "Optimizer states")
 
 
 def bytes_by_column(model: pl.LightningModule, level: str, **options: Any) -> dict[str, Any]:
-    """Train two steps at a level; bytes that the audit finds in the second step, divided by the number of parameters."""
+    """Train two steps at a level. Returns the bytes that the audit finds in the second step, by column, a parameter."""
     audit = Audit()
     options |= {} if DEVICE.type == "cuda" else {"backend": "reference"}
     model.on_train_end = lambda: stay_on_gpu(model.trainer, model)  # type: ignore[method-assign]
