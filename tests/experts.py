@@ -79,7 +79,11 @@ def is_of_experts(name, module):
 
 
 def trained(level, device="cpu", convert=None, steps=16, **options):  # graphs come at the 13th step at the latest
-    """A tiny Qwen3-MoE after a few steps on one batch, and its losses; ``level`` None: in FP32."""
+    """A tiny Qwen3-MoE after a few steps on one batch, and its losses; ``level`` None: in FP32.
+
+    At twice this learning rate any rounding grows in the steps 4 to 7, on every backend: the losses of BF16 autocast
+    stray from those of FP32 by 0.04, the losses of FP8 by 0.1.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=512, hidden_size=128, intermediate_size=128, moe_intermediate_size=128,
@@ -87,7 +91,7 @@ def trained(level, device="cpu", convert=None, steps=16, **options):  # graphs c
         num_experts_per_tok=2, use_cache=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if level is not None:
         prepare(model, optimizer, level, convert=convert, **options)
     tokens = torch.randint(512, (4, 65), device=device, generator=torch.Generator(device).manual_seed(1))

@@ -339,4 +339,4 @@ def in_fp32():
 @pytest.mark.parametrize("level", IN_BF16)
 def test_experts_alone_learn_as_in_fp32(level, in_fp32):
     """Linear layers of a model this small stray by more in FP8, and would hide what experts do."""
-    assert trained(level, convert=is_of_experts, backend="reference")[1] == pytest.approx(in_fp32, abs=0.04)
+    assert trained(level, convert=is_of_experts, backend="reference")[1] == pytest.approx(in_fp32, abs=0.025)

@@ -297,7 +297,7 @@ def test_models_with_experts_learn_as_in_fp32_and_in_graphs_alike(kernels, level
     _, expected = trained(None, device="cuda")
     _, eager = trained(level, device="cuda", graphs=False)
     model, graphed = trained(level, device="cuda", graphs=True)
-    assert graphed == eager and eager == pytest.approx(expected, abs=0.08)
+    assert graphed == eager and eager == pytest.approx(expected, abs=0.07)
     forwards = [f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), GraphedForward)]
     assert any(passes for f in forwards for passes in f._passes.values()), {f._off for f in forwards}
 
@@ -306,4 +306,4 @@ def test_models_with_experts_learn_as_in_fp32_and_in_graphs_alike(kernels, level
 def test_experts_alone_learn_as_in_fp32(kernels, level):
     _, expected = trained(None, device="cuda")
     _, found = trained(level, device="cuda", convert=is_of_experts, graphs=False)
-    assert found == pytest.approx(expected, abs=0.04)
+    assert found == pytest.approx(expected, abs=0.025)
