@@ -410,6 +410,8 @@ class Computation(Column):
         return any(amaxes.waits for amaxes in self.amaxes)
 
     def after_step(self, skipped: bool | Tensor) -> None:
+        if self._joined is not None:
+            self._joined.end_step()
         for amaxes in self.amaxes:
             amaxes.after_step(skipped)
         if self._first is not None:

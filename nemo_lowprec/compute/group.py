@@ -1,8 +1,9 @@
 """Layers that read one tensor and compute as one: q, k and v of a block, its gate and up projections.
 
 The model's code runs as it is, and the layers keep their parameters. Which layers belong together is learned: the
-backward pass of the layer that has read a tensor first knows all that have read the tensor after it. From then on the
-first one computes the outputs of all (``group_function.py``), and the others hand theirs out when they are called.
+backward pass of the layer that has read a tensor first knows all that have read the tensor after it. From the next step
+on the first one computes the outputs of all (``group_function.py``), and the others hand theirs out when they are
+called. Within a step nothing changes: activation checkpointing repeats forward passes, and has to repeat their roundings.
 
 The weights of a group have one scale, of the largest of their amaxes, and so have its output gradients. What was
 learned is saved with a run, since sums are rounded otherwise than those of single layers. Code that ``torch.compile``
@@ -43,7 +44,7 @@ class LayerGroup:
     Args:
         plans: of the layers, in the order of their calls.
         histories: of the layers' inputs and output gradients.
-        given_up: is called with the group when its layers were called otherwise, and compute by themselves again.
+        given_up: is called with the group when its layers were called otherwise.
 
     Attributes:
         plans: as above.
@@ -105,9 +106,7 @@ class LayerGroup:
             return None
         self._missed = self._missed + 1 if self._left and self._judges else 0
         if self._missed >= _MISSES:
-            self.part()
             self._given_up(self)
-            return None
         first, *others = self._compute(x, False)
         self._left = len(others)
         self._judges = not saves_through_hooks()  # recomputation inside of backward may stop before all are called
@@ -238,6 +237,8 @@ class LayerGroups:
         self._histories, self.names = histories, names
         self._groups: list[LayerGroup] = []
         self._refused: set[str] = set()  # names of the first layers
+        self._seen: dict[str, list[GemmPlan]] = {}  # in this step, by the names of the first layers
+        self._given_up: list[LayerGroup] = []  # in this step
         for own in names:
             found = [plans[name] for name in own if name in plans]
             if len(found) == len(own) and self._can(found):
@@ -248,7 +249,26 @@ class LayerGroups:
 
     def see(self, plans: list[GemmPlan]) -> None:
         """Layers have read one tensor one after another; called in the backward pass of the first."""
-        if any(plan.group is not None for plan in plans) or plans[0].name in self._refused:
+        if not any(plan.group is not None for plan in plans) and plans[0].name not in self._refused:
+            self._seen.setdefault(plans[0].name, plans)
+
+    def end_step(self) -> None:
+        """Let layers that were seen in this step compute as one, and layers of groups that were given up by themselves.
+
+        Comes before the amaxes of the step enter the histories.
+        """
+        for group in self._given_up:
+            group.part()
+            self._groups.remove(group)
+            self.names.remove(group.names)
+            self._refused.add(group.names[0])
+        self._given_up.clear()
+        for plans in self._seen.values():
+            self._begin(plans)
+        self._seen.clear()
+
+    def _begin(self, plans: list[GemmPlan]) -> None:
+        if any(plan.group is not None for plan in plans):
             return
         alike: dict[Any, list[GemmPlan]] = {}
         for plan in plans:
@@ -265,16 +285,11 @@ class LayerGroups:
         me = ref(self)
 
         def given_up(group: LayerGroup) -> None:
-            if (groups := me()) is not None:
-                groups._drop(group)
+            if (groups := me()) is not None and group not in groups._given_up:
+                groups._given_up.append(group)
 
         with torch.no_grad():
             self._groups.append(LayerGroup(plans, self._histories, given_up))
-
-    def _drop(self, group: LayerGroup) -> None:
-        self._groups.remove(group)
-        self.names.remove(group.names)
-        self._refused.add(group.names[0])
 
     def part(self) -> None:
         """Let all layers compute by themselves; what was learned stays known."""
