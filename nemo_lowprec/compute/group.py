@@ -1,9 +1,9 @@
 """Layers that read one tensor and compute as one: q, k and v of a block, its gate and up projections.
 
 The model's code runs as it is, and the layers keep their parameters. Which layers belong together is learned: the
-backward pass of the layer that has read a tensor first knows all that have read the tensor after it. From the next step
-on the first one computes the outputs of all (``group_function.py``), and the others hand theirs out when they are
-called. Within a step nothing changes: activation checkpointing repeats forward passes, and has to repeat their roundings.
+backward pass of the layer that has read a tensor first knows all that have read the tensor after it. From the next
+step on the first one computes the outputs of all (``group_function.py``), and the others hand theirs out when they are
+called. Within a step nothing changes: activation checkpointing repeats forward passes with the roundings they had.
 
 The weights of a group have one scale, of the largest of their amaxes, and so have its output gradients. What was
 learned is saved with a run, since sums are rounded otherwise than those of single layers. Code that ``torch.compile``
