@@ -1,9 +1,12 @@
-"""Private names of transformers' experts and of PEFT's layers."""
+"""Private names of transformers' experts and checkpointed layers, and of PEFT's layers."""
+
+from functools import partial
 
 import peft
+import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig
+from transformers import LlamaConfig, LlamaModel, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from nemo_lowprec.compat import transformers
@@ -24,6 +27,19 @@ def test_experts_say_where_they_are():
     assert module.__dict__["_is_expert_parallel"] is False and not transformers.is_expert_parallel(module)
     module._is_expert_parallel = True
     assert transformers.is_expert_parallel(module) and not transformers.is_expert_parallel(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_recomputed_hold_torchs_checkpoint(reentrant):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaModel(LlamaConfig(num_hidden_layers=1, **sizes))
+    (layer,) = model.layers
+    assert not transformers.is_checkpointed(layer)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert transformers.is_checkpointed(layer) and not transformers.is_checkpointed(layer.mlp)
+    function = layer.__dict__[transformers.CHECKPOINT]
+    assert transformers.is_plain_checkpoint(function)
+    assert not transformers.is_plain_checkpoint(partial(function, context_fn=None))
 
 
 def test_adapters_take_their_input_in_their_dtype():

@@ -11,6 +11,8 @@ guard.py     the state of a block's modules that a graph has frozen, and reasons
 constants.py integers that a model makes of constants alone, which the host may read during a capture
 layers.py    what converted layers do on the host before they run
 captured.py  one captured pass: its static tensors, its two graphs, and the autograd function that replays them
+recomputed.py  one captured pass of a block whose activations backward computes anew
+checkpointing.py  takes the checkpoint of transformers away from such a block, and gives it back
 lent.py      results in memory that graphs write again: handed out without a copy, and kept where somebody holds them
 quantized_gradients.py  the same of gradients in FP8, which a backward graph quantizes
 graphed.py   ``GraphedForward``: runs, captures or replays

@@ -58,7 +58,10 @@ class CapturedPass:
         shares_memory: whether other passes have the same memory.
         first: whether the pass is the first one of its memory.
         runs: forward passes so far.
+        recomputes: whether backward computes activations anew.
     """
+
+    recomputes = False
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class CapturedPass:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
         self.number = pool.add(self)
-        self._leaves = [_static(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [self._copied(i, leaf) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(leaves)]
         self.is_compiled = any(map(is_compiled, block.modules()))
         self._tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._trained = [i for i in self._tensors if leaves[i].requires_grad]
@@ -81,8 +84,8 @@ class CapturedPass:
         self.runs = 0
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # The gradients of arguments would be overwritten, and compiled code writes into what it has saved.
-        self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled
-        self._memory, self._memory_of_backward, self.first = pool.memory(self.shares_memory)
+        self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled or self.recomputes
+        self._memory, self._memory_of_backward, self.first = self._take_memory()
         self._results, self._gradients = (pool.results, pool.gradients) if self.shares_memory else (Loans(), Loans())
         self._buffers = list(block.buffers())
         self._generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -99,8 +102,28 @@ class CapturedPass:
             self._lent_outputs = Lent(self._outputs)  # before backward frees what forward has saved of them
             self._capture_backward(own)
         self._lent_grads = Lent(self._grad_inputs, self._grad_outputs)
-        self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
+        self._alone: list[int] | None = None  # how many hold the memory of each gradient before one was handed out
         self._reads, self._pointers = layers.reads(), self._addresses()
+
+    def _take_memory(self) -> tuple[Any, Any, bool]:
+        """See ``GraphPool.memory``."""
+        return self.pool.memory(self.shares_memory)
+
+    def _static(self, role: str, place: int, tensor: Tensor) -> Tensor:
+        """Memory for a tensor with this place among the arguments, the results, or the gradients of either."""
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.pool.device)
+
+    def _copied(self, i: int, leaf: Tensor) -> Tensor:
+        """A leaf of the capture that holds a copy of an argument."""
+        static = self._static("argument", i, leaf)
+        static.detach().copy_(leaf.detach())
+        return static.requires_grad_(leaf.requires_grad)
+
+    def _placed(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of arguments, where the replay finds them. Within the capture of backward."""
+        if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
+            return [None if grad is None else grad.clone() for grad in grads]
+        return grads
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -167,19 +190,21 @@ class CapturedPass:
         outputs = [self._outputs[j] for j in self._with_gradient]
         if not outputs:
             raise Unfit("no result has a gradient")
-        self._grad_outputs = [torch.zeros_like(out) for out in outputs]
+        self._grad_outputs = [self._static("result gradient", i, like(out)).zero_() for i, out in enumerate(outputs)]
         wanted = [*(self._leaves[i] for i in self._trained), *own]
         # The forward pass that captures is under autocast, and loops call ``backward`` outside of it.
         with AutocastOff("cuda"), _recording(self._backward, self._memory_of_backward), overwriting_saved_tensors():
             # Where other graphs share the memory, the graph of autograd is kept, and with it what backward reads.
-            found = list(
-                torch.autograd.grad(outputs, wanted, self._grad_outputs, self.shares_memory, allow_unused=True)
+            found: list[Tensor | None] = list(
+                torch.autograd.grad(
+                    outputs, wanted, self._grad_outputs, self.shares_memory and not self.recomputes, allow_unused=True
+                )
             )
-            self._grad_inputs, found = found[: len(self._trained)], found[len(self._trained) :]
-            if self.is_compiled:  # backward may have computed them in memory that the forward pass writes
-                self._grad_inputs = [None if grad is None else grad.clone() for grad in self._grad_inputs]
+            self._grad_inputs, found = self._placed(found[: len(self._trained)]), found[len(self._trained) :]
             others = [t.data_ptr() for t in (*self._grad_outputs, *self._grad_inputs) if t is not None]
-            self._written = WrittenGradients(found, self._grads, others, self.first)
+            # The forward graph of a pass that recomputes has the same memory, and would overwrite gradients in it.
+            first = self.first and not self.recomputes
+            self._written = WrittenGradients(found, self._grads, others, first)
             self._in_fp8.quantize(self._written.written)
         self._grads = self._written.outside()
 
@@ -200,6 +225,8 @@ class CapturedPass:
         if self.shares_memory:
             return True
         self._copy_gradients()
+        if self._alone is None:
+            return True
         pairs = zip(self._grads, self._alone, strict=True)
         return all(grad is None or storage_use_count(grad) <= alone for grad, alone in pairs)
 
@@ -214,10 +241,30 @@ class CapturedPass:
         """Whether the last forward pass waits for its backward pass."""
         return self._waits is not None and self._waits() is not None
 
+    def may_run(self) -> bool:
+        """Whether the forward pass overwrites nothing that a pass which waits for its backward pass has kept."""
+        return not self.waits and self.pool.may_run(self.number)
+
+    def versions(self) -> list[int]:
+        """Versions of the parameters that require a gradient: they count writes."""
+        return [param._version for param in self.params]
+
+    def check_unwritten(self, versions: list[int]) -> None:
+        """Raises RuntimeError where parameters were written since the forward pass, when they had ``versions``."""
+        if versions != self.versions():
+            raise RuntimeError(
+                "One of the parameters needed for gradient computation has been modified by an inplace operation "
+                "since the forward pass of its block."
+            )
+
     def __call__(self, leaves: list[Any]) -> Any:
         """Replay the forward pass for these arguments."""
+        return self._result_of(_Replay, leaves)
+
+    def _result_of(self, function: Any, leaves: list[Any]) -> Any:
+        """What the block returns, by an autograd function that runs the pass."""
         trained = [leaves[i] for i in self._trained]
-        outputs = _Replay.apply(self, leaves, *trained, *self.params)
+        outputs = function.apply(self, leaves, *trained, *self.params)
         result = list(self._result)
         for j, out in zip(self._fresh, outputs, strict=True):
             result[j] = out
@@ -227,8 +274,7 @@ class CapturedPass:
 
     def run_forward(self, leaves: list[Any]) -> tuple[_Waiting, tuple[Tensor, ...]]:
         """Replay the forward pass. Returns the token of the pass, and the results."""
-        for i in self._tensors:
-            self._leaves[i].detach().copy_(leaves[i])
+        self._copy_arguments(leaves)
         self._offset = self._generator.get_offset()
         outputs = self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
         token = _Waiting(self)
@@ -236,14 +282,23 @@ class CapturedPass:
         self.runs += 1
         return token, tuple(outputs)  # type: ignore[arg-type]
 
-    def _run_forward_again(self) -> None:
-        """Replay the forward pass for another backward pass: the last one has overwritten activations."""
-        buffers, offset = [buffer.clone() for buffer in self._buffers], self._generator.get_offset()
-        self._generator.set_offset(self._offset)
-        self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
+    def _copy_arguments(self, leaves: list[Any]) -> None:
+        for i in self._tensors:
+            self._leaves[i].detach().copy_(leaves[i])
+
+    @contextmanager
+    def _as_before(self, offset: int) -> Iterator[None]:
+        """Context of a replay of a forward pass that ran before, and whose random numbers began at ``offset``."""
+        buffers, now = [buffer.clone() for buffer in self._buffers], self._generator.get_offset()
         self._generator.set_offset(offset)
+        yield
+        self._generator.set_offset(now)
         for buffer, values in zip(self._buffers, buffers, strict=True):
             buffer.copy_(values)
+
+    def _replay_backward(self) -> list[Tensor | None]:
+        """Replay the backward pass. Returns the gradients of the arguments that require one."""
+        return self._gradients.written_by(self.number, self._lent_grads, self._backward.replay)
 
     def run_backward(self, grads: Sequence[Tensor | None], again: bool) -> list[Tensor | None]:
         """Replay the backward pass. Returns the gradients of the arguments that require one, and of the parameters.
@@ -258,9 +313,12 @@ class CapturedPass:
                 static.zero_()
             else:
                 static.copy_(grad)
-        held = self._held_gradients() if self.shares_memory else [None] * len(self._grads)
+        if self._alone is None:
+            # Right after the capture autograd's thread, which is this one, may still hold what it has computed.
+            self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
+        held = self._held_gradients(self._alone) if self.shares_memory else [None] * len(self._grads)
         self._in_fp8.hold()
-        found = self._gradients.written_by(self.number, self._lent_grads, self._backward.replay)
+        found = self._replay_backward()
         self._waits = None
         self._written.move()
         for buffer, values in zip(self._grads, held, strict=True):
@@ -271,16 +329,17 @@ class CapturedPass:
                 buffer.copy_(values)
         if again and not self.shares_memory:
             found = [None if grad is None else grad.clone() for grad in found]
-            self._run_forward_again()
+            with self._as_before(self._offset):  # the backward pass has overwritten activations
+                self._results.written_by(self.number, self._lent_outputs, self._forward.replay)
         self._in_fp8.offer(found[len(self._trained) :])
         return found
 
-    def _held_gradients(self) -> list[Tensor | None]:
+    def _held_gradients(self, alone: list[int]) -> list[Tensor | None]:
         """Copies of those gradients of an earlier pass, in the memory that backward writes, that somebody holds."""
         copies: list[Tensor | None] = []
         self._copy_gradients()
-        for buffer, alone in zip(self._grads, self._alone, strict=True):
-            held = buffer is not None and storage_use_count(buffer) > alone
+        for buffer, count in zip(self._grads, alone, strict=True):
+            held = buffer is not None and storage_use_count(buffer) > count
             copies.append(buffer.clone() if buffer is not None and held else None)
         return copies
 
@@ -291,7 +350,7 @@ class _Waiting:
     def __init__(self, captured: CapturedPass) -> None:
         self.captured, self.run = captured, captured.runs + 1
         self.is_over = False  # no other backward pass may follow
-        self.weights = [param._version for param in captured.params]
+        self.weights = captured.versions()
         captured.pool.begin(captured.number)
         self.end = weakref.finalize(self, captured.pool.end, captured.number)
 
@@ -310,8 +369,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         token: _Waiting = ctx.token
         captured = token.captured
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True reaches a block that runs as a CUDA graph. Pass graphs=False.")
+        refuse_second_order()
         if token.run != captured.runs:
             raise RuntimeError(
                 "A second backward pass through a block whose CUDA graph has run again since. Pass graphs=False."
@@ -325,16 +383,23 @@ class _Replay(torch.autograd.Function):
                 "A second backward pass through compiled code, which has overwritten the tensors that it had saved. "
                 "Pass graphs=False, and set torch._functorch.config.donated_buffer=False before compilation."
             )
-        if token.weights != [param._version for param in captured.params]:
-            raise RuntimeError(
-                "One of the parameters needed for gradient computation has been modified by an inplace operation "
-                "since the forward pass of its block."
-            )
+        captured.check_unwritten(token.weights)
         again = keeps_graph()
         found = captured.run_backward(grads, again)
         token.is_over = not again
         token.end()
         return None, None, *found
+
+
+def refuse_second_order() -> None:
+    """Raises RuntimeError where backward is to make a graph of its own."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True reaches a block that runs as a CUDA graph. Pass graphs=False.")
+
+
+def like(tensor: Tensor) -> Tensor:
+    """A tensor without memory, of the strides of a copy."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
 @contextmanager
@@ -349,10 +414,3 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             end_capture(graph, pool)
         raise
     end_capture(graph, pool)
-
-
-def _static(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and strides that holds a copy, and is a leaf."""
-    static = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    static.copy_(tensor.detach())
-    return static.requires_grad_(tensor.requires_grad)

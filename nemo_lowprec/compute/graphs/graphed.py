@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 from weakref import ref
@@ -18,10 +19,12 @@ from nemo_lowprec.compute.backends.base import is_transformed
 from nemo_lowprec.compute.gemm_plan import GemmPlan
 from nemo_lowprec.compute.graphs.blocks import find_blocks, find_wholes
 from nemo_lowprec.compute.graphs.captured import CapturedPass
+from nemo_lowprec.compute.graphs.checkpointing import resume, suspend, suspended_checkpoint
 from nemo_lowprec.compute.graphs.guard import Guard, HostState, obstacle
 from nemo_lowprec.compute.graphs.inputs import Unfit, flatten, key_of
 from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.pool import Clock, GraphPool
+from nemo_lowprec.compute.graphs.recomputed import RecomputedPass
 from nemo_lowprec.compute.producers import Reader
 from nemo_lowprec.observers import Observers
 
@@ -33,6 +36,7 @@ _CAPTURES = 3  # captures of one key, after the block was changed
 _LARGE = 2**28  # bytes of results, of which a graph holds three copies, up to which a whole model is one graph
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
 _BUSY_SAVING = 1.15  # the same where memory counts: just above 1, which is the ratio where the GPU waits
+_RECOMPUTES = 2  # how much more of the host than of the GPU a whole step of a block takes that recomputes, over forward
 
 
 class GraphedForward:
@@ -89,14 +93,15 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None
+        recomputes = suspend(block)
         if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         if self.pool.undecided:
             if self.pool.within is None or self.is_whole:
-                return self._forward(block, *args, **kwargs)
+                return self._eager(block, args, kwargs)
             return self._timed(self.pool.within[self.name], block, args, kwargs)
         if self._observers.quantized or self._observers.gradient or _is_special():
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
             key = key_of(leaves, structure)
@@ -105,18 +110,18 @@ class GraphedForward:
             if self._unfit > _UNFIT:
                 self._off = str(reason)
             self.pool.say(self.name, str(reason))
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         try:
             found = self._find(key)
-            if found is None and self._is_due(key):
-                found = self._capture(block, key, leaves, structure)
+            if found is None and self._is_due(key, recomputes):
+                found = self._capture(block, key, leaves, structure, recomputes)
         except Unfit as reason:
             self._give_up(str(reason))
             found = None
         if found is not None:
             return found(leaves)
         if self._off is not None:
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         if not self.is_whole or self._is_over(key):
             return self._run(block, key, args, kwargs)
         self.pool.undecided += 1
@@ -139,25 +144,32 @@ class GraphedForward:
         """Whether no graph of this key will come."""
         return self._seen[key] > self._warmup or (key not in self._seen and len(self._seen) >= _KEYS)
 
+    def _eager(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pass without a graph."""
+        checkpoint = suspended_checkpoint(block)
+        if checkpoint is None:
+            return self._forward(block, *args, **kwargs)
+        return checkpoint(partial(self._forward, block, **kwargs), *args)
+
     def _run(self, block: nn.Module, key: Hashable, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, which is watched while graphs of this key may still come."""
         if self._is_over(key):
             if len(self._seen) >= _KEYS:
                 self.pool.tell("CUDA graphs: arguments of more than %s shapes; the others run without.", _KEYS)
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         self._seen[key] += 1
         if self._seen[key] == 1:
             if reason := obstacle(block):
                 self._give_up(reason)
             before = HostState(block)
-            result = self._forward(block, *args, **kwargs)
+            result = self._eager(block, args, kwargs)
             if reason := before.changed(block):
                 self._give_up(reason)
             if self.is_whole and _bytes_of(result) > _LARGE:
                 self._give_up("its results are large")
             return result
         if self._always:
-            return self._forward(block, *args, **kwargs)
+            return self._eager(block, args, kwargs)
         self.pool.within = self._within[key] if self.is_whole else None
         try:
             return self._timed(self.pool.clocks[type(block), key], block, args, kwargs)
@@ -167,18 +179,18 @@ class GraphedForward:
     def _timed(self, clocks: list[Clock], block: nn.Module, args: Any, kwargs: Any) -> Any:
         """A pass without a graph, whose clock joins ``clocks``."""
         clock = Clock()
-        result = self._forward(block, *args, **kwargs)
+        result = self._eager(block, args, kwargs)
         clock.stop()
         clocks.append(clock)
         return result
 
-    def _is_due(self, key: Hashable) -> bool:
+    def _is_due(self, key: Hashable, recomputes: bool) -> bool:
         """Whether a pass of this key is to be captured now."""
         if self._seen[key] < self._warmup or self._changed[key] >= _CAPTURES:
             return False
         if not self._layers.are_warm():
             return False
-        if not self._always and not self._passes[key] and self._keeps_gpu_busy(key):
+        if not self._always and not self._passes[key] and self._keeps_gpu_busy(key, recomputes):
             self._give_up("its GPU time is longer than its host time")
             return False
         if not self._always and not self.pool.has_room():
@@ -189,16 +201,18 @@ class GraphedForward:
         fitting = [found for found in self._passes[key] if found.fits(reads)]
         return len(fitting) < _INSTANCES and all(found.waits for found in fitting)
 
-    def _keeps_gpu_busy(self, key: Hashable) -> bool:
+    def _keeps_gpu_busy(self, key: Hashable, recomputes: bool) -> bool:
         """Whether the GPU takes much longer than the host, and so does not wait for the host.
 
-        A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed.
+        A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed. The
+        forward pass of a block that recomputes makes no graph of autograd, and takes the host the less.
         """
         # The fastest pass, and the fastest of the blocks that are alike: another one may have compiled a kernel, or
         # asked the driver for memory.
         groups = list(self._within[key].values()) or [self.pool.clocks[type(self._block()), key]]
         gpu, host = (sum(min(map(time, clocks), default=0.0) for clocks in groups) for time in (Clock.gpu, Clock.host))
-        return gpu > (_BUSY_SAVING if self.pool.saves_memory else _BUSY) * host
+        bound = _BUSY_SAVING if self.pool.saves_memory else _BUSY
+        return gpu > bound * (_RECOMPUTES if recomputes else 1) * host
 
     def _find(self, key: Hashable) -> CapturedPass | None:
         """A captured pass that may run now."""
@@ -213,14 +227,16 @@ class GraphedForward:
             return None
         reads = self._layers.reads()
         for found in passes:
-            if found.waits or not self.pool.may_run(found.number) or not found.fits(reads):
+            if not found.may_run() or not found.fits(reads):
                 continue
             if found.gives_gradients_up():
                 return found
             self.pool.say(self.name, "somebody holds the gradients of its last pass")
         return None
 
-    def _capture(self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any) -> CapturedPass:
+    def _capture(
+        self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any, recomputes: bool
+    ) -> CapturedPass:
         self._layers.follow()
         fitting = [found for found in self._passes[key] if found.fits(self._layers.reads())]
         if len(fitting) < len(self._passes[key]):  # layers compute otherwise now, as one for example
@@ -232,7 +248,8 @@ class GraphedForward:
 
         self._guards[key] = Guard(block)
         with self._layers.capturing(block):
-            found = CapturedPass(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
+            made = RecomputedPass if recomputes else CapturedPass
+            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
         self._passes[key].append(found)
         what = "%s is one graph" if self.is_whole else "blocks of %s are captured"
         self.pool.tell(f"CUDA graphs: {what}.", type(block).__name__)
@@ -302,5 +319,6 @@ class BlockGraphs:
         """Give the blocks their forwards back."""
         for block, forward in list(self._forwards()):
             forward.close()
+            resume(block)
             del block.__dict__["forward"]
         self._blocks.clear()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.compat.modules import all_hooks, global_hooks, makes_cuda_graphs
 from nemo_lowprec.compat.tensors import backward_hooks
+from nemo_lowprec.compat.transformers import is_checkpointed
 from nemo_lowprec.compute.experts.module import LowPrecisionExperts
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -63,6 +64,8 @@ def obstacle(block: nn.Module) -> str | None:
             return f"{name or 'it'} is a {type(module).__name__}"
         if isinstance(module, LowPrecisionExperts) and module.waits:
             return f"{name or 'it'} computes expert by expert, for which the host waits"
+        if module is not block and is_checkpointed(module):
+            return f"{name} is recomputed in backward"
         if makes_cuda_graphs(module):  # which no capture may hold
             return f"torch.compile makes CUDA graphs of {name or 'it'}"
     for name, param in block.named_parameters():

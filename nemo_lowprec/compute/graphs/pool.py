@@ -7,7 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -53,7 +53,8 @@ class GraphPool:
     once a graph has run. What a graph keeps from forward to backward is never given away. So a forward pass may run
     as long as no graph that was captured after it waits for its backward pass. Forward and backward graphs have memory
     of their own, since backward passes run in the reverse order. ``Loans`` keeps the results that graphs have lent.
-    The pass of a whole model has memory that no other pass has (``memory``).
+    The pass of a whole model has memory that no other pass has (``memory``). Passes that recompute activations keep
+    nothing: they have one memory, and copies of their arguments and results in tensors of one ``static`` each.
 
     Args:
         device: a GPU.
@@ -69,6 +70,8 @@ class GraphPool:
     """
 
     _unused: bool  # whether no pass was captured in the memory
+    _recomputed: WeakSet[Any]  # the passes of the one memory
+    _one: Any  # the handle of that memory
 
     def __init__(self, device: torch.device, saves_memory: bool = False) -> None:
         self.device, self.saves_memory = device, saves_memory
@@ -80,6 +83,7 @@ class GraphPool:
         self.undecided = 0
         self._captured = 0  # passes so far
         self._passes: WeakSet[Any] = WeakSet()
+        self._statics: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
         self._waiting: list[int] = []  # numbers of the passes that wait for their backward pass
         self._reasons: Counter[str] = Counter()
 
@@ -108,10 +112,28 @@ class GraphPool:
         first, self._unused = self._unused, False
         return self._forward, self._backward, first
 
+    def memory_for_one(self, captured: Any) -> tuple[Any, Any, bool]:
+        """What ``memory`` returns, for ``captured``: a pass whose activations are gone when the next pass runs."""
+        first = not self._recomputed
+        if first:
+            self._one = torch.cuda.graph_pool_handle()
+        self._recomputed.add(captured)
+        return self._one, self._one, first
+
+    def static(self, place: Hashable, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of that place, shape, strides and dtype, as long as a pass has it; all passes share it."""
+        key = place, like.shape, like.stride(), like.dtype, like.requires_grad
+        found = self._statics.get(key)
+        if found is None:
+            found = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+            self._statics[key] = found
+        return found
+
     def renew(self) -> None:
         """Take other memory for the graphs to come: that of a capture which has failed cannot be used again."""
         self._forward, self._backward = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._unused = True
+        self._recomputed = WeakSet()
 
     def has_room(self) -> bool:
         """Whether a quarter of the GPU's memory is free, of which a graph keeps the memory of its block's pass."""
