@@ -65,7 +65,7 @@ def muon_parity() -> str:
     gaps = {seed: (loss[OURS, seed] / loss[BASELINE, seed] - 1) * 100 for seed in seeds}
     takeaway = (
         f"After {runs[0]['steps']:,} steps the validation loss at ``msamp_o2`` is within"
-        f" {max(map(abs, gaps.values())):.2f} % of that of torch's Muon in FP32, seed by seed."
+        f" {max(map(abs, gaps.values())):.2f} % of the loss of torch's Muon in FP32, seed by seed."
     )
     rows = [
         (str(seed), f"{loss[BASELINE, seed]:.4f}", f"{loss[OURS, seed]:.4f}", f"{gaps[seed]:+.2f} %") for seed in seeds

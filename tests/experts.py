@@ -95,13 +95,18 @@ def trained(level, device="cpu", convert=None, steps=16, **options):  # graphs c
     if level is not None:
         prepare(model, optimizer, level, convert=convert, **options)
     tokens = torch.randint(512, (4, 65), device=device, generator=torch.Generator(device).manual_seed(1))
+    return model, train_on(tokens, model, optimizer, steps, level is not None)
+
+
+def train_on(tokens, model, optimizer, steps, autocast=True):
+    """The losses of a language model's steps on one batch [rows, length + 1]."""
     losses = []
     for _ in range(steps):
-        with torch.autocast(device, torch.bfloat16, enabled=level is not None):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = model(input_ids=tokens[:, :-1]).logits
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return model, torch.stack(losses).tolist()
+    return torch.stack(losses).tolist()

@@ -30,7 +30,7 @@ def is_plain_checkpoint(function: Callable[..., Any]) -> bool:
 
 
 def apply_gate(experts: nn.Module, projected: Tensor) -> Tensor:
-    """What experts with gates compute of their first projection [rows, 2 * features]: [rows, features]."""
+    """The gated activation [rows, features] of the first projection [rows, 2 * features] of experts with gates."""
     return experts._apply_gate(projected)  # type: ignore[operator,no-any-return]
 
 

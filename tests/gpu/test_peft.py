@@ -14,6 +14,7 @@ from nemo_lowprec.engine import Engine
 from nemo_lowprec.plugins import LEVELS as FUNCTIONS
 from nemo_lowprec.tensors import Fp8Weight
 from nemo_lowprec.weights import master_of
+from tests.experts import train_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -38,16 +39,7 @@ def made(level, model=None, **options):
 
 def train(model, optimizer, steps=16):  # graphs come at the 13th at the latest
     tokens = torch.randint(512, (2, 65), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    losses = []
-    for _ in range(steps):
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(input_ids=tokens[:, :-1]).logits
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses).tolist()
+    return train_on(tokens, model, optimizer, steps)
 
 
 def graphed(model):

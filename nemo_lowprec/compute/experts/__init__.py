@@ -2,10 +2,10 @@
 
 layout.py        recognises such a module, by the interface that transformers gives its experts
 routing.py       the order of the tokens by expert
-gate.py          what a module computes between its two GEMMs
+gate.py          the activation of a module, between its two GEMMs
 gemms.py         the grouped GEMMs of any backend, expert by expert: the reference
-fused.py         the same in a few launches, without waiting for the device
-fused_blocks.py  fused.py for scales of blocks
+fused.py         the grouped GEMMs in a few launches, without waiting for the device
+fused_blocks.py  the grouped GEMMs in a few launches, with scales of blocks
 function.py      forward and backward of a module, as one node of autograd
 module.py        the converted module
 blocks.py        finds routers, and the share of its experts that a token passes

@@ -102,11 +102,11 @@ class CapturedPass:
             self._lent_outputs = Lent(self._outputs)  # before backward frees what forward has saved of them
             self._capture_backward(own)
         self._lent_grads = Lent(self._grad_inputs, self._grad_outputs)
-        self._alone: list[int] | None = None  # how many hold the memory of each gradient before one was handed out
+        self._alone: list[int] | None = None  # holders of each gradient's memory, counted at the first backward pass
         self._reads, self._pointers = layers.reads(), self._addresses()
 
     def _take_memory(self) -> tuple[Any, Any, bool]:
-        """See ``GraphPool.memory``."""
+        """(handles of the memory of both graphs, whether no graph was captured there before)."""
         return self.pool.memory(self.shares_memory)
 
     def _static(self, role: str, place: int, tensor: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class CapturedPass:
         return self._result_of(_Replay, leaves)
 
     def _result_of(self, function: Any, leaves: list[Any]) -> Any:
-        """What the block returns, by an autograd function that runs the pass."""
+        """The results of the block, by an autograd function that runs the pass."""
         trained = [leaves[i] for i in self._trained]
         outputs = function.apply(self, leaves, *trained, *self.params)
         result = list(self._result)
@@ -314,7 +314,7 @@ class CapturedPass:
             else:
                 static.copy_(grad)
         if self._alone is None:
-            # Right after the capture autograd's thread, which is this one, may still hold what it has computed.
+            # Not earlier: right after the capture autograd's thread, which is this one, may still hold the gradients.
             self._alone = [0 if grad is None else storage_use_count(grad) for grad in self._grads]
         held = self._held_gradients(self._alone) if self.shares_memory else [None] * len(self._grads)
         self._in_fp8.hold()
@@ -398,7 +398,7 @@ def refuse_second_order() -> None:
 
 
 def like(tensor: Tensor) -> Tensor:
-    """A tensor without memory, of the strides of a copy."""
+    """A tensor without memory that has the shape and the strides of a copy of ``tensor``."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 

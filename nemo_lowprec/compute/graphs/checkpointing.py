@@ -41,7 +41,7 @@ def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def suspend(block: nn.Module) -> bool:
-    """Take the checkpoint of transformers away from a block. Returns whether the block has none any more."""
+    """Take the checkpoint of transformers away from a block. Returns whether the checkpoint is away."""
     if not is_checkpointed(block):
         return False
     function = block.__dict__[CHECKPOINT]
@@ -53,7 +53,7 @@ def suspend(block: nn.Module) -> bool:
 
 
 def resume(block: nn.Module) -> None:
-    """Give a block back what ``suspend`` took away."""
+    """Give a block the checkpoint back that ``suspend`` took away."""
     function = block.__dict__.get(CHECKPOINT)
     if isinstance(function, Suspended):
         block.__dict__[CHECKPOINT] = function.function

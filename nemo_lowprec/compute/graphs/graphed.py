@@ -36,7 +36,9 @@ _CAPTURES = 3  # captures of one key, after the block was changed
 _LARGE = 2**28  # bytes of results, of which a graph holds three copies, up to which a whole model is one graph
 _BUSY = 1.3  # the GPU's time over the host's from which a block gains nothing by a graph
 _BUSY_SAVING = 1.15  # the same where memory counts: just above 1, which is the ratio where the GPU waits
-_RECOMPUTES = 2  # how much more of the host than of the GPU a whole step of a block takes that recomputes, over forward
+# Where a block recomputes, its forward pass makes no graph of autograd: the host takes longer for a whole step, beside
+# the GPU, by this factor.
+_RECOMPUTES = 2
 
 
 class GraphedForward:
@@ -204,8 +206,7 @@ class GraphedForward:
     def _keeps_gpu_busy(self, key: Hashable, recomputes: bool) -> bool:
         """Whether the GPU takes much longer than the host, and so does not wait for the host.
 
-        A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed. The
-        forward pass of a block that recomputes makes no graph of autograd, and takes the host the less.
+        A whole model may launch more than the queue of launches holds: its blocks tell, where they can be timed.
         """
         # The fastest pass, and the fastest of the blocks that are alike: another one may have compiled a kernel, or
         # asked the driver for memory.

@@ -16,8 +16,8 @@ from nemo_lowprec.compute.graphs.lent import Lent
 class RecomputedPass(CapturedPass):
     """The forward and the backward pass of a block; backward replays the forward pass before.
 
-    The passes of all blocks have the same memory: nothing in it outlives a replay, but gradients of parameters. What a
-    replay reads and writes of the outside are copies in tensors that the passes share, too.
+    The passes of all blocks have the same memory, in which nothing outlives a replay: gradients of parameters are
+    copied into their buffers, and arguments and results into tensors that the passes share, too.
     """
 
     recomputes = True
