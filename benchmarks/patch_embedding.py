@@ -3,7 +3,8 @@
     python -m benchmarks.patch_embedding
 
 A layer's forward and backward pass with the gradient of its weight, and of its input where it merges patches inside of
-a model. ``copied`` is the BF16 GEMM on patches that are copied out of the image first.
+a model. ``copied`` is the BF16 GEMM on patches that are copied out of the image first. ``gpu_ms`` is the time of the
+kernels; ``ms`` has the gaps between the kernels, too: a layer alone does not keep the GPU busy.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.backends import milliseconds
 from benchmarks.record import Record, arguments
 from nemo_lowprec import prepare
 from nemo_lowprec.compute.patches import copy_patches
 
+_PROFILED = 20  # calls under the profiler
 LEVELS = ("bf16_with_fp8_mixed", "bf16_with_fp8_rowwise_mixed")
 
 
@@ -69,6 +73,17 @@ class _Copied(nn.Module):
         return F.linear(rows, self.conv.weight.flatten(1), self.conv.bias).movedim(-1, 1)
 
 
+def _gpu_ms(work: Callable[[], object]) -> float:
+    """Time of the kernels of one call, which has run before."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_PROFILED):
+            work()
+        torch.cuda.synchronize()
+    kernels = (e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
+    return sum(e.self_device_time_total for e in kernels) / _PROFILED / 1000
+
+
 def main() -> None:
     args = arguments(__doc__.split("\n")[0], "patch_embedding_h200.jsonl").parse_args()
     record = Record(args.out)
@@ -83,8 +98,9 @@ def main() -> None:
             optimizer = torch.optim.AdamW(model.parameters())
             layers[level] = prepare(model, optimizer, level, convert=None, graphs=False)[0]
         for name, layer in layers.items():
-            ms = milliseconds(_passes(layer, shape))
-            record.add(benchmark="patch_embedding", layer=shape.name, name=name, ms=round(ms, 4))
+            passes = _passes(layer, shape)
+            times = {"ms": round(milliseconds(passes), 4), "gpu_ms": round(_gpu_ms(passes), 4)}
+            record.add(benchmark="patch_embedding", layer=shape.name, name=name, **times)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from benchmarks import (
     memory_tables,
     muon_tables,
     parallel_tables,
+    rowwise_tables,
     step_tables,
 )
 from benchmarks.levels import HOPPER
@@ -74,6 +75,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": kernel_tables.host,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
+    "rowwise": rowwise_tables.rowwise,
     "parity": loss_tables.parity,
     "image_parity": loss_tables.image_parity,
     "optimizer_step": kernel_tables.optimizer_step,
@@ -82,6 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon_parity": muon_tables.muon_parity,
     "backends": kernel_tables.backends,
     "casts": kernel_tables.casts,
+    "patch_embedding": rowwise_tables.patch_embedding,
     "memory": memory_tables.memory,
     "llama_8b": memory_tables.llama_8b,
     "gradient_sync": parallel_tables.gradient_sync,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2"]
 
 
-def made(level, graphs, recomputes=True, reentrant=False, dropout=0.0, hidden=128, layers=3):
+def made(level, graphs, recomputes=True, reentrant=False, dropout=0.0, hidden=128, layers=3, **options):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
@@ -31,7 +31,7 @@ def made(level, graphs, recomputes=True, reentrant=False, dropout=0.0, hidden=12
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return prepare(model, optimizer, level, graphs=graphs)
+    return prepare(model, optimizer, level, graphs=graphs, **options)
 
 
 def train(model, optimizer, steps=9, micro=1, together=False, rows=2, length=64):
@@ -92,10 +92,30 @@ def test_random_numbers_are_drawn_again():
     assert captured(model) == (3, 0)
 
 
-def test_memory_is_that_of_one_layer():
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])
+def test_layers_that_keep_fp8_activations(level, reentrant):
+    expected = train(*made(level, False, reentrant=reentrant, activations="fp8"))
+    model, optimizer = made(level, "auto", reentrant=reentrant, activations="fp8")
+    assert train(model, optimizer) == expected
+    assert captured(model) == (3, 0)
+
+
+def test_compiled_models_recompute_without_graphs():
+    def run(graphs):
+        model, optimizer = made("bf16_with_fp8_mixed", graphs, backend="torch", skip=["*norm"])
+        model.compile(backend="aot_eager")
+        return train(model, optimizer), captured(model)
+
+    assert run(True) == (run(False)[0], (0, 0))
+
+
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_memory_is_that_of_one_layer(activations):
     peaks = {}
     for graphs in (False, True):
-        model, optimizer = made("bf16_with_fp8_mixed", graphs, hidden=512, layers=12)
+        chosen = "auto" if graphs and activations else graphs
+        model, optimizer = made("bf16_with_fp8_mixed", chosen, hidden=512, layers=12, activations=activations)
         run = partial(train, model, optimizer, rows=4, length=1024)
         run(steps=9)
         assert captured(model) == ((12, 0) if graphs else (0, 0))

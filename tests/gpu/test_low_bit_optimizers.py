@@ -67,12 +67,16 @@ def test_a_run_resumes_bit_for_bit_on_a_gpu(tmp_path, case, name):
 
 
 def on_gpu(rank):
-    return [{name: value.cpu() for name, value in weights.items()} for weights in plain(rank, f"cuda:{rank}")]
+    """Weights after ``plain`` on a GPU, on the CPU."""
+    return [{n: w.cpu() for n, w in weights.items()} for weights in plain(rank, f"cuda:{rank or 0}")]
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_matrices_of_two_gpus_are_orthogonalized_as_a_whole(tmp_path):
     ranks = on_processes(2, tmp_path, on_gpu, backend="nccl")
+    # Newton-Schulz in BF16 makes of the rounding errors in a gradient of low rank as much as of the gradient, and a GPU
+    # rounds otherwise than a CPU.
+    alone = on_gpu(None)
     for found in ranks:
-        assert_as_one_process(found, plain(None))
+        assert_as_one_process(found, alone)

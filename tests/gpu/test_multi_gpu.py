@@ -49,6 +49,11 @@ def on_cpu(tree):
     return [on_cpu(v) for v in tree] if isinstance(tree, (list, tuple)) else tree
 
 
+def on_gpu(case):
+    backend = "torch" if level_of(case).scaling == "rowwise" else "te"  # Transformer Engine has no rowwise scaling
+    return {"accelerator": "gpu", "backend": backend}
+
+
 def run(case, rank, strategy):
     processes = {}
     if rank is not None:
@@ -56,7 +61,7 @@ def run(case, rank, strategy):
     data = ResumableLoader(Samples(128), 16, 3, rank or 0, 1 if rank is None else 2, global_batch_size=32)
     model = Net()
     observer = train(
-        model, plugin_on("te", case), data=data, accelerator="gpu", gradient_clip_val=1.0,
+        model, plugin_on(on_gpu(case)["backend"], case), data=data, accelerator="gpu", gradient_clip_val=1.0,
         accumulate_grad_batches=2 if rank is None else 1, **processes,
     )  # fmt: skip
     grads = [{n: values_of(g) for n, g in step.items()} for step in observer.grads]
@@ -93,11 +98,10 @@ def _store(param):
 
 def every_case(rank, place):
     found = {"reduced": reduced(rank)}
-    on_gpu = {"accelerator": "gpu", "backend": "te"}
     for case in ALL:
         for strategy in STRATEGIES:
-            found[f"{case} {strategy} nan"] = on_cpu(test_ddp_loops.run_overflow(rank, case, strategy, **on_gpu))
-        found[f"{case} sharded nan"] = on_cpu(test_sharded_models.overflow(case, rank, **on_gpu))
+            found[f"{case} {strategy} nan"] = on_cpu(test_ddp_loops.run_overflow(rank, case, strategy, **on_gpu(case)))
+        found[f"{case} sharded nan"] = on_cpu(test_sharded_models.overflow(case, rank, **on_gpu(case)))
         for strategy in STRATEGIES:
             found[f"{case} {strategy}"] = run(case, rank, strategy)
             dist.barrier()
@@ -105,7 +109,8 @@ def every_case(rank, place):
         found[f"{case} blocks"] = run_sharded(case, rank, test_sharded.Blocks)
         found[f"{case} hybrid"] = run_sharded(case, rank, strategy={"shard_size": 1})
         found[f"{case} audits"] = {
-            name: test_sharded.audit(case, rank, strategy, **on_gpu) for name, strategy in test_sharded.AUDITED.items()
+            name: test_sharded.audit(case, rank, strategy, **on_gpu(case))
+            for name, strategy in test_sharded.AUDITED.items()
         }
     for strategy in STRATEGIES:
         model = HiddenInTE(on_rank=1)
@@ -119,12 +124,12 @@ def every_case(rank, place):
         found[f"{case} made"] = [run_sharded(case, rank, net) for net in nets]
     for case in RESUMED:
         forms = test_sharded_checkpoints.FORMS
-        found[f"{case} resumed"] = on_cpu(test_sharded_checkpoints.resumed(case, rank, place, forms, **on_gpu))
+        found[f"{case} resumed"] = on_cpu(test_sharded_checkpoints.resumed(case, rank, place, forms, **on_gpu(case)))
     return found
 
 
 def run_sharded(case, rank, net=Net, strategy=None):
-    found = test_sharded.run(case, rank, net, strategy=strategy, accelerator="gpu", backend="te")
+    found = test_sharded.run(case, rank, net, strategy=strategy, **on_gpu(case))
     return on_cpu({"grads": found["grads"], "weights": found["weights"], "kinds": found["kinds"]})
 
 

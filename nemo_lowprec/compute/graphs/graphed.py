@@ -95,8 +95,10 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None
+        if torch.compiler.is_compiling():
+            return self._eager(block, args, kwargs)
         recomputes = suspend(block)
-        if torch.compiler.is_compiling() or self._off is not None or not block.training or not torch.is_grad_enabled():
+        if self._off is not None or not block.training or not torch.is_grad_enabled():
             return self._eager(block, args, kwargs)
         if self.pool.undecided:
             if self.pool.within is None or self.is_whole:

@@ -107,22 +107,18 @@ class GraphPool:
         if not is_shared:
             handle = torch.cuda.graph_pool_handle()
             return handle, handle, True
-        self._check_memory()
+        if self.saves_memory:
+            raise Unfit("its graph would keep memory that activations is there to save; graphs=True allows it")
         first, self._unused = self._unused, False
         return self._forward, self._backward, first
 
     def memory_for_one(self, captured: Any) -> tuple[Any, Any, bool]:
         """What ``memory`` returns, for ``captured``: a pass whose activations are gone when the next pass runs."""
-        self._check_memory()
         first = not self._recomputed
         if first:
             self._one = torch.cuda.graph_pool_handle()
         self._recomputed.add(captured)
         return self._one, self._one, first
-
-    def _check_memory(self) -> None:
-        if self.saves_memory:
-            raise Unfit("its graph would keep memory that activations is there to save; graphs=True allows it")
 
     def static(self, place: Hashable, like: torch.Tensor) -> torch.Tensor:
         """The tensor of that place, shape, strides and dtype, as long as a pass has it; all passes share it."""
