@@ -34,13 +34,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.everyday_contestants import CONTESTANTS, EAGER, Contestant, Training, forget, names
 from benchmarks.everyday_models import MODELS, Batch, Task, loss_of
 from benchmarks.kernel_kinds import milliseconds
-from benchmarks.measure import DEVICE, release, synchronize
+from benchmarks.measure import DEVICE, kernels_of, release, synchronize
 from benchmarks.record import Record, arguments, earlier
 
 WARMUP = 16  # steps: convert="auto" decides, and graphs come at the 13th at the latest: a model, its body, its blocks
@@ -108,9 +107,7 @@ class Runner:
             for _ in range(PROFILED):
                 self.step()
             synchronize()
-        # A range of the user (the optimizer's step has one) is no kernel.
-        work = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
-        kinds = milliseconds((e.name, e.self_device_time_total / PROFILED) for e in work)
+        kinds = milliseconds((e.name, e.self_device_time_total / PROFILED) for e in kernels_of(profiler))
         return {"gpu_ms": round(sum(kinds.values()), 3), "gpu_kinds": {k: round(ms, 3) for k, ms in kinds.items()}}
 
 

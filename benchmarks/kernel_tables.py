@@ -1,12 +1,14 @@
-"""Tables of what a step consists of: the optimizer's step, GEMMs, and quantization of their operands."""
+"""Tables of the parts of a step: the optimizer's step, GEMMs, quantization of their operands, patch embeddings."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 from nemo_lowprec.chart import CHART
 
-__all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step"]
+__all__ = ["OPTIMIZERS", "backends", "casts", "host", "optimizer_step", "patch_embedding"]
 
 OPTIMIZERS = {  # names in the results of the headline's optimizers
     "o2": "nemo_lowprec O2: FP16 weights, FP8 gradients, FP8+FP16 states",
@@ -121,3 +123,19 @@ def casts() -> str:
         ],
     )
     return block(takeaway, table)
+
+
+def patch_embedding() -> str:
+    """The GPU's time for each layer, by contestant."""
+    origins, figures = read(RESULTS / "patch_embedding_h200.jsonl")
+    by: dict[str, dict[str, Any]] = {}
+    for f in figures:
+        by.setdefault(f["layer"], {})[f["name"]] = f["gpu_ms"]
+    names = list(dict.fromkeys(f["name"] for f in figures))
+    shares = [min(times[name] for name in names[2:]) / times["cuDNN"] for times in by.values()]
+    takeaway = (
+        f"At the faster of the two levels a layer takes {min(shares):.2f} to {max(shares):.2f} of the GPU's time that"
+        " cuDNN's convolution takes."
+    )
+    rows = [(layer, *(f"{times[name]:.2f}" for name in names)) for layer, times in by.items()]
+    return block(takeaway, simple_table(("Layer", *names), rows), origin(origins))

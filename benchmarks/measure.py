@@ -14,14 +14,16 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import profile
 
 from nemo_lowprec.plugins.replaced import replace_attribute
 from nemo_lowprec.tensors import QuantizedTensor
 from nemo_lowprec.weights.masters import master_of
 
 __all__ = [
-    "DEVICE", "MIB", "Watch", "allocated", "idle_in_graphs", "peaks", "release", "reset_peak", "sizes", "stay_on_gpu",
-    "synchronize",
+    "DEVICE", "MIB", "Watch", "allocated", "idle_in_graphs", "kernels_of", "peaks", "release", "reset_peak", "sizes",
+    "stay_on_gpu", "synchronize",
 ]  # fmt: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,6 +33,12 @@ MIB = 2**20
 def synchronize() -> None:
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
+
+
+def kernels_of(profiler: profile) -> list[Any]:
+    """The events of the kernels and copies that a profiler has seen on the GPU."""
+    # A range of the user (the optimizer's step has one) is no kernel.
+    return [e for e in profiler.events() or () if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
 
 
 def release() -> None:

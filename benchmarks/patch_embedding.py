@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.backends import milliseconds
+from benchmarks.measure import kernels_of
 from benchmarks.record import Record, arguments
 from nemo_lowprec import prepare
 from nemo_lowprec.compute.patches import copy_patches
@@ -80,8 +80,7 @@ def _gpu_ms(work: Callable[[], object]) -> float:
         for _ in range(_PROFILED):
             work()
         torch.cuda.synchronize()
-    kernels = (e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
-    return sum(e.self_device_time_total for e in kernels) / _PROFILED / 1000
+    return sum(e.self_device_time_total for e in kernels_of(profiler)) / _PROFILED / 1000
 
 
 def main() -> None:

@@ -23,12 +23,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.everyday_contestants import CONTESTANTS
 from benchmarks.everyday_models import MODELS, loss_of
-from benchmarks.measure import DEVICE, stay_on_gpu, synchronize
+from benchmarks.measure import DEVICE, kernels_of, stay_on_gpu, synchronize
 from nemo_lowprec.plugins import LEVELS
 
 WARMUP, STEPS, LINES = 16, 4, 45  # CUDA graphs come at the 13th step at the latest
@@ -54,7 +53,7 @@ class Kernels:
     def stop(self) -> str:
         synchronize()
         self._profiler.__exit__(None, None, None)
-        work = [e for e in self._profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        work = kernels_of(self._profiler)
         ms, launches = Counter[str](), Counter[str]()
         for event in work:
             ms[event.name] += event.self_device_time_total / STEPS / 1e3

@@ -9,7 +9,7 @@ from benchmarks.pictures import Bars, Picture, bars
 from benchmarks.record import RESULTS, read
 from benchmarks.rst import block, milliseconds, origin, simple_table, times
 
-__all__ = ["TE", "TORCHAO", "fastest", "fastest_picture", "steps", "throughput", "throughput_picture"]
+__all__ = ["TE", "TORCHAO", "fastest", "fastest_picture", "rowwise", "steps", "throughput", "throughput_picture"]
 
 TE = "lightning TransformerEnginePrecision, bf16 weights, no masters"
 TORCHAO = "torchao float8 tensorwise, compiled layers, bf16-true"
@@ -20,6 +20,7 @@ _BESIDE = {  # what the others are called in pictures
     "lightning bf16-mixed": "Lightning's bf16-mixed: FP32 weights",
     "lightning TransformerEnginePrecision, FP32 weights": "Lightning's Transformer Engine, FP32 weights,\nhead in FP8",
 }
+_ROWWISE = "nemo_lowprec bf16_with_fp8_rowwise_mixed"
 _LEVELS = ("msamp_o2", "msamp_o3", "bf16_with_fp8_mixed", "te_fp8", "bf16_mixed")
 
 
@@ -116,3 +117,18 @@ def fastest_picture() -> Picture:
         labels[name] = f"{who},\n" + ", ".join(option for option in options if option != "FP8 head")
     shown = "Bars: all rows of the table below, but for ``msamp_o3``; the head is in FP8 on every side."
     return Picture("train_step_fastest_h200.png", see, shown, _bars(found, labels))
+
+
+def rowwise() -> str:
+    """Tokens a second with rowwise scaling, beside torchao's two recipes."""
+    origins, figures = read(RESULTS / "rowwise_h200.jsonl")
+    by = {f["name"]: f for f in figures}
+    theirs = max(f["tokens_per_s"] for f in figures if f["name"].startswith("torchao"))
+    takeaway = (
+        f"``bf16_with_fp8_rowwise_mixed`` is {by[_ROWWISE]['tokens_per_s'] / theirs:.2f} × as fast as the faster of"
+        f" torchao's two recipes in compiled layers, and {by[f'{_ROWWISE}, fast_accum']['tokens_per_s'] / theirs:.2f} ×"
+        " with ``fast_accum``, which torchao's recipes have."
+    )
+    rows = [(f["name"], f"{f['tokens_per_s']:,}", milliseconds(f, 1), f"{f['peak_gib']:.1f}") for f in figures]
+    headers = ("Contestant", "tokens/s", "ms a step: median (min – max)", "peak GiB")
+    return block(takeaway, simple_table(headers, rows), origin(origins))

@@ -23,7 +23,6 @@ from benchmarks import (
     memory_tables,
     muon_tables,
     parallel_tables,
-    rowwise_tables,
     step_tables,
 )
 from benchmarks.levels import HOPPER
@@ -75,7 +74,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host": kernel_tables.host,
     "throughput": step_tables.throughput,
     "fastest": step_tables.fastest,
-    "rowwise": rowwise_tables.rowwise,
+    "rowwise": step_tables.rowwise,
     "parity": loss_tables.parity,
     "image_parity": loss_tables.image_parity,
     "optimizer_step": kernel_tables.optimizer_step,
@@ -84,7 +83,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon_parity": muon_tables.muon_parity,
     "backends": kernel_tables.backends,
     "casts": kernel_tables.casts,
-    "patch_embedding": rowwise_tables.patch_embedding,
+    "patch_embedding": kernel_tables.patch_embedding,
     "memory": memory_tables.memory,
     "llama_8b": memory_tables.llama_8b,
     "gradient_sync": parallel_tables.gradient_sync,

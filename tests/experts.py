@@ -82,7 +82,7 @@ def trained(level, device="cpu", convert=None, steps=16, **options):  # graphs c
     """A tiny Qwen3-MoE after a few steps on one batch, and its losses; ``level`` None: in FP32.
 
     At twice this learning rate any rounding grows in the steps 4 to 7, on every backend: the losses of BF16 autocast
-    stray from those of FP32 by 0.04, the losses of FP8 by 0.1.
+    stray from the losses of FP32 by 0.04, the losses of FP8 by 0.1.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(

@@ -1,7 +1,7 @@
 """Blocks that transformers recomputes in backward: their graphs recompute them, and torch's checkpoint rests.
 
-Torch's checkpoint stands around the block's forward, or within it, by the version of transformers. ``suspend`` takes it
-away; ``GraphedForward`` then replays graphs of a ``RecomputedPass``, and passes without a graph run under
+Torch's checkpoint stands around or within the block's forward, by the version of transformers. ``suspend`` takes the
+checkpoint away; ``GraphedForward`` then replays graphs of a ``RecomputedPass``, and passes without a graph run under
 ``suspended_checkpoint``.
 """
 

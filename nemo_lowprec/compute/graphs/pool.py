@@ -54,7 +54,8 @@ class GraphPool:
     as long as no graph that was captured after it waits for its backward pass. Forward and backward graphs have memory
     of their own, since backward passes run in the reverse order. ``Loans`` keeps the results that graphs have lent.
     The pass of a whole model has memory that no other pass has (``memory``). Passes that recompute activations keep
-    nothing: they have one memory, and copies of their arguments and results in tensors of one ``static`` each.
+    nothing: all of them have one memory (``memory_for_one``), and share the tensors for copies of arguments and results
+    (``static``).
 
     Args:
         device: a GPU.
@@ -113,7 +114,10 @@ class GraphPool:
         return self._forward, self._backward, first
 
     def memory_for_one(self, captured: Any) -> tuple[Any, Any, bool]:
-        """What ``memory`` returns, for ``captured``: a pass whose activations are gone when the next pass runs."""
+        """(handles of the memory of both graphs of ``captured``, whether no graph was captured there before).
+
+        All passes whose activations are gone when the next pass runs have this one memory, of two equal handles.
+        """
         first = not self._recomputed
         if first:
             self._one = torch.cuda.graph_pool_handle()
@@ -121,7 +125,10 @@ class GraphPool:
         return self._one, self._one, first
 
     def static(self, place: Hashable, like: torch.Tensor) -> torch.Tensor:
-        """The tensor of that place, shape, strides and dtype, as long as a pass has it; all passes share it."""
+        """The tensor for ``place`` with the shape, strides and dtype of ``like``, which all passes share.
+
+        The tensor lives as long as a pass holds the tensor.
+        """
         key = place, like.shape, like.stride(), like.dtype, like.requires_grad
         found = self._statics.get(key)
         if found is None:
