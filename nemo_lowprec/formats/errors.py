@@ -28,7 +28,7 @@ EXTREMES = ("amax", "amin", "scale_inv")
 
 def clipped_beyond(fmt: FloatFormat) -> float:
     """The largest magnitude of scaled values that rounds to ``fmt.max`` without being clipped."""
-    mantissa, exponent = math.frexp(fmt.max)  # of the largest value, whose mantissa bits are all ones but for E4M3
+    exponent = math.frexp(fmt.max)[1]
     step = torch.finfo(fmt.dtype).eps * 2.0 ** (exponent - 1)
     return fmt.max + step / 2
 
