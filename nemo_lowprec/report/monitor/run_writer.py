@@ -9,8 +9,8 @@ the same folder goes on in the same file; nothing is overwritten. The records, n
                 fate, as in ``Conversion`` (``low``, ``left``, ``half``, ``kept``, ``fused``)
 ``operands``    ``rows``: [layer, operand] for each row of the samples that follow
 ``params``      ``names``: for each row of the samples' parameters
-``audit``       ``findings`` and ``total_bytes`` by column, as ``Audit`` finds them in one step; ``traffic``: the messages
-                of that step
+``audit``       ``findings`` and ``total_bytes`` by column, as ``Audit`` finds them in one step; ``traffic``: the
+                messages of that step
 ``steps``       ``first`` (number of the first step), ``loss`` (one a step; null where the loop has none), ``seconds``
                 and ``tokens`` of these steps (null where unknown), ``peak_bytes`` of the GPU so far
 ``sample``      ``step``, ``operands`` and ``params`` (metric to one number for each row; null where there is none),
