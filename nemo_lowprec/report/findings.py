@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -72,6 +73,14 @@ class AuditReport:
     def agrees(self) -> bool:
         """Whether every column is what the chart says."""
         return bool(self.findings) and all(f.agrees for f in self.findings)
+
+    def record(self) -> dict[str, Any]:
+        """The report as plain values: ``findings``, ``total_bytes`` by column, and the ``places`` of columns."""
+        return {
+            "findings": [{**asdict(finding), "agrees": finding.agrees} for finding in self.findings],
+            "total_bytes": dict(self.total_bytes),
+            "places": {**_AT, **self.places},
+        }
 
     def table(self) -> Group:
         """The report for people, in 80 columns: the findings; then where and how large each column was found."""

@@ -11,8 +11,8 @@ the same folder goes on in the same file; nothing is overwritten. The records, n
 ``params``      ``names``: for each row of the samples' parameters
 ``audit``       ``findings`` and ``total_bytes`` by column, as ``Audit`` finds them in one step; ``traffic``: the
                 messages of that step
-``steps``       ``first`` (number of the first step), ``loss`` (one a step; null where the loop has none), ``seconds``
-                and ``tokens`` of these steps (null where unknown), ``peak_bytes`` of the GPU so far
+``steps``       ``loss``, one for each of the steps ``at``; and of the stretch of ``steps`` steps up to ``last`` its
+                ``seconds`` and ``tokens`` (null where nobody counts them); ``peak_bytes`` of the GPU so far
 ``sample``      ``step``, ``operands`` and ``params`` (metric to one number for each row; null where there is none),
                 ``wire``, ``grad_norm``, ``loss_scale``, ``skipped_steps``
 ``validation``  ``step`` and ``metrics``

@@ -155,10 +155,9 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
         }
         tables.samples[record["step"]] = record
     elif kind == "steps":
-        first, losses = record["first"], record["loss"]
-        run.loss |= {first + i: loss for i, loss in enumerate(losses) if loss is not None}
-        if record["seconds"] is not None:
-            run.rates.append((first + len(losses) - 1, len(losses), record["seconds"], record["tokens"]))
+        run.loss |= {step: loss for step, loss in zip(record["at"], record["loss"], strict=True) if loss is not None}
+        if record["steps"]:
+            run.rates.append((record["last"], record["steps"], record["seconds"], record["tokens"]))
         if record["peak_bytes"] is not None:
             run.peak_bytes = max(run.peak_bytes or 0, record["peak_bytes"])
     elif kind == "validation":
