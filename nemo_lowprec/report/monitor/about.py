@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_lowprec.compute import Conversion
-from nemo_lowprec.options import Options, option_defaults
+from nemo_lowprec.options import Options
 from nemo_lowprec.report.monitor.run_writer import FORMAT
 
 _PACKAGES = (
@@ -23,20 +23,18 @@ _PACKAGES = (
 
 
 def about_run(
-    model: nn.Module, options: Options, given: dict[str, Any], conversion: Conversion, engine: str, **further: Any
+    model: nn.Module, options: Options, conversion: Conversion, engine: str, **further: Any
 ) -> dict[str, Any]:
     """The record.
 
     Args:
         model: as the user made it.
         options: the row and its arguments.
-        given: the arguments that the user has given.
         conversion: how each layer is computed.
         engine: how the processes share the model: ``single``, ``ddp``, ``fsdp2`` or ``megatron``.
         further: more of the record.
     """
-    defaults, recipe = option_defaults(options.level), options.recipe
-    own = {name: value for name, value in given.items() if name not in defaults or value != defaults[name]}
+    recipe = options.recipe
     columns = options.level.columns(recipe is not None and recipe.fp8_params)
     params = list(model.parameters())
     cuda = torch.cuda.is_available()
@@ -44,7 +42,7 @@ def about_run(
         "format": FORMAT,
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "level": columns.pop("Level"),
-        "options": ", ".join(f"{name}={value!r}" for name, value in own.items()),
+        "options": options.given,
         "declared": columns,
         "model": type(model).__name__,
         "parameters": sum(param.numel() for param in params),

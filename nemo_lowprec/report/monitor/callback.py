@@ -16,10 +16,10 @@ from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.audit import Audit
 from nemo_lowprec.report.monitor.about import about_run
 from nemo_lowprec.report.monitor.logged import log_sample
-from nemo_lowprec.report.monitor.monitor import Monitor
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Sample
 from nemo_lowprec.report.monitor.subject import Subject
+from nemo_lowprec.report.monitor.watch import Monitor, check_every
 
 
 class PrecisionMonitor(pl.Callback):
@@ -41,9 +41,7 @@ class PrecisionMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, folder: str | Path | None = None) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps!r} must be a number of steps, at least 1.")
-        self.every_n_steps, self._folder = every_n_steps, folder
+        self.every_n_steps, self._folder = check_every(every_n_steps), folder
         self._monitor: Monitor | None = None
         self._writer: RunWriter | None = None
         self._audit = Audit()
@@ -68,7 +66,7 @@ class PrecisionMonitor(pl.Callback):
         if trainer.is_global_zero:
             self._writer = RunWriter(Path(self._folder or _folder_of(trainer)))
             record = about_run(
-                pl_module, plugin.parsed, plugin.options, subject.conversion, _engine_of(trainer),
+                pl_module, plugin.parsed, subject.conversion, _engine_of(trainer),
                 start=trainer.global_step, every_n_steps=self.every_n_steps,
             )  # fmt: skip
             self._writer.write("run", **record)

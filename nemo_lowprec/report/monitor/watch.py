@@ -30,6 +30,13 @@ from nemo_lowprec.report.monitor.updates import UpdateErrors
 from nemo_lowprec.report.monitor.wire import WireErrors
 
 
+def check_every(every_n_steps: int) -> int:
+    """``every_n_steps``, or ValueError where it is no number of steps."""
+    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise ValueError(f"every_n_steps={every_n_steps!r} must be a number of steps, at least 1.")
+    return every_n_steps
+
+
 class Monitor(Observer):
     """Samples the second step and every ``every_n_steps``-th step, from the first forward pass to the update.
 
