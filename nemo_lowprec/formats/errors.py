@@ -82,6 +82,12 @@ def add_errors(sums: Tensor, extremes: Tensor, values: Tensor, stored: Tensor, s
     extremes[1] = torch.minimum(extremes[1], smallest)
 
 
+def decibels(signal: float, noise: float) -> float | None:
+    """The ratio of two sums of squares in dB; None where nothing was rounded, or nothing is known."""
+    finite = math.isfinite(signal) and math.isfinite(noise)
+    return 10 * math.log10(signal / noise) if finite and signal > 0 and noise > 0 else None
+
+
 @dataclass(frozen=True)
 class Errors:
     """A row of sums, read.
@@ -93,7 +99,8 @@ class Errors:
         underflow: percentage of the values that are not zero which became zero.
         saturation: percentage of the values that were clipped.
         nonfinite: number of values that are infinite or NaN.
-        sqnr: in dB; None where all values are stored exactly, and where all are zero.
+        sqnr: in dB; None where all values are stored exactly, where all are zero, and where a square overflows: the
+            kernel adds in FP32, up to magnitudes of 1e19.
         binades: log2 of the largest over the smallest magnitude that is not zero; None where all are zero.
     """
 
@@ -118,6 +125,6 @@ class Errors:
             underflow=100 * underflowed / nonzero if nonzero else 0.0,
             saturation=100 * saturated / count if count else 0.0,
             nonfinite=int(nonfinite),
-            sqnr=10 * math.log10(signal / noise) if signal and noise else None,
+            sqnr=decibels(signal, noise),
             binades=math.log2(amax / amin) if amax and math.isfinite(amin) else None,
         )

@@ -84,11 +84,14 @@ def test_values_that_are_not_finite_are_counted(monkeypatch):
     x = values(64, 256, torch.bfloat16)
     data = made.quantize(x, operand_of(Recipe("current"), "input"), rowwise=True, columnwise=False, record=False)
     part, _ = made.stored(data)
-    x[3, 5], x[7, 9], x[0, 0] = math.inf, math.nan, 3e38  # the last one is clipped
+    x[3, 5], x[7, 9], x[0, 0] = math.inf, math.nan, 1e15  # the last one is clipped
     table = ErrorTable(1, torch.device("cuda"))
     table.add(0, x, part)
     assert read(table)[0].nonfinite == 2 and read(table)[0].saturation > 0
     assert_alike(read(table)[0], by_definition(monkeypatch, lambda table: table.add(0, x, part)))
+    x[1, 1] = 3e38  # whose square is no FP32 number
+    table.add(0, x, part)
+    assert read(table)[0].sqnr is None
 
 
 @pytest.mark.parametrize("shape", [(1000,), (64, 200), (3, 5, 300), (512, 4096)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from nemo_lowprec.formats.errors import Errors
+from nemo_lowprec.formats.errors import Errors, decibels
 
 Row = tuple[str, str]  # layer and operand
 
@@ -42,12 +41,6 @@ class Sample:
     loss_scale: float | None = None
     skipped: bool = False
     skipped_steps: int = 0
-
-
-def decibels(signal: float, noise: float) -> float | None:
-    """The ratio of two sums of squares in dB; None where nothing was rounded, or nothing is known."""
-    finite = math.isfinite(signal) and math.isfinite(noise)
-    return 10 * math.log10(signal / noise) if finite and signal > 0 and noise > 0 else None
 
 
 def operands_of(rows: Sequence[Row], sums: Tensor, extremes: Tensor) -> dict[Row, Errors]:

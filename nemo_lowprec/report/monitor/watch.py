@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
 from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
@@ -20,7 +21,6 @@ from nemo_lowprec.report.monitor.sample import (
     PARAM_METRICS,
     Row,
     Sample,
-    decibels,
     operands_of,
     params_of,
 )
