@@ -1,6 +1,12 @@
-"""Reports on a run: the plan tells its memory and traffic beforehand, the audit holds it against what is declared."""
+"""Reports on a run, its checkpoints and its machine.
 
+The plan tells memory and traffic beforehand, the audit compares a step with what the level declares, the inspection
+shows what a checkpoint holds, and the doctor what a machine runs.
+"""
+
+from nemo_lowprec.report.assertion import assert_level
 from nemo_lowprec.report.audit import Audit, AuditReport, Finding
+from nemo_lowprec.report.inspection import Inspection, inspect_checkpoint
 from nemo_lowprec.report.plan.columns import PlannedColumn
 from nemo_lowprec.report.plan.layout import STRATEGIES
 from nemo_lowprec.report.plan.plan import Plan, PlannedTraffic, plan_training
@@ -10,8 +16,11 @@ __all__ = [
     "Audit",
     "AuditReport",
     "Finding",
+    "Inspection",
     "Plan",
     "PlannedColumn",
     "PlannedTraffic",
+    "assert_level",
+    "inspect_checkpoint",
     "plan_training",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -20,6 +21,16 @@ _AT = {
     "Weight gradient": "after backward, before unscaling",
     "Optimizer states": "after the step",
 }
+
+
+class LevelDiffersError(AssertionError):
+    """A column was found in another format than the level declares.
+
+    Attributes:
+        exit_status: of a command that raises the error.
+    """
+
+    exit_status = 1
 
 
 @dataclass
@@ -72,6 +83,22 @@ class AuditReport:
     def agrees(self) -> bool:
         """Whether every column is what the chart says."""
         return bool(self.findings) and all(f.agrees for f in self.findings)
+
+    def check(self) -> None:
+        """Raise LevelDiffersError, naming column, part, declared and found format, where a finding differs."""
+        differing = [f for f in self.findings if not f.agrees]
+        if differing or not self.findings:
+            found = "; ".join(f"{f.column} of {f.part}: {f.declared} declared, {f.observed} found" for f in differing)
+            raise LevelDiffersError(f"{self.level.name} differs from the chart. {found or 'Nothing was found'}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values: ``level``, ``agrees``, ``findings`` and ``total_bytes``, by column."""
+        return {
+            "level": self.level.name,
+            "agrees": self.agrees,
+            "findings": [{**asdict(finding), "agrees": finding.agrees} for finding in self.findings],
+            "total_bytes": dict(self.total_bytes),
+        }
 
     def table(self) -> Group:
         """The report for people, in 80 columns: the findings; then where and how large each column was found."""
