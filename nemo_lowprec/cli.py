@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -124,7 +125,8 @@ def _doctor(arguments: Sequence[str]) -> None:
 
     from nemo_lowprec.report import examine
 
-    found = examine()
+    with redirect_stdout(sys.stderr):  # Megatron-core prints while it is imported
+        found = examine()
     if arguments:
         print(json.dumps(found.to_json()))
     else:

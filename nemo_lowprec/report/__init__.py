@@ -6,6 +6,7 @@ shows what a checkpoint holds, and the doctor what a machine runs.
 
 from nemo_lowprec.report.assertion import assert_level
 from nemo_lowprec.report.audit import Audit, AuditReport, Finding
+from nemo_lowprec.report.doctor import DoctorReport, examine
 from nemo_lowprec.report.inspection import Inspection, inspect_checkpoint
 from nemo_lowprec.report.plan.columns import PlannedColumn
 from nemo_lowprec.report.plan.layout import STRATEGIES
@@ -15,12 +16,14 @@ __all__ = [
     "STRATEGIES",
     "Audit",
     "AuditReport",
+    "DoctorReport",
     "Finding",
     "Inspection",
     "Plan",
     "PlannedColumn",
     "PlannedTraffic",
     "assert_level",
+    "examine",
     "inspect_checkpoint",
     "plan_training",
 ]

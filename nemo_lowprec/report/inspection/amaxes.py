@@ -72,10 +72,10 @@ def _of_te(modules: Mapping[str, Any]) -> Iterator[AmaxHistory]:
 def options_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the level that histories show: ``fp8_amax_history_len``, and of converted layers the formats."""
     table, modules = state.get("fp8", {}).get("operands", {}), state.get("te", {})
-    if not table:
-        return {"fp8_amax_history_len": len(saved["amax_history_fwd"]) for saved in modules.values()}
+    lengths = [len(saved["amax_history"]) for saved in table.values()]
+    lengths += [len(saved["amax_history_fwd"]) for saved in modules.values()]
+    found: dict[str, Any] = {"fp8_amax_history_len": lengths[0]} if lengths else {}
     targets = {name.rpartition(".")[2]: saved["target"] for name, saved in table.items()}
-    found: dict[str, Any] = {"fp8_amax_history_len": len(next(iter(table.values()))["amax_history"])}
     if "input" in targets:
         scale = E4M3.max / targets["input"]
         found["fp8_margin"] = round(math.log2(scale))

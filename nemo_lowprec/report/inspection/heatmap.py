@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from rich.console import Group
@@ -81,7 +81,7 @@ def _cells(amaxes: Sequence[float], steps: int, width: int) -> list[float | None
     """The last ``steps`` in ``width`` cells; a history that began later has empty cells first."""
     padded = [0.0] * (steps - len(amaxes)) + list(amaxes)
     edges = [round(i * steps / width) for i in range(width + 1)]
-    largest = (max(padded[start:end]) for start, end in zip(edges, edges[1:], strict=False))
+    largest = (max(padded[start:end]) for start, end in pairwise(edges))
     return [math.log2(amax) if amax > 0 else None for amax in largest]
 
 
@@ -128,4 +128,4 @@ def _short_names(histories: list[AmaxHistory]) -> dict[str, str]:
     while all(len(parts) > shared + 1 for parts in split) and len({parts[shared] for parts in split}) == 1:
         shared += 1
     short = {h.layer: ".".join(parts[shared:]) for h, parts in zip(histories, split, strict=True)}
-    return {layer: name if len(name) <= _NAME else f"…{name[1 - _NAME:]}" for layer, name in short.items()}
+    return {layer: name if len(name) <= _NAME else f"…{name[1 - _NAME :]}" for layer, name in short.items()}

@@ -11,6 +11,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
@@ -113,7 +114,8 @@ class Inspection:
         lines = [*pair_lines(self._pairs(), indent=0), ""]
         source = text_lines(f"Weights were saved from: {self.source}.")
         maps: list[Any] = [heatmaps(self.histories, all_rows)] if self.histories else self._without_histories()
-        return Group("\n".join(lines), table, "", "\n".join(source), "", *maps)
+        # As text: rich would read brackets of a path as markup.
+        return Group(Text("\n".join(lines)), table, "", Text("\n".join(source)), "", *maps)
 
     def _pairs(self) -> list[tuple[str, str]]:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
