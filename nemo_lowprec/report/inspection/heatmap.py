@@ -115,10 +115,9 @@ def _left_out(rows: list[_Row], shown: list[_Row]) -> Iterator[Text]:
         return
     there = {id(row) for row in shown}
     largest = sorted(max(row.history.amaxes) for row in rows if id(row) not in there)
-    yield Text(
-        f"{len(largest)} layers are left out, nearer to the median (--all shows them); their largest amaxes:\n"
-        f"smallest {largest[0]:.1e}, median {statistics.median(largest):.1e}, largest {largest[-1]:.1e}"
-    )
+    yield Text(f"{len(largest):,} layers nearer to the median are left out (--all shows them), whose largest")
+    ends = f"from {largest[0]:.1e} to {largest[-1]:.1e}"
+    yield Text(f"amaxes go {ends}, with a median of {statistics.median(largest):.1e}")
 
 
 def _short_names(histories: list[AmaxHistory]) -> dict[str, str]:

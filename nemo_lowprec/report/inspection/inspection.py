@@ -44,7 +44,8 @@ class SavedColumn:
         column: title as in the chart; or the amax histories, or everything else.
         part: the moment of optimizer states, such as ``exp_avg``; empty for other columns.
         formats: of the saved tensors, ``+`` between several; ``–`` for none.
-        elements: of the saved tensors, tied weights once; with buffers for weights. None where nothing counts them.
+        elements: of the saved tensors, with buffers for weights. Tied weights count once in a file, and under each
+            of their names in a folder. None where nothing counts them.
         bytes: in the checkpoint.
         in_training: the format that the level declares for training; ``–`` for none, empty where the chart has none.
     """

@@ -58,7 +58,7 @@ class SavedCheckpoint:
     Attributes:
         path: of the file or the folder.
         form: ``FILE``, ``SHARDED`` or ``MEGATRON``.
-        tensors: by column; tied weights once.
+        tensors: of all columns; tied weights of a file once.
         rest: the checkpoint without weights and optimizer states.
         state: of the Precision plugin; empty for a checkpoint without a level.
         bytes: of the file, or of all files of the folder.
