@@ -39,7 +39,7 @@ def test_the_machine_and_every_level():
 @needs_fp8
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_large_layer_is_faster_in_fp8_than_a_small_one_gains(scaling):
-    recipe = Recipe(scaling)
+    recipe = Recipe(scaling, fp8="hybrid" if scaling in ("delayed", "current") else "e4m3")
     backend, _ = find_backend("auto", recipe, torch.device("cuda"))
     if backend.name == "reference":
         pytest.skip(f"no backend for {scaling} here")

@@ -62,8 +62,17 @@ def test_few_steps_equal_amaxes_and_steps_without_amax():
     assert "all are zero" in drawn([AmaxHistory("a", "grad_output", (0.0, 0.0), 1.0)])
 
 
+def test_layers_that_read_one_tensor_share_a_row():
+    names = ["0.q_proj", "0.k_proj", "0.v_proj", "0.o_proj", "1.q_proj"]
+    amaxes = [(1.0, 2.0)] * 3 + [(4.0, 8.0), (1.0, 2.0)]
+    text = drawn([AmaxHistory(name, "input", own, 1.0) for name, own in zip(names, amaxes, strict=True)])
+    found = [line.split(" ")[:2] for line in text.splitlines() if "_proj" in line]
+    assert found == [["0.q_proj", "+2"], ["0.o_proj", ""], ["1.q_proj", ""]]
+    assert "5 layers, 2 steps" in text and "+2: and the next 2 layers, with the same amaxes" in text
+
+
 def test_a_long_name_keeps_its_end():
     names = [f"{'very.long.' * 5}x{i}.{'inner' * 9}.linear{i}" for i in range(2)]
-    text = drawn([AmaxHistory(name, "input", (1.0, 2.0), 1.0) for name in names])
+    text = drawn([AmaxHistory(name, "input", (1.0, 2.0 + i), 1.0) for i, name in enumerate(names)])
     assert max(map(len, text.splitlines())) <= 80
     assert "linear0 " in text and "linear1 " in text and "…" in text

@@ -15,7 +15,8 @@ from nemo_lowprec.checkpoint.sharded_folder import META
 from nemo_lowprec.report import inspect_checkpoint
 from tests.checkpoint.damage import HARMS, copied, flip, sprung
 from tests.megatron.test_damaged import at_work
-from tests.megatron.test_optimizer import FORMS, build, train as train_megatron
+from tests.megatron.test_optimizer import FORMS, build
+from tests.megatron.test_optimizer import train as train_megatron
 from tests.processes import on_processes
 from tests.strategies.test_sharded import Blocks
 from tests.strategies.test_sharded_checkpoints import run, saved
@@ -44,9 +45,10 @@ def checkpoint(place):
 
 
 def printed(found, all_rows=False):
-    console = Console(width=80, record=True, file=open("/dev/null", "w"), color_system=None)
-    console.print(found.report(all_rows))
-    text = console.export_text()
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(found.report(all_rows))
+    text = captured.get()
     assert max(map(len, text.splitlines())) <= 80
     return text
 

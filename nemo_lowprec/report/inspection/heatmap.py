@@ -28,9 +28,18 @@ _ORDER = ("input", "weight", "grad_output")
 
 
 class _Row(NamedTuple):
-    """One layer; ``cells`` holds log2 of the largest amax of the steps of each cell, None where all are zero."""
+    """One layer, or layers after each other with the same amaxes: those that read one tensor, such as q, k and v.
 
-    history: AmaxHistory
+    Attributes:
+        name: of the first layer, shortened, with the number of the others.
+        layers: how many they are.
+        amaxes: of each layer.
+        cells: log2 of the largest amax of the steps of each cell, None where all are zero.
+    """
+
+    name: str
+    layers: int
+    amaxes: Sequence[float]
     cells: list[float | None]
 
 
@@ -39,8 +48,8 @@ def heatmaps(histories: Sequence[AmaxHistory], all_rows: bool = False) -> Group:
 
     Args:
         histories: from ``histories_of``.
-        all_rows: whether every layer has a row. Otherwise an operand has up to 16 rows: the layers whose amaxes are
-            farthest from the median of the operand's layers at the same step.
+        all_rows: whether every layer is shown. Otherwise an operand has up to 16 rows: those whose amaxes are farthest
+            from the median of the operand's rows at the same step.
     """
     known = sorted(histories, key=lambda h: _ORDER.index(h.operand))  # stable: the model's order within an operand
     return Group(*(_heatmap(list(of_one), all_rows) for _, of_one in groupby(known, key=lambda h: h.operand)))
@@ -48,13 +57,17 @@ def heatmaps(histories: Sequence[AmaxHistory], all_rows: bool = False) -> Group:
 
 def _heatmap(histories: list[AmaxHistory], all_rows: bool) -> Group:
     names = _short_names(histories)
-    longest = max(map(len, names.values()))
+    together = [list(alike) for _, alike in groupby(histories, key=lambda h: h.amaxes)]
+    labels = [names[alike[0].layer] + (f" +{len(alike) - 1}" if len(alike) > 1 else "") for alike in together]
+    longest = max(map(len, labels))
     steps = max(len(h.amaxes) for h in histories)
     width = min(WIDTH - longest - 2 * _NUMBER - 2, steps)
-    rows = [_Row(h, _cells(h.amaxes, steps, width)) for h in histories]
+    rows = [
+        _Row(label, len(alike), alike[0].amaxes, _cells(alike[0].amaxes, steps, width))
+        for label, alike in zip(labels, together, strict=True)
+    ]
     seen = [value for row in rows for value in row.cells if value is not None]
-    operand = histories[0].operand
-    head = f"Amaxes of {operand}: {len(rows)} layers, {steps:,} steps, the newest on the right"
+    head = f"Amaxes of {histories[0].operand}: {len(histories)} layers, {steps:,} steps, the newest on the right"
     if not seen:
         return Group(Text(f"{head}; all are zero", style="bold"), "")
     low, high = min(seen), max(seen)
@@ -63,16 +76,17 @@ def _heatmap(histories: list[AmaxHistory], all_rows: bool) -> Group:
     heading = " " * (longest + 1) + _steps_per_cell(steps, width).ljust(width)
     lines.append(Text(f"{heading} {'largest':>{_NUMBER}}{'newest':>{_NUMBER}}", style="dim"))
     for row in shown:
-        line = Text(names[row.history.layer].ljust(longest + 1))
+        line = Text(row.name.ljust(longest + 1))
         for cell in row.cells:
             line.append_text(_block(cell, low, high))
-        amaxes = row.history.amaxes
-        line.append(f" {max(amaxes):>{_NUMBER}.1e}{amaxes[-1]:>{_NUMBER}.1e}")
+        line.append(f" {max(row.amaxes):>{_NUMBER}.1e}{row.amaxes[-1]:>{_NUMBER}.1e}")
         lines.append(line)
     legend = Text(f"{2**low:.1e} ")
     for level in range(len(_BLOCKS)):
         legend.append(_BLOCKS[level], style=_COLOURS[level])
     legend.append(f" {2**high:.1e}")
+    if len(rows) < len(histories):
+        legend.append("   +2: and the next 2 layers, with the same amaxes")
     lines += [legend, *_left_out(rows, shown), Text("")]
     return Group(*lines)
 
@@ -114,9 +128,10 @@ def _left_out(rows: list[_Row], shown: list[_Row]) -> Iterator[Text]:
     if len(shown) == len(rows):
         return
     there = {id(row) for row in shown}
-    largest = sorted(max(row.history.amaxes) for row in rows if id(row) not in there)
-    yield Text(f"{len(largest):,} layers nearer to the median are left out (--all shows them), whose largest")
-    ends = f"from {largest[0]:.1e} to {largest[-1]:.1e}"
+    left = [row for row in rows if id(row) not in there]
+    count, largest = sum(row.layers for row in left), [max(row.amaxes) for row in left]
+    yield Text(f"{count:,} layers nearer to the median are left out (--all shows them), whose largest")
+    ends = f"from {min(largest):.1e} to {max(largest):.1e}"
     yield Text(f"amaxes go {ends}, with a median of {statistics.median(largest):.1e}")
 
 
