@@ -112,7 +112,7 @@ def _inspect(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(found.to_json()))
     else:
-        Console().print(found.report(options.all))
+        Console().print(found.table(options.all))
 
 
 def _doctor(arguments: Sequence[str]) -> None:
@@ -130,7 +130,7 @@ def _doctor(arguments: Sequence[str]) -> None:
     if arguments:
         print(json.dumps(found.to_json()))
     else:
-        Console().print(found.report())
+        Console().print(found.table())
 
 
 def _hydra(command: str, arguments: Sequence[str]) -> None:

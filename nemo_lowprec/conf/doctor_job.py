@@ -34,5 +34,5 @@ def doctor_job(cfg: DictConfig, json_to: TextIO | None = None) -> DoctorReport:
     if json_to is not None:
         print(json.dumps(found.to_json()), file=json_to, flush=True)
     else:
-        Console().print(found.report())
+        Console().print(found.table())
     return found

@@ -23,7 +23,7 @@ WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tells of a m
 def printed(report):
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
-        console.print(report.report())
+        console.print(report.table())
     text = captured.get()
     assert max(map(len, text.splitlines())) <= 80
     return " ".join(text.split())

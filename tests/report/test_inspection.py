@@ -47,7 +47,7 @@ def checkpoint(place):
 def printed(found, all_rows=False):
     console = Console(width=80, color_system=None)
     with console.capture() as captured:
-        console.print(found.report(all_rows))
+        console.print(found.table(all_rows))
     text = captured.get()
     assert max(map(len, text.splitlines())) <= 80
     return text
@@ -135,6 +135,16 @@ def test_a_checkpoint_of_plain_lightning_has_no_level(tmp_path):
     found = inspect_checkpoint(tmp_path / "step=1.ckpt")
     assert found.level is None and not found.histories and column(found, "Weight").in_training == ""
     assert "none: plain Lightning's" in printed(found)
+
+
+def test_states_of_an_optimizer_that_nests_them_otherwise_and_a_foreign_plugin(tmp_path):
+    path = tmp_path / "x.ckpt"
+    states = [{"inner": [{"exp_avg": torch.zeros(4)}, {"factor": torch.zeros(3)}], "lr": 1.0}]
+    saved = {"state_dict": {"w": torch.zeros(5)}, "optimizer_states": states, "LowPrecision": 3, "hyper_parameters": 1}
+    torch.save(saved, path)
+    found = inspect_checkpoint(path)
+    moments = [column(found, "Optimizer states", part).elements for part in ("exp_avg", "other")]
+    assert found.level is None and moments == [4, 3] and column(found, "Weight").elements == 5
 
 
 # Damage

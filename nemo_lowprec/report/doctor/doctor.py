@@ -42,7 +42,7 @@ class DoctorReport:
                 shape["ratio"] = time.ratio
         return found
 
-    def report(self) -> Group:
+    def table(self) -> Group:
         """The report for people, in 80 columns."""
         machine = _text([*pair_lines(_machine_pairs(self.machine), indent=0), ""])
         return Group(machine, *_levels(self.levels), *([] if self.gemms is None else _gemms(self.gemms)))

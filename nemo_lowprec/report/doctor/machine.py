@@ -95,5 +95,8 @@ def _driver() -> str | None:
     if program is None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    except subprocess.TimeoutExpired:  # a GPU that does not answer
+        return None
     return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None

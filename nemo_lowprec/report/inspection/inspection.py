@@ -97,7 +97,7 @@ class Inspection:
         """The inspection as plain values, under the names of its attributes."""
         return asdict(self)
 
-    def report(self, all_rows: bool = False) -> Group:
+    def table(self, all_rows: bool = False) -> Group:
         """The inspection for people, in 80 columns.
 
         Args:
@@ -163,7 +163,8 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     options = options_of(saved.state)
     if row is not None and row.half and "loss_scale" in saved.state:
         options["half"] = "fp16"
-    hparams = saved.rest.get("hyper_parameters") or {}
+    hparams = saved.rest.get("hyper_parameters")
+    hparams = hparams if isinstance(hparams, Mapping) else {}
     columns = [*_columns(saved, row), *_others(saved)]
     return Inspection(
         path=str(path),

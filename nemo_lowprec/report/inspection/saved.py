@@ -93,12 +93,28 @@ def open_saved(path: Path) -> SavedCheckpoint:
 def _open_file(path: Path) -> SavedCheckpoint:
     rest = load_lightning(path, only=PLUGIN, mmap=True)
     tensors = [*_of_values(WEIGHT, rest.pop("state_dict").values())]
-    for optimizer in rest.pop("optimizer_states", []):
-        for state in optimizer["state"].values():
-            for name, value in state.items():
-                tensors += _of_values(STATES, [value], _part(name))
+    for name, value in _named(rest.pop("optimizer_states", [])):
+        tensors += _of_values(STATES, [value], _part(name))
     tensors += _of_values(GRADIENT, [partial_gradients(rest)])
-    return SavedCheckpoint(path, FILE, tuple(tensors), rest, rest.get(PLUGIN, {}), path.stat().st_size)
+    return SavedCheckpoint(path, FILE, tuple(tensors), rest, _state_in(rest), path.stat().st_size)
+
+
+def _state_in(rest: dict[str, Any]) -> dict[str, Any]:
+    """The state of this package's plugin, which names its level; empty for a checkpoint without."""
+    state = rest.get(PLUGIN)
+    return state if isinstance(state, dict) and "level" in state else {}
+
+
+def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(innermost key, value) of what optimizers save, whose state dicts are nested as each optimizer likes."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _named(value, str(key))
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _named(value, name)
+    else:
+        yield name, tree
 
 
 def _of_values(column: str, tree: Iterable[Any], part: str = "") -> Iterator[SavedTensor]:
@@ -125,7 +141,7 @@ def _open_folder(path: Path) -> SavedCheckpoint:
         column, part = _of_megatron(key) if by_megatron else _of_sharded(key)
         dtype, count = meta.properties.dtype, meta.size.numel()
         tensors.append(SavedTensor(column, part, format_of(dtype), count, count * dtype.itemsize))
-    state = {**rest.get(PLUGIN, {}), **(_state_of_megatron(path, rest) if by_megatron else {})}
+    state = {**_state_in(rest), **(_state_of_megatron(path, rest) if by_megatron else {})}
     size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
     return SavedCheckpoint(path, MEGATRON if by_megatron else SHARDED, tuple(tensors), rest, state, size)
 
