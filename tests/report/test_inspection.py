@@ -130,6 +130,15 @@ def test_tied_weights_count_once_and_unfinished_gradients_are_told(tmp_path):
     assert column(found, "Weight gradient").in_training == "FP32"
 
 
+def test_a_checkpoint_from_before_the_first_step(tmp_path):
+    model, path = Net(), tmp_path / "first.ckpt"
+    model.on_train_start = lambda: model.trainer.save_checkpoint(path)
+    train(model, "te_fp8", max_steps=1)
+    found = inspect_checkpoint(path)
+    assert not found.histories and found.step == 0
+    assert "No amax histories: te_fp8 has none here, as no layer has run in FP8." in printed(found)
+
+
 def test_a_checkpoint_of_plain_lightning_has_no_level(tmp_path):
     train(Net(), None, save_at(tmp_path, 1), max_steps=1)
     found = inspect_checkpoint(tmp_path / "step=1.ckpt")

@@ -44,8 +44,10 @@ def histories_of(state: Mapping[str, Any]) -> list[AmaxHistory]:
 
 
 def _own(table: Mapping[str, Any]) -> Iterator[AmaxHistory]:
-    """Histories as ``DelayedScaling.state_dict`` saves them."""
-    for name, saved in table.get("operands", {}).items():
+    """Histories as ``DelayedScaling.state_dict`` saves them; none before the first step."""
+    if not table.get("updates"):
+        return
+    for name, saved in table["operands"].items():
         layer, _, operand = name.rpartition(".")
         history: Tensor = saved["amax_history"]
         begun = len(history) - min(int(table["updates"]), len(history))
