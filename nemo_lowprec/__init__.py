@@ -17,11 +17,13 @@ __all__ = [
     "Audit",
     "LowPrecision",
     "PrecisionLevel",
+    "PrecisionMonitor",
     "__version__",
     "assert_level",
     "clip_grad_norm_",
     "get_level",
     "initialize",
+    "monitor",
     "prepare",
     *CHART,
 ]
@@ -42,6 +44,10 @@ def __getattr__(name: str) -> Any:
         from nemo_lowprec.loops import prepare
 
         return prepare
+    if name in ("PrecisionMonitor", "monitor"):
+        from nemo_lowprec.report import monitor as room
+
+        return getattr(room, name)
     if name == "clip_grad_norm_":
         from nemo_lowprec.grads import clip_grad_norm_
 

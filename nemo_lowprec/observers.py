@@ -15,18 +15,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-EVENTS = ("quantized", "gradient", "message", "weight", "step")
+EVENTS = ("quantized", "gradient", "message", "mean", "before_update", "after_update", "step")
 
 
 class Observer:
     """Base of a subscriber. A subclass overrides the events that it wants; other events are not announced to it.
 
     The tensors belong to the training: a subscriber reads them at once, changes none, and keeps copies only.
+
+    Attributes:
+        capturable: whether ``quantized`` may be captured in CUDA graphs. The method then only launches kernels that
+            read the operand and write memory which lives as long as the subscriber; it is called in the capture alone,
+            and its kernels run in every observed pass. Passes that another subscriber observes run without graphs.
     """
+
+    capturable = False
 
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
         """An operand of a GEMM is ready: once in forward, and again where backward quantizes the operand again.
@@ -46,12 +52,14 @@ class Observer:
                 GEMM in half precision.
         """
 
-    def gradient(self, param: Tensor, stored: Tensor) -> None:
+    def gradient(self, param: Tensor, stored: Tensor, values: Tensor | None) -> None:
         """A gradient was stored in FP8.
 
         Args:
             param: the parameter of the gradient: the whole parameter, gathered where the model is sharded.
             stored: ``GradientTensor`` of the parameter's shape, the sum over the micro-batches so far.
+            values: the values before they were rounded, of the same shape, any float dtype; None where the gradient
+                was added to a gradient of earlier micro-batches.
         """
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
@@ -67,12 +75,21 @@ class Observer:
             purpose: ``gradient``, ``weight``, ``amax`` or ``flag``.
         """
 
-    def weight(self, param: Tensor, before: Tensor, after: Tensor) -> None:
-        """A step has updated a trained weight.
+    def mean(self, received: Tensor, own: tuple[int, Tensor] | None, layout: Any, mean: Tensor) -> None:
+        """This process has averaged gradients in FP8 that all processes have sent, and rounded the mean to FP8.
 
         Args:
-            param: the parameter in the model.
-            before, after: FP32 copies of the values with which the layers compute.
+            received, own, layout: the messages, as ``comm.wire.mean_of_messages`` takes them.
+            mean: uint8 [bytes], the mean as it is sent on or stored.
+        """
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to update its parameters, which have their true, clipped gradients."""
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated its parameters. The values did not change where the step was skipped: see ``step``.
+
+        Announced in each step as soon as the host has launched the update.
         """
 
     def step(self, optimizer: Optimizer, skipped: bool) -> None:
@@ -86,14 +103,18 @@ class Observers:
     """The subscribers of one engine.
 
     Attributes:
-        quantized, gradient, message, weight, step: the methods of the event's subscribers.
+        quantized, gradient, message, mean, before_update, after_update, step: the methods of the event's subscribers.
+        of_passes: the subscribers that observe forward and backward passes.
         is_updating: whether an optimizer updates its parameters now.
     """
 
     quantized: tuple[Callable[..., None], ...]
     gradient: tuple[Callable[..., None], ...]
     message: tuple[Callable[..., None], ...]
-    weight: tuple[Callable[..., None], ...]
+    mean: tuple[Callable[..., None], ...]
+    before_update: tuple[Callable[..., None], ...]
+    after_update: tuple[Callable[..., None], ...]
+    of_passes: tuple[Observer, ...]
     step: tuple[Callable[..., None], ...]
     is_updating = False
 
@@ -113,17 +134,16 @@ class Observers:
 
     @contextmanager
     def updating(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context in which ``optimizer`` updates its parameters; announces ``weight`` at the end."""
-        params = [p for group in optimizer.param_groups for p in group["params"]] if self.weight else []
-        before = [param.detach().to(torch.float32, copy=True) for param in params]
+        """Context in which ``optimizer`` updates its parameters."""
+        for see in self.before_update:
+            see(optimizer)
         self.is_updating = True
         try:
             yield
         finally:
             self.is_updating = False
-        for param, values in zip(params, before, strict=True):
-            for see in self.weight:
-                see(param, values, param.detach().float())
+        for see in self.after_update:
+            see(optimizer)
 
     @contextmanager
     def watched_by(self, observer: Observer) -> Iterator[None]:
@@ -139,6 +159,7 @@ class Observers:
             base = getattr(Observer, event)
             wanted = [one for one in self._subscribers if getattr(type(one), event) is not base]
             setattr(self, event, tuple(getattr(one, event) for one in wanted))
+        self.of_passes = tuple({see.__self__: None for see in (*self.quantized, *self.gradient)})  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()  # a copy of a model belongs to no engine

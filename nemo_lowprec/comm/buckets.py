@@ -94,7 +94,9 @@ class Fp8Bucket(Bucket):
         self.buffers.exchange()
 
     def advance(self) -> None:
-        mean_of_messages(self.buffers.received(), self.layout, self.buffers.mean(), self.buffers.own())
+        mean_of_messages(
+            self.buffers.received(), self.layout, self.buffers.mean(), self.buffers.own(), self.buffers.observers
+        )
         self.buffers.gather()
 
     def complete(self) -> None:
@@ -155,7 +157,7 @@ class Fp8ShardBucket(Bucket):
 
     def advance(self) -> None:
         self._mean = self.buffers.mean()
-        mean_of_messages(self.buffers.received(), self.layout, self._mean, self.buffers.own())
+        mean_of_messages(self.buffers.received(), self.layout, self._mean, self.buffers.own(), self.buffers.observers)
         if self._replicas is not None:
             self._replicas.launch(self._mean)
 
@@ -197,7 +199,9 @@ class _Replicas:
         self._buffers.exchange()
 
     def complete(self) -> Tensor:
-        mean_of_messages(self._buffers.received(), self._layout, self._buffers.mean())
+        mean_of_messages(
+            self._buffers.received(), self._layout, self._buffers.mean(), observers=self._buffers.observers
+        )
         self._buffers.gather()
         gathered = self._buffers.gathered()
         averaged = gathered.new_empty(self._message.bytes)

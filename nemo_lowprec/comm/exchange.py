@@ -38,7 +38,7 @@ class CollectiveBuffers:
     def __init__(
         self, layout: Messages, group: dist.ProcessGroup | None, device: torch.device, observers: Observers = NOBODY
     ) -> None:
-        self._layout, self._group, self._device, self._observers = layout, group, device, observers
+        self._layout, self._group, self._device, self.observers = layout, group, device, observers
         self._work: Any = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
@@ -57,7 +57,7 @@ class CollectiveBuffers:
         """Send message ``i`` to process ``i``, for all ``i``."""
         assert self._sent is not None
         self._received = torch.empty_like(self._sent)
-        for see in self._observers.message:
+        for see in self.observers.message:
             see("all_to_all", self._sent, 0, "gradient")
         self._work = dist.all_to_all_single(self._received, self._sent, group=self._group, async_op=True)
 
@@ -82,7 +82,7 @@ class CollectiveBuffers:
         """Send the mean to all processes."""
         assert self._mean is not None
         self._gathered = self._empty(self._layout.world, self._layout.bytes)
-        for see in self._observers.message:
+        for see in self.observers.message:
             see("all_gather", self._mean, 0, "gradient")
         self._work = _all_gather(self._gathered.view(-1), self._mean, group=self._group, async_op=True)
 
@@ -183,7 +183,7 @@ class PeerBuffers:
 
     def __init__(self, layout: Messages, memory: PeerMemory, index: int, observers: Observers = NOBODY) -> None:
         world, size = layout.world, layout.bytes
-        self._memory, self._observers = memory, observers
+        self._memory, self.observers = memory, observers
         view = lambda slots: slots[index % len(slots)][: world * size].view(world, size)  # noqa: E731
         self._sent = view(memory.sent)
         self._received = [view(b) for b in memory.received]
@@ -204,7 +204,7 @@ class PeerBuffers:
     @contextmanager
     def _copying(self, kind: str, tensor: Tensor) -> Iterator[None]:
         memory = self._memory
-        for see in self._observers.message:
+        for see in self.observers.message:
             see(kind, tensor, self._bytes, "gradient")
         memory.copies.wait_stream(torch.cuda.current_stream(memory.device))
         with torch.cuda.stream(memory.copies):

@@ -22,6 +22,7 @@ from torch import Tensor
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_grid, dequantize_rows, quantize_rows
 from nemo_lowprec.kernels.loader import block_kernels
+from nemo_lowprec.observers import NOBODY, Observers
 
 Row = tuple[Tensor, Tensor, Tensor]
 
@@ -129,25 +130,44 @@ class Packer:
         return self._fused
 
 
-def mean_of_messages(received: Tensor, layout: Messages, out: Tensor, own: tuple[int, Tensor] | None = None) -> None:
+def mean_of_messages(
+    received: Tensor,
+    layout: Messages,
+    out: Tensor,
+    own: tuple[int, Tensor] | None = None,
+    observers: Observers = NOBODY,
+) -> None:
     """Fill ``out``, uint8 [bytes], with the mean of messages [world, bytes], summed in FP32 in their order.
 
     Args:
         own: (index, uint8 [bytes]), a message that replaces the one of this index in ``received``.
+        observers: are told of the mean.
     """
     kernels = _kernels(received)
     if kernels is not None:
         kernels.mean(received, layout, out, own)
-        return
+    else:
+        mean, exponent = quantize_rows(exact_mean(received, layout, own, layout.chunk), E4M3)
+        torch.cat([mean.view(torch.uint8).view(-1), exponent.view(-1)], out=out)
+    for see in observers.mean:
+        see(received, own, layout, out)
+
+
+def exact_mean(received: Tensor, layout: Messages, own: tuple[int, Tensor] | None, blocks: int) -> Tensor:
+    """The mean of the first ``blocks`` blocks of messages (see ``mean_of_messages``) before it is rounded.
+
+    Returns:
+        FP32 [blocks, 128].
+    """
+    data, exponents = (part[:, :blocks] for part in layout.parts(received))
     if own is not None:
-        received = received.clone()
-        received[own[0]] = own[1]
-    data, exponents = layout.parts(received)
-    total = torch.zeros(layout.chunk, BLOCK, device=received.device, dtype=torch.float32)
+        index, message = own
+        data, exponents = data.clone(), exponents.clone()
+        data[index], exponents[index] = (part[0, :blocks] for part in layout.parts(message.view(1, -1)))
+    total = torch.zeros(data.shape[1:], device=received.device, dtype=torch.float32)
     for i in range(layout.world):
         total += dequantize_rows(data[i].view(torch.float8_e4m3fn), exponents[i].reshape(-1, 1))
-    mean, exponent = quantize_rows(total * (1.0 / layout.world), E4M3)
-    torch.cat([mean.view(torch.uint8).view(-1), exponent.view(-1)], out=out)
+    return total * (1.0 / layout.world)
 
 
 def _kernels(tensor: Tensor) -> ModuleType | None:

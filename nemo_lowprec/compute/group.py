@@ -127,7 +127,7 @@ class LayerGroup:
         layers, plan = _layers(self.plans), self.plans[0]
         if layers is None or not torch.is_grad_enabled() or is_transformed() or plan.calls is not None:
             return False
-        if not is_plain(x) or not x.numel() or may_change_unseen(x) or plan.observers.quantized:
+        if not is_plain(x) or not x.numel() or may_change_unseen(x):
             return False
         if x.numel() // x.shape[-1] % plan.backend.row_multiple:
             return False

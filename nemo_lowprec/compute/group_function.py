@@ -56,13 +56,17 @@ class GroupFunction(torch.autograd.Function):
         shape = x.shape
         values = x if len(shape) == 2 else x.reshape(-1, shape[-1])
         again = again_of(x, plan.inputs.again) if need_wgrad else None
+        values = values if values.dtype == plan.half else values.to(plan.half)
         x8 = plan.inputs.quantize(
-            backend, x, values if values.dtype == plan.half else values.to(plan.half), plan.operands["input"],
-            rowwise=True, columnwise=need_wgrad and again is None, record=record,
+            backend, x, values, plan.operands["input"], rowwise=True, columnwise=need_wgrad and again is None,
+            record=record,
         )  # fmt: skip
         group.share_input(x, record)
         saves = need_dgrad and group.saves_weights
         w8 = group.weight_operand(weights, True, saves)
+        if plan.observers.quantized:
+            _announce(group.plans, "input", [values] * count, [x8] * count)
+            _announce(group.plans, "weight", weights, w8.split(group.widths, 0))  # type: ignore[arg-type]
         if joint:
             outs = [backend.fprop(x8, w8, _joined(biases, group.widths), out_dtype)]
         else:
@@ -122,6 +126,11 @@ class GroupFunction(torch.autograd.Function):
 apply_group = apply_function(GroupFunction)
 
 
+def _announce(plans: Sequence[Any], kind: str, values: Sequence[Tensor], operands: Sequence[Any]) -> None:
+    for plan, own, operand in zip(plans, values, operands, strict=True):
+        plan.announce(kind, own, operand)
+
+
 def _joined(biases: Sequence[Tensor | None], widths: Sequence[int]) -> Tensor | None:
     """The biases as one, zeros for a layer without one; None for no bias at all."""
     there = [bias for bias in biases if bias is not None]
@@ -161,7 +170,10 @@ def _backward(
             sums=need_sums,
         )  # fmt: skip
     else:
-        dy8, sums = there
+        halves, (dy8, sums) = parts, there
+    if plan.observers.quantized:
+        each_half = halves[0].split(ctx.group.widths, 1) if ctx.joint else halves
+        _announce(ctx.group.plans, "grad_output", each_half, dy8.split(ctx.group.widths, 1))
     dx = None
     dws: list[Any] = [None] * count
     dbs: list[Any] = [None] * count

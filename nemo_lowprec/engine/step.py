@@ -61,6 +61,7 @@ class Step:
         self._gradients = TrueGradients(loss_scale)
         self._found: WeakKeyDictionary[Optimizer, FoundInf] = WeakKeyDictionary()
         self._saturated: Tensor | None = None
+        self._norms: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()  # of gradients that wait for their step
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -116,6 +117,7 @@ class Step:
         for column in self.columns:
             column.before_backward()
         self._found.clear()
+        self._norms.clear()
         self._gradients.begin()
         scale = 1.0 if self._loss_scale is None else self._loss_scale.begin()
         self.expect(scale / micro_batches)
@@ -145,8 +147,13 @@ class Step:
 
         Where ``clip`` was not called, the norm is computed if ``needed``; a collective with sharded gradients.
         """
-        self.unscale(optimizer)
-        return self._gradients.norm(optimizer, needed and not self.columns.states.releases)
+        if optimizer not in self._norms:
+            self.unscale(optimizer)
+            norm = self._gradients.norm(optimizer, needed and not self.columns.states.releases)
+            if norm is None:
+                return None
+            self._norms[optimizer] = norm
+        return self._norms[optimizer]
 
     def check_finite(self, optimizer: Optimizer) -> None:
         """Look for non-finite gradients of the optimizer, unless ``clip`` has computed their norm."""
@@ -213,6 +220,7 @@ class Step:
         with torch.autocast(self.device.type, enabled=False), self.observers.updating(optimizer):
             if not (waits and found):
                 result = step()
+            self._norms.pop(optimizer, None)
             # What the host does here, and what it can take back, it does while the device steps.
             told = not waits and found is not None and not self.columns.weights.is_sharded
             late = told and not any(column.waits for column in self.columns)

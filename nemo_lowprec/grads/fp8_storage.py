@@ -75,7 +75,7 @@ class Fp8Gradients(Column):
                     setattr(param, _RELEASED, True)
 
     def _store(self, param: Tensor) -> None:
-        grad = param.grad
+        grad, values = param.grad, None
         if self._detached:
             assert grad is not None
             param.grad = None
@@ -83,7 +83,7 @@ class Fp8Gradients(Column):
             stored = GradientTensor.from_float(grad) if earlier is None else earlier.accumulate_(grad)
             DETACHED_GRADS.add(param, stored)
             for see in self._observers.gradient:
-                see(param, stored)
+                see(param, stored, grad if earlier is None else None)
             return
         if grad is not None and grad.requires_grad and torch.is_grad_enabled():
             # A gradient of backward(create_graph=True) keeps its graph, through which later losses reach the weights.
@@ -98,10 +98,11 @@ class Fp8Gradients(Column):
             may_wait = quantized is None and not self._observers.gradient and self.release is None
             if may_wait and self._waiting.take(param, grad):
                 return
-            grad = param.grad = GradientTensor.from_float(grad) if quantized is None else quantized
+            values, grad = grad, GradientTensor.from_float(grad) if quantized is None else quantized
+            param.grad = grad
         if self._observers.gradient and isinstance(grad, GradientTensor):
             for see in self._observers.gradient:
-                see(param, grad)
+                see(param, grad, values)
         if self.release is not None:
             self.release(param)
 

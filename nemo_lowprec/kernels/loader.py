@@ -34,3 +34,4 @@ grouped_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped")  # group
 expert_kernels = partial(_load, "nemo_lowprec.kernels.triton_experts")  # what experts do between these GEMMs
 grouped_block_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped_blocks")  # the same with scales of blocks
 transpose_kernels = partial(_load, "nemo_lowprec.kernels.triton_transpose")  # transposes of FP8 weights
+error_kernels = partial(_load, "nemo_lowprec.kernels.triton_errors")  # sums of the errors of rounding

@@ -109,13 +109,17 @@ class PlainLoop:
         self._refuse_written()
         differ = self._engine.columns.weights.find_written(optimizer)
         self._written = None if differ is None else FoundInf(differ.float())
+        for see in self._engine.observers.before_update:
+            see(optimizer)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
             return None
         return args[:1], {**kwargs, "closure": self._engine.columns.evaluating(optimizer, closure)}
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._looked_at = False
+        for see in self._engine.observers.after_update:
+            see(optimizer)
         if self._written is not None and not self._written.on_device.is_cuda:
             self._refuse_written()  # on a GPU before the next step, so that the host does not wait for this one
         for column in self._engine.columns:

@@ -13,7 +13,12 @@ class TokenRate:
 
     The clock starts at the first ``read``, so that the first step (allocation, autotuning, compilation) does not count,
     and stops while validation runs. ``read``, ``pause`` and ``resume`` wait for the GPU; ``add`` does not.
+
+    Attributes:
+        tokens: of this process since the start of the training.
     """
+
+    tokens = 0
 
     def __init__(self) -> None:
         self._tokens = self._total_tokens = 0
@@ -24,6 +29,7 @@ class TokenRate:
     def add(self, tokens: int) -> None:
         """Counts the tokens of one micro-batch."""
         self._tokens += tokens
+        self.tokens += tokens
 
     def pause(self) -> None:
         """Stops the clock."""

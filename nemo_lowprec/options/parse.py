@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel
@@ -17,7 +17,11 @@ FROZEN = ("auto", "half", "fp8")
 
 @dataclass(frozen=True)
 class Options:
-    """The checked arguments of a level, sorted by the column that reads them."""
+    """The checked arguments of a level, sorted by the column that reads them.
+
+    Attributes:
+        given: the arguments that the user has given as text, without those that have their default's value.
+    """
 
     level: PrecisionLevel
     recipe: Recipe | None
@@ -30,6 +34,7 @@ class Options:
     graphs: str | bool
     activations: str | None
     frozen: str
+    given: str = field(default="", compare=False)
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -78,6 +83,7 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         check_option(level, name)
     defaults = option_defaults(level)
     values = defaults | given
+    own = {name: value for name, value in given.items() if value != defaults[name]}
 
     def pick(arguments: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in arguments}
@@ -131,4 +137,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         values["graphs"],
         values.get("activations"),
         values.get("frozen", "half"),
+        ", ".join(f"{name}={tuple(v) if isinstance(v, list) else v!r}" for name, v in own.items()),
     )

@@ -24,7 +24,7 @@ from nemo_lowprec.engine import DTYPES, Engine, Step
 from nemo_lowprec.megatron import MegatronSettings, resolve
 from nemo_lowprec.megatron.nemo import dtype_config
 from nemo_lowprec.optim import needs_closure
-from nemo_lowprec.options import option_defaults, parse_options
+from nemo_lowprec.options import parse_options
 from nemo_lowprec.plugins import agreement, nemo, processes
 from nemo_lowprec.plugins.averaging import average_exactly
 from nemo_lowprec.plugins.checkpoint_io import AtomicCheckpointIO
@@ -59,8 +59,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
     meets_at_start = True  # read by agreement.py
 
     def __init__(self, level: str | PrecisionLevel, **options: Any) -> None:
-        self._row = get_level(level)
-        self.parsed = parsed = parse_options(self._row, options)
+        self.parsed = parsed = parse_options(get_level(level), options)
         row = self.level = parsed.level
         self.options = options
         self.precision = row.name  # type: ignore[assignment]
@@ -74,12 +73,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         self._compared = False  # whether the numbers of batches of this training were compared over the processes
 
     def __repr__(self) -> str:
-        return f"{self.level.name}({self._given()})"
-
-    def _given(self) -> str:
-        defaults = option_defaults(self._row)  # before ``half`` has changed the row
-        given = {n: tuple(v) if isinstance(v, list) else v for n, v in self.options.items()}
-        return ", ".join(f"{name}={value!r}" for name, value in given.items() if value != defaults[name])
+        return f"{self.level.name}({self.parsed.given})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +109,7 @@ class LowPrecision(nemo.SavedByNemo, Precision):
         """
         self._module = module
         StepwiseSchedulers(module, step, lr_schedulers, self.undo)
-        self.log.begin(module, step, place, self.level.name, self._given(), self.undo)
+        self.log.begin(module, step, place, self.level.name, self.parsed.given, self.undo)
 
     def before_step(self) -> None:
         """Compare batches and restore an unfinished step, before a training step; MegatronStrategy calls it too."""

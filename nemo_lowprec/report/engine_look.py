@@ -104,9 +104,9 @@ class ShardedLook(EngineLook):
 
     def _note_gradient(self, whole: Tensor) -> None:
         if whole.grad is not None:  # else it is stored in FP8, and announced
-            self.gradient(whole, whole.grad)
+            self.gradient(whole, whole.grad, None)
 
-    def gradient(self, param: Tensor, stored: Tensor) -> None:
+    def gradient(self, param: Tensor, stored: Tensor, values: Tensor | None) -> None:
         self._unreduced[self._sharded[id(param)]] = as_stored(stored)
 
     def after_backward(self) -> None:

@@ -92,12 +92,15 @@ class AuditReport:
             raise LevelDiffersError(f"{self.level.name} differs from the chart. {found or 'Nothing was found'}.")
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values: ``level``, ``agrees``, ``findings`` and ``total_bytes``, by column."""
+        """``record`` with the name of the level and whether all columns agree."""
+        return {"level": self.level.name, "agrees": self.agrees, **self.record()}
+
+    def record(self) -> dict[str, Any]:
+        """The report as plain values: ``findings``, ``total_bytes`` by column, and the ``places`` of columns."""
         return {
-            "level": self.level.name,
-            "agrees": self.agrees,
             "findings": [{**asdict(finding), "agrees": finding.agrees} for finding in self.findings],
             "total_bytes": dict(self.total_bytes),
+            "places": {**_AT, **self.places},
         }
 
     def table(self) -> Group:

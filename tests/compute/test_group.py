@@ -14,7 +14,7 @@ from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.compute.group import LayerGroups
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.formats import compute_amax, compute_scale
-from nemo_lowprec.formats.floats import E4M3
+from nemo_lowprec.formats.floats import E4M3, decode
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.tensors import stored_data
 from tests.support import assert_same
@@ -378,11 +378,43 @@ def test_recomputed_blocks(reentrant, waiting):
 
 
 class Seeing(Observer):
-    def quantized(self, *_):
-        pass
+    """The operands of each layer, as they are stored, and the relative errors of their values."""
+
+    def __init__(self):
+        self.seen, self.errors = {}, []
+
+    def quantized(self, layer, kind, values, operand, backend):
+        part, columnwise = backend.stored(operand)
+        stored = decode(part.data) * part.scale_inv
+        stored = stored.t() if columnwise else stored
+        self.seen[layer, kind] = stored.clone()
+        self.errors.append(float((stored - values.float()).norm() / values.float().norm()))
 
 
-@pytest.mark.parametrize("kind", ["deepcopy", "pickle", "eval", "observer"])
+@by_level
+def test_an_observed_pass_is_the_same_pass_and_tells_of_each_layer(level):
+    """The operands of a group are announced by layer, with the scales that the layers share."""
+    found, seeing = [], Seeing()
+    for observed in (False, True):
+        model, optimizer = made(level)
+        for seed in range(3):
+            step(model, optimizer, seed)
+        if observed:
+            Engine.of(model).observers.add(seeing)
+        found.append([step(model, optimizer, seed) for seed in range(3, 6)])
+        assert groups(model) == QKV
+    assert_same(*found)
+    names = {f"attention.{name}" for name in ("q", "k", "v", "out")}
+    assert {(layer, kind) for layer, kind in seeing.seen if layer in names} == {
+        (layer, kind) for layer in names for kind in ("input", "weight", "grad_output")
+    }
+    for kind, shape in (("input", (2 * ROWS, SIZE)), ("weight", (16, SIZE)), ("grad_output", (2 * ROWS, 16))):
+        assert seeing.seen["attention.v", kind].shape == shape
+    assert torch.equal(seeing.seen["attention.q", "input"], seeing.seen["attention.k", "input"])
+    assert 0 < max(seeing.errors) < 0.08  # E4M3 and E5M2 round to 2**-4 and 2**-3
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle", "eval"])
 def test_each_layer_computes_by_itself(kind):
     model, optimizer = made()
     step(model, optimizer)
@@ -391,11 +423,7 @@ def test_each_layer_computes_by_itself(kind):
         other = copy.deepcopy(model) if kind == "deepcopy" else pickle.loads(pickle.dumps(model))
         assert not groups(other)
     else:
-        other = model
-        if kind == "eval":
-            model.eval()
-        else:
-            Engine.of(model).observers.add(Seeing())
+        other = model.eval()
     with torch.autocast("cpu", torch.bfloat16):
         x = model.norm(model.first(batch()))
         q = other.attention.q(x) if kind != "eval" else torch.no_grad()(other.attention.q)(x)

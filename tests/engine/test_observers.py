@@ -44,7 +44,7 @@ class Gradients(Observer):
     def __init__(self):
         self.seen = []
 
-    def gradient(self, param, stored):
+    def gradient(self, param, stored, values):
         assert isinstance(stored, GradientTensor)
         self.seen.append((param, stored.dequantize().clone()))
 

@@ -54,7 +54,7 @@ def leave_values_out():
     }  # fmt: skip
     wire.Packer.pack = lambda self, rows, messages: None
     wire.Packer.unpack = lambda self, messages, rows: None
-    buckets.mean_of_messages = lambda received, layout, out, own=None: None
+    buckets.mean_of_messages = lambda received, layout, out, own=None, observers=None: None
     low_bit.step_by_reference = lambda updates, inputs: None
     nn.Module.to = lambda self, *args, **options: self  # fake parameters cannot be swapped, and are there already
 

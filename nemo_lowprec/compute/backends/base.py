@@ -355,6 +355,15 @@ class Backend(ABC):
             return _BLOCK_FORMATS[part.layout.scale]
         return "fp8" if part.data.element_size() == 1 else str(part.data.dtype).removeprefix("torch.")
 
+    def stored(self, operand: Any) -> tuple[Orientation, bool]:
+        """One orientation of a quantized operand of values [rows, features].
+
+        Returns:
+            the rowwise orientation and False, or where there is none the columnwise orientation and True.
+        """
+        columnwise = operand.rowwise is None
+        return (operand.columnwise if columnwise else operand.rowwise), columnwise
+
     # Operands go from forward to backward as plain tensors, which activation checkpointing and offloading see.
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
         """Split the columnwise orientation, which backward reads, into plain tensors and a description (not None)."""

@@ -24,11 +24,12 @@ from torch import Tensor
 from nemo_lowprec.compat.transformer_engine import import_te
 from nemo_lowprec.compute.activations import Activation
 from nemo_lowprec.compute.backends import fused_activations
-from nemo_lowprec.compute.backends.base import Backend, Packing, is_transformed
+from nemo_lowprec.compute.backends.base import Backend, Orientation, Packing, is_transformed
 from nemo_lowprec.compute.backends.reference import ReferenceBackend
 from nemo_lowprec.compute.backends.te_packing import InBlocks, PerTensor
 from nemo_lowprec.compute.operands import Operand
 from nemo_lowprec.formats import AmaxSlot, FloatFormat, compute_amax
+from nemo_lowprec.formats.gemm_block_scaling import CUBLAS_ROW_128, CUBLAS_SQUARE_128
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 from nemo_lowprec.tensors import Fp8Weight
@@ -198,6 +199,20 @@ class TEBackend(Backend):
             return "mxfp8"
         return "nvfp4" if isinstance(operand, self._te.te.NVFP4TensorStorage) else "fp8"
 
+    def stored(self, operand: Any) -> tuple[Orientation, bool]:
+        parts = operand.get_metadata()
+        if isinstance(operand, self._te.te.Float8TensorStorage):
+            columnwise = parts["data"] is None
+            data, scale_inv, layout = parts["data_transpose" if columnwise else "data"], parts["fp8_scale_inv"], None
+        elif isinstance(operand, self._te.te.Float8BlockwiseQTensorStorage):
+            columnwise = parts["rowwise_data"] is None
+            side = "columnwise" if columnwise else "rowwise"
+            data, scale_inv = parts[f"{side}_data"], parts[f"{side}_scale_inv"]
+            layout = CUBLAS_SQUARE_128 if parts["is_2D_scaled"] else CUBLAS_ROW_128
+        else:
+            raise TypeError(f"The data of {type(operand).__name__} are read with backend='reference' only.")
+        return Orientation(data.view(self._te.torch_dtype[parts["fp8_dtype"]]), scale_inv, layout), columnwise
+
     def save(self, operand: Any) -> tuple[list[Tensor | None], Any]:
         operand.update_usage(rowwise_usage=False)
         return operand.prepare_for_saving()
@@ -272,7 +287,8 @@ def _load() -> SimpleNamespace:
         te=te,
         tex=import_te("transformer_engine_torch"),
         general_gemm=import_te("transformer_engine.pytorch.cpp_extensions").general_gemm,
-        dtype=import_te("transformer_engine.pytorch.constants").TE_DType,
+        dtype=(dtype := import_te("transformer_engine.pytorch.constants").TE_DType),
+        torch_dtype={dtype[own]: own for own in (torch.float8_e4m3fn, torch.float8_e5m2)},
         one_copy=import_te("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported,
     )
     for name in (

@@ -36,9 +36,9 @@ _SAVES_OTHERWISE = "it recomputes or offloads activations"
 class CapturedPass:
     """The forward and the backward pass of a block for arguments of one key.
 
-    The pass of a whole model shares its memory with no other pass. As without graphs, backward writes gradients and
-    temporary tensors into memory that activations have left. The next forward pass overwrites that memory: before the
-    forward pass, gradients that parameters still have are copied (``gives_gradients_up``).
+    The pass of a whole model shares its memory with no pass of another block. As without graphs, backward writes
+    gradients and temporary tensors into memory that activations have left. The next forward pass overwrites that
+    memory: before the forward pass, gradients that parameters still have are copied (``gives_gradients_up``).
 
     Args:
         run: the block's own forward.
@@ -47,6 +47,7 @@ class CapturedPass:
         layers: of the block. What they read must be the same objects whenever the graphs run.
         pool: of the model.
         is_whole: whether the block is a whole model, of which the host may read what it makes of constants alone.
+        beside: a pass of the same block with whose graphs those of this pass take turns: both have the same memory.
 
     Raises:
         Unfit: the block did what a graph cannot do.
@@ -55,8 +56,8 @@ class CapturedPass:
         params: the block's parameters that require a gradient.
         is_compiled: whether a module of the block is compiled.
         number: counts the passes of the pool, in the order of their capture.
-        shares_memory: whether other passes have the same memory.
-        first: whether the pass is the first one of its memory.
+        shares_memory: whether the passes of other blocks have the same memory.
+        first: whether the pass is the first one of its memory, or has the memory of a pass that it replaces.
         runs: forward passes so far.
         recomputes: whether backward computes activations anew.
     """
@@ -72,6 +73,7 @@ class CapturedPass:
         layers: Layers,
         pool: GraphPool,
         is_whole: bool,
+        beside: CapturedPass | None = None,
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
         self.params = [param for param in self._all_params if param.requires_grad]
@@ -85,8 +87,15 @@ class CapturedPass:
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # The gradients of arguments would be overwritten, and compiled code writes into what it has saved.
         self.shares_memory = not is_whole or bool(self._trained) or self.is_compiled or self.recomputes
-        self._memory, self._memory_of_backward, self.first = self._take_memory()
-        self._results, self._gradients = (pool.results, pool.gradients) if self.shares_memory else (Loans(), Loans())
+        if self.shares_memory or beside is None:
+            self._memory, self._memory_of_backward, self.first = self._take_memory()
+            alone = not self.shares_memory
+            self._results, self._gradients = (Loans(), Loans()) if alone else (pool.results, pool.gradients)
+            self._mates = weakref.WeakSet([self])  # the passes whose graphs take turns
+        else:
+            self._memory, self._memory_of_backward, self.first = beside._memory, beside._memory_of_backward, True
+            self._results, self._gradients, self._mates = beside._results, beside._gradients, beside._mates
+            self._mates.add(self)
         self._buffers = list(block.buffers())
         self._generator = torch.cuda.default_generators[torch.cuda.current_device()]
         self._offset = 0  # of the random numbers of the last forward pass
@@ -222,8 +231,9 @@ class CapturedPass:
 
         A parameter whose gradient is of an earlier micro-batch, to which autograd adds, gets a copy of the gradient.
         """
-        if self.shares_memory:
-            return True
+        return self.shares_memory or all([mate._gives_own_gradients_up() for mate in self._mates])
+
+    def _gives_own_gradients_up(self) -> bool:
         self._copy_gradients()
         if self._alone is None:
             return True
@@ -243,7 +253,7 @@ class CapturedPass:
 
     def may_run(self) -> bool:
         """Whether the forward pass overwrites nothing that a pass which waits for its backward pass has kept."""
-        return not self.waits and self.pool.may_run(self.number)
+        return not any([mate.waits for mate in self._mates]) and self.pool.may_run(self.number)
 
     def versions(self) -> list[int]:
         """Versions of the parameters that require a gradient: they count writes."""

@@ -26,7 +26,7 @@ from nemo_lowprec.compute.graphs.layers import Layers
 from nemo_lowprec.compute.graphs.pool import Clock, GraphPool
 from nemo_lowprec.compute.graphs.recomputed import RecomputedPass
 from nemo_lowprec.compute.producers import Reader
-from nemo_lowprec.observers import Observers
+from nemo_lowprec.observers import Observer, Observers
 
 _WARMUP = 3  # passes of a key before its capture: scales without a history, compiled kernels, autotuned libraries
 _UNFIT = 8  # calls with arguments that no graph takes, after which nobody looks at them any more
@@ -49,7 +49,7 @@ class GraphedForward:
         name: its name.
         layers: of the block.
         pool: of the model.
-        observers: of the engine; a pass that is observed runs without a graph.
+        observers: of the engine. A pass that is observed has a graph of its own, or none.
         always: whether blocks are captured whose GPU time is longer than their host time, too.
         is_whole: whether there are blocks inside of the block, which wait until the graph of this one fails.
     """
@@ -76,6 +76,7 @@ class GraphedForward:
         self._seen: Counter[Hashable] = Counter()
         self._guards: dict[Hashable, Guard] = {}
         self._changed: Counter[Hashable] = Counter()
+        self._observed: Counter[Hashable] = Counter()  # observed passes without a graph
         self._unfit = 0  # calls whose arguments no graph takes
         self._off: str | None = None
 
@@ -104,7 +105,8 @@ class GraphedForward:
             if self.pool.within is None or self.is_whole:
                 return self._eager(block, args, kwargs)
             return self._timed(self.pool.within[self.name], block, args, kwargs)
-        if self._observers.quantized or self._observers.gradient or _is_special():
+        observers = self._observers.of_passes
+        if _is_special() or not all([observer.capturable for observer in observers]):
             return self._eager(block, args, kwargs)
         try:
             leaves, structure = flatten((args, kwargs))
@@ -115,6 +117,9 @@ class GraphedForward:
                 self._off = str(reason)
             self.pool.say(self.name, str(reason))
             return self._eager(block, args, kwargs)
+        if observers:
+            found = self._observed_pass(block, key, observers, leaves, structure, recomputes)
+            return self._eager(block, args, kwargs) if found is None else found(leaves)
         try:
             found = self._find(key)
             if found is None and self._is_due(key, recomputes):
@@ -188,6 +193,30 @@ class GraphedForward:
         clocks.append(clock)
         return result
 
+    def _observed_pass(
+        self, block: nn.Module, key: Hashable, observers: tuple[Observer, ...], leaves: list[Any], structure: Any,
+        recomputes: bool,
+    ) -> CapturedPass | None:  # fmt: skip
+        """A captured pass that tells ``observers``; None where the pass runs without a graph.
+
+        The first observed pass is one of those, and compiles the kernels of the observers.
+        """
+        others = self._passes.get(key)
+        if not others:
+            return None
+        own = key, *observers
+        found = self._find(own)
+        if found is not None:
+            return found
+        self._observed[own] += 1
+        if self._observed[own] != 2 or not self._layers.are_warm() or not self.pool.has_room():
+            return None
+        try:
+            return self._capture(block, own, leaves, structure, recomputes, beside=others[0])
+        except Unfit as reason:
+            self.pool.say(self.name, f"in an observed pass, {reason}")
+            return None
+
     def _is_due(self, key: Hashable, recomputes: bool) -> bool:
         """Whether a pass of this key is to be captured now."""
         if self._seen[key] < self._warmup or self._changed[key] >= _CAPTURES:
@@ -226,7 +255,9 @@ class GraphedForward:
         if not self._guards[key].holds() or not self._layers.are_warm():
             self._passes.pop(key)
             self._changed[key] += 1
-            self._seen[key] = 0
+            self._observed.pop(key, None)
+            if key in self._seen:
+                self._seen[key] = 0
             return None
         reads = self._layers.reads()
         for found in passes:
@@ -238,8 +269,9 @@ class GraphedForward:
         return None
 
     def _capture(
-        self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any, recomputes: bool
-    ) -> CapturedPass:
+        self, block: nn.Module, key: Hashable, leaves: list[Any], structure: Any, recomputes: bool,
+        beside: CapturedPass | None = None,
+    ) -> CapturedPass:  # fmt: skip
         self._layers.follow()
         fitting = [found for found in self._passes[key] if found.fits(self._layers.reads())]
         if len(fitting) < len(self._passes[key]):  # layers compute otherwise now, as one for example
@@ -252,7 +284,7 @@ class GraphedForward:
         self._guards[key] = Guard(block)
         with self._layers.capturing(block):
             made = RecomputedPass if recomputes else CapturedPass
-            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole)
+            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole, beside)
         self._passes[key].append(found)
         what = "%s is one graph" if self.is_whole else "blocks of %s are captured"
         self.pool.tell(f"CUDA graphs: {what}.", type(block).__name__)

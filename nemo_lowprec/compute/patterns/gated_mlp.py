@@ -41,10 +41,10 @@ def are_low(layers: Iterable[Any]) -> bool:
 
 
 def are_alone(layers: Iterable[Any]) -> bool:
-    """Whether no hook and no observer can read what goes between these converted layers."""
+    """Whether no hook can read what goes between these converted layers."""
     if any(global_hooks()) or torch.is_anomaly_enabled():
         return False
-    return not any(any(all_hooks(layer)) or layer.gemm_plan.observers.quantized for layer in layers)
+    return not any(any(all_hooks(layer)) for layer in layers)
 
 
 @dataclass
@@ -132,6 +132,8 @@ class LowPrecisionGatedMLP(nn.Module):
             activation, tensors = plan.joint_activation, (joint,)
         if takes(*tensors, keeps=keeps):
             backend, reader = self.activation_backend, self.reader
+            # Observers read the values in half precision.
+            alone = alone and not children[plan.down].gemm_plan.observers.quantized
             product = between_layers(activation, tensors, backend, reader, self.training, keeps, alone)
         else:
             product = activation.forward(tensors)

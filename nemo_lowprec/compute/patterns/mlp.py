@@ -78,7 +78,8 @@ class LowPrecisionMLP(nn.Module):
         children: Any = self._modules
         hidden, act = children[plan.up](x), children[plan.act]
         if takes(hidden, keeps=None):
-            how = act.activation_backend, act.reader, act.training, None, True
+            alone = not children[plan.down].gemm_plan.observers.quantized  # observers read values in half precision
+            how = act.activation_backend, act.reader, act.training, None, alone
             hidden = between_layers(act.activation, (hidden,), *how)
         else:
             hidden = act(hidden)

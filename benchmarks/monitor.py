@@ -1,0 +1,143 @@
+"""What the monitor costs: training steps with it and without, of the models of ``benchmarks.everyday``.
+
+    python -m benchmarks.monitor
+
+A model is trained in a plain loop at a level. Rounds of ``--every`` times ``--samples`` steps take turns: the monitor
+watches, or it is taken off the engine's observers. ``ms`` is the median wall time of a step without it,
+``overhead_percent`` the median over pairs of rounds of what it adds, and ``sample_ms`` the same for a sampled step.
+``gpu_percent`` is the part of the GPU's time: kernels of one sampled step beside one plain step, over ``every`` steps.
+``memory_mib`` is what the peak of allocated memory grows by. ``first_s`` is the time of the first two sampled steps,
+which compile kernels and capture graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.everyday import Runner
+from benchmarks.everyday_contestants import CONTESTANTS, OURS, forget
+from benchmarks.everyday_models import MODELS
+from benchmarks.measure import DEVICE, kernels_of, release, reset_peak, synchronize
+from benchmarks.record import Record, arguments
+from nemo_lowprec import monitor
+from nemo_lowprec.engine import Engine
+
+EVERY = (50, 10)
+CHOSEN = ("Llama 100M", "timm ViT-B", "Llama 1.1B, 1 x", "timm ViT-L", "Llama 1.1B, 4 x", "Llama 8B-shaped")
+LEVELS = ("bf16_with_fp8_mixed", "msamp_o2")
+
+
+class Watched:
+    """A training that the monitor watches, or not."""
+
+    def __init__(self, runner: Runner, every: int) -> None:
+        self.runner, self.every = runner, every
+        engine = Engine.of(runner.training.model)
+        assert engine is not None
+        self._observers = engine.observers
+        self._folder = tempfile.TemporaryDirectory()
+        self._watch = monitor(runner.training.model, self._folder.name, every)
+        self._monitor = self._watch._monitor
+        start = time.perf_counter()
+        self.steps(2 * every)  # the second step and two samples: the last one runs as a graph
+        self.first_s = time.perf_counter() - start
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._watch.add_loss(self.runner.step())
+        synchronize()
+
+    def round(self, count: int, watches: bool) -> float:
+        """Milliseconds a step."""
+        synchronize()
+        start = time.perf_counter()
+        if watches:
+            self.steps(count)
+        else:
+            self._observers.remove(self._monitor)
+            for _ in range(count):
+                self.runner.step()
+            synchronize()
+            self._observers.add(self._monitor)
+        return (time.perf_counter() - start) / count * 1e3
+
+    def gpu(self) -> float | None:
+        """GPU milliseconds that a sampled step takes beyond a plain one."""
+        if DEVICE.type != "cuda":
+            return None
+        found = []
+        self.steps(self.every - 1 - self._monitor.steps % self.every)  # type: ignore[union-attr]
+        for _ in range(2):  # the step that is sampled, and the next one
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                self.steps(1)
+            found.append(sum(event.self_device_time_total for event in kernels_of(profiler)) / 1e3)
+        return found[0] - found[1]
+
+    def close(self) -> None:
+        self._watch.close()
+        self._folder.cleanup()
+
+
+def measure(model: str, level: str, every: int, rounds: int, samples: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    task = MODELS[model]
+    runner = Runner(CONTESTANTS[OURS + level], task, task.batch())
+    count = every * samples
+    reset_peak()
+    runner.round(3)
+    before = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
+    reset_peak()
+    watched = Watched(runner, every)
+    memory = (torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0) - before
+    plain, extra = [], []
+    for turn in range(rounds):
+        order = (False, True) if turn % 2 == 0 else (True, False)
+        found = {watches: watched.round(count, watches) for watches in order}
+        plain.append(found[False])
+        extra.append(found[True] - found[False])
+    gpu = watched.gpu()
+    watched.close()
+    ms = statistics.median(plain)
+    percent = statistics.median(100 * more / base for more, base in zip(extra, plain, strict=True))
+    return {
+        "ms": round(ms, 3),
+        "overhead_percent": round(percent, 2),
+        "overheads": [round(100 * more / base, 2) for more, base in zip(extra, plain, strict=True)],
+        "sample_ms": round(statistics.median(extra) * every, 3),
+        "gpu_percent": None if gpu is None else round(100 * gpu / every / ms, 2),
+        "memory_mib": round(memory / 2**20, 1),
+        "first_s": round(watched.first_s, 2),
+        "rounds": rounds,
+        "steps": count,
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__.split("\n")[0], "monitor_h200.jsonl")
+    parser.add_argument("--models", nargs="*", default=CHOSEN, help="models whose name holds one of these")
+    parser.add_argument("--levels", nargs="*", default=LEVELS)
+    parser.add_argument("--every", nargs="*", type=int, default=EVERY)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=1, help="sampled steps of a round")
+    args = parser.parse_args()
+    record = Record(args.out)
+    for model in MODELS:
+        if not any(part in model for part in args.models):
+            continue
+        for level in args.levels:
+            for every in args.every:
+                samples = max(args.samples, 50 // every) if every < 50 else args.samples
+                figure = measure(model, level, every, args.rounds, samples)
+                record.add(benchmark="monitor", model=model, level=level, every=every, **figure)
+                forget()
+                release()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The first record of a run: what is trained, at which level, where, and by which versions."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nemo_lowprec.compute import Conversion
+from nemo_lowprec.options import Options
+from nemo_lowprec.report.monitor.run_writer import FORMAT
+
+_PACKAGES = (
+    "nemo-lowprec", "torch", "lightning", "transformers", "transformer-engine", "megatron-core", "triton",
+)  # fmt: skip
+
+
+def about_run(
+    model: nn.Module, options: Options, conversion: Conversion, engine: str, **further: Any
+) -> dict[str, Any]:
+    """The record.
+
+    Args:
+        model: as the user made it.
+        options: the row and its arguments.
+        conversion: how each layer is computed.
+        engine: how the processes share the model: ``single``, ``ddp``, ``fsdp2`` or ``megatron``.
+        further: more of the record.
+    """
+    recipe = options.recipe
+    columns = options.level.columns(recipe is not None and recipe.fp8_params)
+    params = list(model.parameters())
+    cuda = torch.cuda.is_available()
+    return {
+        "format": FORMAT,
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "level": columns.pop("Level"),
+        "options": options.given,
+        "declared": columns,
+        "model": type(model).__name__,
+        "parameters": sum(param.numel() for param in params),
+        "engine": engine,
+        "processes": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "layers": {
+            "low": conversion.low,
+            "half": conversion.half,
+            "left": conversion.left,
+            "kept": conversion.kept,
+            "fused": conversion.fused,
+        },
+        **further,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,120 @@
+"""Some rows of many tensors as one matrix, read in a few launches.
+
+Of a parameter with more than ``most`` elements a part is read: rows that lie evenly over the first dimension, each from
+its beginning, in whole blocks of 128 elements. Tensors in blocks are decoded, so that all formats read as FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_lowprec.formats import decode
+from nemo_lowprec.formats.block_scale_128 import BLOCK, block_grid, power
+from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, GradientTensor, stored_data
+
+_MOST = 8192  # elements of a parameter
+_ALL = 2**24  # elements of all parameters, of which many have fewer
+
+
+class Sampler:
+    """Reads the sampled elements of tensors that have the shapes of some parameters.
+
+    Args:
+        shapes: of the parameters; of a sharded model, of this process's shards.
+        device: of the tensors.
+
+    Attributes:
+        width: elements of the longest sample.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], device: torch.device) -> None:
+        most = max(BLOCK, min(_MOST, _ALL // max(1, len(shapes)) // BLOCK * BLOCK))
+        self._device = device
+        self._cuts = [_Cut(shape, most) for shape in shapes]
+        self.width = max((cut.elements for cut in self._cuts), default=0)
+        self._indices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+
+    def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """The sampled values, FP32 [parameters, width]; zeros behind a shorter sample, and for None."""
+        out = torch.zeros(len(self._cuts), self.width, device=self._device, dtype=torch.float32)
+        for members in _by_format(tensors, self._cuts):
+            values = self._values([tensors[i] for i in members], members)  # type: ignore[misc]
+            out.view(-1).index_copy_(0, self._index("place", members), values)
+        return out
+
+    def _values(self, tensors: list[Tensor], members: tuple[int, ...]) -> Tensor:
+        """The samples of tensors of one format, one after the other."""
+        cuts = [self._cuts[i] for i in members]
+        data = decode(torch.cat([cut.of(stored_data(t)) for cut, t in zip(cuts, tensors, strict=True)]))
+        if isinstance(tensors[0], BlockScaledTensor):
+            pairs = zip(cuts, tensors, strict=True)
+            exponents = torch.cat([cut.of_blocks(t.exponent) for cut, t in pairs])  # type: ignore[attr-defined]
+            data *= power(exponents)[self._index("block", members)]
+        factors = [_factor(tensor) for tensor in tensors]
+        if any(factor is not None for factor in factors):
+            one = torch.ones(1, device=self._device, dtype=torch.float32)
+            found = torch.cat([one if factor is None else factor.view(1) for factor in factors])
+            data *= found[self._index("tensor", members)]
+        return data
+
+    def _index(self, of: str, members: tuple[int, ...]) -> Tensor:
+        """For each sampled element of ``members`` its place in the result, or the index of its block or tensor."""
+        if (of, members) not in self._indices:
+            cuts = [self._cuts[i] for i in members]
+            found, first = [], 0
+            for at, (i, cut) in enumerate(zip(members, cuts, strict=True)):
+                if of == "block":
+                    row = torch.arange(cut.cols) // BLOCK
+                    found.append((torch.arange(cut.rows)[:, None] * cut.blocks + row + first).flatten())
+                    first += cut.rows * cut.blocks
+                elif of == "tensor":
+                    found.append(torch.full((cut.elements,), at))
+                else:
+                    found.append(torch.arange(cut.elements) + i * self.width)
+            self._indices[of, members] = torch.cat(found).to(self._device)
+        return self._indices[of, members]
+
+
+class _Cut:
+    """The sampled rows of a tensor of one shape.
+
+    Attributes:
+        rows, cols: of the sample.
+        blocks: blocks of a sampled row.
+    """
+
+    def __init__(self, shape: torch.Size, most: int) -> None:
+        self._grid = rows, cols, _ = block_grid(shape)
+        self.cols = cols if cols <= min(most, BLOCK) else min(most, cols // BLOCK * BLOCK)
+        self.rows = min(rows, max(1, most // self.cols)) if self.cols else 0
+        self.blocks = -(-self.cols // BLOCK)
+        self._step = rows // self.rows if self.rows else 1
+        self.elements = self.rows * self.cols
+
+    def of(self, data: Tensor) -> Tensor:
+        """The sampled elements of a tensor of the shape, flat."""
+        rows, cols, _ = self._grid
+        return data.detach().reshape(rows, cols)[:: self._step][: self.rows, : self.cols].reshape(-1)
+
+    def of_blocks(self, exponent: Tensor) -> Tensor:
+        """The exponents [rows, blocks of a row] of the sampled blocks, flat."""
+        return exponent[:: self._step][: self.rows, : self.blocks].reshape(-1)
+
+
+def _factor(tensor: Tensor) -> Tensor | None:
+    """The number [1] by which all stored values of ``tensor`` are multiplied; None for 1."""
+    if isinstance(tensor, Fp8Weight):
+        return tensor.scale_inv
+    return tensor.factor if isinstance(tensor, GradientTensor) and tensor.multiplied else None
+
+
+def _by_format(tensors: Sequence[Tensor | None], cuts: list[_Cut]) -> list[tuple[int, ...]]:
+    """The indices of tensors that are stored alike; empty ones and None are in no group."""
+    groups: dict[tuple[type, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if tensor is not None and cuts[i].elements:
+            groups.setdefault((type(tensor), stored_data(tensor).dtype), []).append(i)
+    return [tuple(members) for members in groups.values()]

@@ -1,0 +1,302 @@
+"""Watches single steps of a training and writes what it has seen to the run's file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nemo_lowprec.observers import Observer
+from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
+from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
+from nemo_lowprec.report.monitor.sample import (
+    OPERAND_METRICS,
+    PARAM_METRICS,
+    Row,
+    Sample,
+    decibels,
+    operands_of,
+    params_of,
+)
+from nemo_lowprec.report.monitor.shared import Reading, names_of_all
+from nemo_lowprec.report.monitor.subject import Subject
+from nemo_lowprec.report.monitor.updates import UpdateErrors
+from nemo_lowprec.report.monitor.wire import WireErrors
+
+
+def check_every(every_n_steps: int) -> int:
+    """``every_n_steps``, or ValueError where it is no number of steps."""
+    if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+        raise ValueError(f"every_n_steps={every_n_steps!r} must be a number of steps, at least 1.")
+    return every_n_steps
+
+
+class Monitor(Observer):
+    """Samples the second step and every ``every_n_steps``-th step, from the first forward pass to the update.
+
+    The numbers of a sampled step are read, and written to the file, one step later: the host does not wait for them.
+    With several optimizers every update counts as a step, and a sample ends when each of them has stepped.
+
+    Args:
+        subject: the model, converted.
+        writer: of the run's file, on the process that writes; None on the others.
+        every_n_steps: distance of the samples.
+        start: number of steps that were taken before.
+        told: called with each ``Sample`` on all processes.
+
+    Attributes:
+        steps: number of steps so far.
+        tokens: of all processes so far; None where nobody counts them.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        writer: RunWriter | None,
+        every_n_steps: int = 50,
+        start: int = 0,
+        told: Callable[[Sample], None] = lambda sample: None,
+    ) -> None:
+        self.subject, self._writer, self._every, self._start, self._told = subject, writer, every_n_steps, start, told
+        self.steps, self._skipped_steps = start, 0
+        self.tokens: int | None = None
+        params = subject.params()
+        self._params = names_of_all(list(params))
+        ordered = [params.get(name) for name in self._params]
+        self._operands = OperandErrors(names_of_all(subject.layers()), subject.device)
+        self._gradients = GradientErrors(ordered, subject.device)
+        self._updates = UpdateErrors(ordered, subject.device)
+        self._wire = WireErrors(subject.device)
+        self._window = ExitStack()
+        self._is_open = False
+        self._last: Optimizer | None = None  # the optimizer that has stepped last
+        self._norm: Tensor | None = None
+        self._losses: list[tuple[int, Tensor]] = []  # with the numbers of their steps
+        self._pending: _Pending | None = None
+        self._stretch = _Stretch(start)
+        self._rows: list[Row] = []  # as written
+        self._subscription = ExitStack()
+        self._subscription.enter_context(subject.observers.watched_by(self))
+        if writer is not None:
+            writer.write("params", names=self._params)
+        self._open_if_due()
+
+    # What the engine tells
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        if self._is_open:
+            self._norm = self.subject.grad_norm(optimizer)
+            self._updates.before(optimizer)
+
+    def after_update(self, optimizer: Optimizer) -> None:
+        self._write_pending()
+        self.steps += 1
+        if self._is_open:
+            self._updates.after()
+            if self._last is None or self._last is optimizer:
+                self._close()
+        if not self._is_open:  # else other optimizers step before the sample ends
+            self._last = optimizer
+            self._open_if_due()
+
+    def step(self, optimizer: Optimizer, skipped: bool) -> None:
+        self._skipped_steps += skipped
+        if skipped and self._pending is not None:
+            self._pending.skipped = True
+
+    # What the loop tells
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Note the loss of the last step, a scalar on the model's device."""
+        self._losses.append((self.steps, loss.detach().float().reshape(()).clone()))
+
+    def pause(self) -> None:
+        """Stop the clock: what comes is no training."""
+        self._stretch.pause()
+
+    def resume(self) -> None:
+        """Start the clock again."""
+        self._stretch.resume()
+
+    def validated(self, metrics: dict[str, float]) -> None:
+        """Write the metrics of a validation after the last step."""
+        if self._writer is not None and metrics:
+            names, numbers = list(metrics), rounded(metrics.values(), 6)
+            self._writer.write("validation", step=self.steps, metrics=dict(zip(names, numbers, strict=True)))
+
+    def close(self, finished: bool) -> None:
+        """Write what is left, and watch no longer; a collective where all processes have ``finished``.
+
+        Args:
+            finished: whether the training has ended in order.
+        """
+        self._end_window()
+        self._subscription.close()
+        self._write_pending()
+        if finished and self._losses:
+            self._pending = self._reading(None)
+            self._write_pending()
+        if finished and self._writer is not None:
+            self._writer.write("end", step=self.steps)
+
+    # Samples
+
+    def _open_if_due(self) -> None:
+        step = self.steps + 1
+        if step % self._every and step != self._start + 2:
+            return
+        self._is_open = True
+        self._operands.table.clear()
+        self._gradients.begin(self.subject.owners())
+        self._updates.clear()
+        self._wire.clear()
+        for observer in (self._operands, self._gradients, self._wire):
+            self._window.enter_context(self.subject.observers.watched_by(observer))
+
+    def _end_window(self) -> None:
+        self._window.close()
+        self._is_open = False
+
+    def _close(self) -> None:
+        """End the sample: its numbers go to the host."""
+        self._end_window()
+        self._pending = self._reading(self.steps)
+        self._norm = None
+
+    def _reading(self, step: int | None) -> _Pending:
+        """The numbers of the sample of ``step``, or of no sample, and the losses so far, on their way to the host."""
+        device = self.subject.device
+        losses = torch.stack([loss for _, loss in self._losses]) if self._losses else torch.zeros(0, device=device)
+        one, norm = torch.ones(1, device=device), self._norm
+        norm = torch.full((1,), torch.nan, device=device) if norm is None else norm.to(device).reshape(1)
+        operands, gradients = self._operands.table, self._gradients.table
+        sums = [operands.sums, gradients.sums, self._updates.sums, self._wire.sums, losses, one]
+        maxima = [_as_maxima(operands.extremes), norm]
+        at, self._losses = [number for number, _ in self._losses], []
+        return _Pending(step, at, Reading(sums, maxima), self._stretch.cut(self.steps, self.tokens))
+
+    def _write_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        operands, gradients, updates, wire, losses, processes, extremes, norm = pending.reading.read()
+        if self._writer is not None:
+            self._write_steps(pending, losses / processes)
+        if pending.step is None:
+            return
+        extremes[:, 1] = -extremes[:, 1]
+        skipped = pending.skipped
+        sample = Sample(
+            pending.step,
+            operands_of(self._operands.rows, operands, extremes),
+            {} if skipped else params_of(self._params, updates, gradients),
+            decibels(*wire.tolist()),
+            None if norm.isnan() else float(norm),
+            self.subject.loss_scale,
+            skipped,
+            self._skipped_steps,
+        )
+        if self._writer is not None:
+            self._write_sample(self._writer, sample)
+        self._told(sample)
+
+    def _write_steps(self, pending: _Pending, losses: Tensor) -> None:
+        assert self._writer is not None
+        on_gpu = self.subject.device.type == "cuda"
+        self._writer.write(
+            "steps",
+            at=pending.at,
+            loss=rounded(losses.tolist(), 6),
+            **pending.stretch,
+            peak_bytes=torch.cuda.max_memory_allocated(self.subject.device) if on_gpu else None,
+        )
+
+    def _write_sample(self, writer: RunWriter, sample: Sample) -> None:
+        new = [row for row in sample.operands if row not in set(self._rows)]
+        if new:
+            seen = {*self._rows, *new}
+            self._rows = [row for row in self._operands.rows if row in seen]
+            writer.write("operands", rows=self._rows)
+        found = [sample.operands.get(row) for row in self._rows]
+        columns = {
+            metric: rounded(None if errors is None else getattr(errors, metric) for errors in found)
+            for metric in OPERAND_METRICS
+        }
+        params = {
+            metric: rounded(sample.params.get(name, (None,) * len(PARAM_METRICS))[i] for name in self._params)
+            for i, metric in enumerate(PARAM_METRICS)
+        }
+        (norm,) = rounded([sample.grad_norm])
+        (wire,) = rounded([sample.wire_sqnr])
+        writer.write(
+            "sample",
+            step=sample.step,
+            operands=columns,
+            params=params,
+            wire={"sqnr": wire},
+            grad_norm=norm,
+            loss_scale=sample.loss_scale,
+            skipped_steps=sample.skipped_steps,
+        )
+
+
+@dataclass
+class _Pending:
+    """Numbers on their way to the host.
+
+    Attributes:
+        step: the sampled step; None for losses alone.
+        at: the numbers of the steps of the losses.
+        reading: the numbers.
+        stretch: of the steps since the last reading, as the file has it.
+        skipped: whether the step was skipped.
+    """
+
+    step: int | None
+    at: list[int]
+    reading: Reading
+    stretch: dict[str, Any]
+    skipped: bool = False
+
+
+class _Stretch:
+    """The time that the steps since the last reading have taken on the host."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._tokens, self._since = steps, 0, time.perf_counter()
+        self._paused_at: float | None = None
+
+    def pause(self) -> None:
+        if self._paused_at is None:
+            self._paused_at = time.perf_counter()
+
+    def resume(self) -> None:
+        if self._paused_at is not None:
+            self._since += time.perf_counter() - self._paused_at
+            self._paused_at = None
+
+    def cut(self, steps: int, tokens: int | None) -> dict[str, Any]:
+        """The last stretch, of which ``steps`` is the last step; the next one begins."""
+        self.resume()
+        now = time.perf_counter()
+        found = {
+            "last": steps,
+            "steps": steps - self._steps,
+            "seconds": round(now - self._since, 4),
+            "tokens": None if tokens is None else tokens - self._tokens,
+        }
+        self._steps, self._tokens, self._since = steps, tokens or 0, now
+        return found
+
+
+def _as_maxima(extremes: Tensor) -> Tensor:
+    """Extremes of which the processes take maxima: the smallest magnitude is negated."""
+    turned = extremes.clone()
+    turned[:, 1].neg_()
+    return turned
