@@ -14,10 +14,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CHART",
+    "Audit",
     "LowPrecision",
     "PrecisionLevel",
     "PrecisionMonitor",
     "__version__",
+    "assert_level",
     "clip_grad_norm_",
     "get_level",
     "initialize",
@@ -50,6 +52,10 @@ def __getattr__(name: str) -> Any:
         from nemo_lowprec.grads import clip_grad_norm_
 
         return clip_grad_norm_
+    if name in ("Audit", "assert_level"):
+        from nemo_lowprec import report
+
+        return getattr(report, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

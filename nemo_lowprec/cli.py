@@ -1,6 +1,7 @@
 """The command ``nemo-lowprec`` and its subcommands.
 
-A mistake in the input, or a machine that cannot run the command, is one sentence on stderr and exit status 2.
+A mistake in the input, or a machine that cannot run the command, is one sentence on stderr and exit status 2; an audit
+that differs from the chart is one sentence and exit status 1.
 ``NEMO_LOWPREC_TRACEBACK=1`` shows the traceback of the error. To add a subcommand, write a function that takes the rest
 of the command line and list the function in ``_COMMANDS``.
 """
@@ -8,10 +9,12 @@ of the command line and list the function in ``_COMMANDS``.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,6 +95,44 @@ def _plan(arguments: Sequence[str]) -> None:
     _hydra("plan", arguments)
 
 
+def _inspect(arguments: Sequence[str]) -> None:
+    """print a checkpoint's level, formats, bytes by column and amax histories"""
+    parser = argparse.ArgumentParser("nemo-lowprec inspect", description=_inspect.__doc__)
+    parser.add_argument("checkpoint", help="a .ckpt file, or a folder that lowprec_sharded or lowprec_megatron wrote")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--all", action="store_true", help="a row of the heatmap for every layer")
+    output.add_argument("--json", action="store_true", help="one line of JSON, with all amaxes")
+    options = parser.parse_args(arguments)
+
+    from rich.console import Console
+
+    from nemo_lowprec.report import inspect_checkpoint
+
+    found = inspect_checkpoint(options.checkpoint)
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        Console().print(found.table(options.all))
+
+
+def _doctor(arguments: Sequence[str]) -> None:
+    """print GPU, versions and what each level runs on here; with model=llama_100m whether FP8 pays"""
+    if set(arguments) - {"--json"}:
+        _hydra("doctor", arguments)
+        return
+
+    from rich.console import Console
+
+    from nemo_lowprec.report import examine
+
+    with redirect_stdout(sys.stderr):  # Megatron-core prints while it is imported
+        found = examine()
+    if arguments:
+        print(json.dumps(found.to_json()))
+    else:
+        Console().print(found.table())
+
+
 def _hydra(command: str, arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         from nemo_lowprec.conf.help import help_of
@@ -129,7 +170,7 @@ def _check_exists(path: str | None) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     command.__name__[1:].replace("_", "-"): command
-    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _export, _levels)
+    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _inspect, _doctor, _export, _levels)
 }
 
 
@@ -154,10 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if os.environ.get("NEMO_LOWPREC_TRACEBACK") or not _is_bad_input(error):
+        status = getattr(error, "exit_status", 2 if _is_bad_input(error) else None)
+        if os.environ.get("NEMO_LOWPREC_TRACEBACK") or status is None:
             raise
         print(f"nemo-lowprec {chosen}: {error}", file=sys.stderr)
-        return 2
+        return int(status)
     return 0
 
 

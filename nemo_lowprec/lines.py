@@ -1,7 +1,8 @@
 """Text in lines of at most 80 characters: prose, pairs of a name and a value, help pages, lists of layer names.
 
 Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot. The last
-functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception.
+functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception, and
+sizes with their units.
 """
 
 from __future__ import annotations
@@ -115,3 +116,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """``did_you_mean``, or a sentence that lists the known names (without a leading ``_``) where no name is similar."""
     known = [k for k in known if not k.startswith("_")]
     return did_you_mean(name, known) or f" There are: {', '.join(known) or 'none'}."
+
+
+def count_text(number: int) -> str:
+    """A number of elements in millions or billions."""
+    return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.2f} M"
+
+
+def bytes_text(size: int) -> str:
+    """Bytes in three digits with their unit; a dash for 0."""
+    if size < 1000:
+        return f"{size} B" if size else "–"
+    value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{digits}f} {units[0]}"

@@ -230,3 +230,15 @@ def load(path: Path, only: str | None = None, mmap: bool = False) -> Any:
     check_file(path, only)
     with reading(path):
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+
+
+def load_lightning(path: Path, only: str | None = None, mmap: bool = False) -> dict[str, Any]:
+    """``load`` for a checkpoint of a LightningModule.
+
+    Raises:
+        ValueError: as ``load``; or the file has no weights by name.
+    """
+    checkpoint = load(path, only, mmap)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
+    return checkpoint

@@ -130,13 +130,17 @@ class Computation(Column):
 
     def choose_backend(self, device: torch.device) -> Backend:
         """The backend that runs the GEMMs on ``device``; ValueError where no backend can."""
+        self.check_device(device)
+        return choose_backend(self.options.backend, self.options.recipe, device)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError where ``device`` has not the half format, or not the attention, of the level."""
         name = self.options.level.name
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"{name} runs on NVIDIA GPUs and on CPUs, not on {device.type}.")
         if device.type == "cuda" and self.half == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
             raise ValueError(f"{name} needs a GPU with BF16 (compute capability 8.0). Use an fp16 level here.")
         check_attention(self.options.attention, device)
-        return choose_backend(self.options.backend, self.options.recipe, device)
 
     def install(self, model: nn.Module, training: bool) -> None:
         assert self.backend is not None

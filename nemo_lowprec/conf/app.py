@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,10 @@ _JOBS = {
     "pretrain": ("nemo_lowprec.conf.job", "pretrain_job"),
     "audit": ("nemo_lowprec.conf.job", "audit_job"),
     "plan": ("nemo_lowprec.conf.plan_job", "plan_job"),
+    "doctor": ("nemo_lowprec.conf.doctor_job", "doctor_job"),
 }
+_WRITES_NOTHING = ("plan", "doctor")
+_WITH_JSON, _JSON = ("audit", "doctor"), "--json"
 _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
 
 
@@ -37,20 +40,26 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     """Run a job as a Hydra application, once or (with ``-m``) once for each combination of choices.
 
     Args:
-        command: ``pretrain``, ``audit`` or ``plan``.
-        arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``.
+        command: ``pretrain``, ``audit``, ``plan`` or ``doctor``.
+        arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``; for ``audit`` and ``doctor`` also
+            ``--json``.
 
     Raises:
-        ValueError: an unknown choice of a group, or a malformed or impossible override.
+        ValueError: an unknown choice of a group, a malformed or impossible override, or ``--json`` with ``-m``.
         TypeError: an unknown setting, or an argument that the level does not take.
     """
-    line = CommandLine.of(arguments)
+    options = {"json_to": sys.stdout} if command in _WITH_JSON and _JSON in arguments else {}
+    line = CommandLine.of([word for word in arguments if word != _JSON or not options])
     check_overrides(line)
     line = with_plus(line)
-    if command == "plan":
+    if line.is_multirun and options:
+        raise ValueError("--json prints one report, and -m makes several runs. Call it once for each combination.")
+    if command in _WRITES_NOTHING:
         if line.is_multirun:
-            raise ValueError("plan writes nothing, and -m a record of its runs. Call it once for each combination.")
-        line = with_strategy(line)
+            raise ValueError(
+                f"{command} writes nothing, and -m a record of its runs. Call it once for each combination."
+            )
+        line = with_strategy(line) if command == "plan" else line
         line = replace(line, overrides=(*_NOTHING_WRITTEN, *line.overrides))
 
     register_levels()
@@ -68,9 +77,9 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
             with one as argv, _arguments(argv):
-                check_values(cfg, complete=command != "plan")
+                check_values(cfg, complete=command not in _WRITES_NOTHING)
                 module, name = _JOBS[command]
-                result = getattr(importlib.import_module(module), name)(cfg)
+                result = getattr(importlib.import_module(module), name)(cfg, **options)
             return result
         except Exception as error:
             # In a sweep Hydra's message names the failed run; for a single run Hydra adds nothing to the sentence.
@@ -85,7 +94,9 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
 
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:
-        with _arguments([f"nemo-lowprec {command}", *line.arguments]):
+        # With --json stdout is the report's alone; Hydra's logging takes the stream that it finds here.
+        rest = redirect_stdout(sys.stderr) if options else nullcontext()
+        with rest, _arguments([f"nemo-lowprec {command}", *line.arguments]):
             app()
         if failures:
             raise failures[0]

@@ -18,13 +18,15 @@ _SETTINGS = {
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
 _OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt")
+_JSON = {"--json": "one line of JSON on stdout, and everything else on stderr"}
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
         "nemo-lowprec pretrain precision=fp16_mixed model=gpt2_tiny",
         "nemo-lowprec pretrain -m precision=bf16_mixed,msamp_o2 trainer.max_steps=50",
     ),
-    "audit": ("nemo-lowprec audit precision=msamp_o2",),
+    "audit": ("nemo-lowprec audit precision=msamp_o2", "nemo-lowprec audit precision=msamp_o2 --json"),
+    "doctor": ("nemo-lowprec doctor", "nemo-lowprec doctor model=llama_100m data.seq_length=4096 --json"),
     "plan": (
         "nemo-lowprec plan model=llama3_70b precision=msamp_o3 gpus=8",
         "nemo-lowprec plan model=llama3_8b nodes=2 gpus=8 trainer.strategy.shard_size=8",
@@ -37,11 +39,16 @@ _ABOUT = {
     ),
     "audit": (
         "Trains two steps and prints, column by column, what the level declares in the chart beside what was found in "
-        "the run. No checkpoint is written."
+        "the run. No checkpoint is written. Exit status: 0 where both agree, 1 where a column differs, 2 for bad input."
     ),
     "plan": (
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "
         "data, needs no GPU, and writes nothing."
+    ),
+    "doctor": (
+        "Prints the GPUs, the versions of the packages, and the backend of each level on this machine, or why a level "
+        "does not run. With a model also the times of its GEMMs on this GPU, in half precision and in FP8 with "
+        "quantization, and whether FP8 pays. Writes nothing."
     ),
 }
 
@@ -50,10 +57,11 @@ def help_of(command: str) -> str:
     """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
-        command: ``pretrain``, ``audit`` or ``plan``.
+        command: ``pretrain``, ``audit``, ``plan`` or ``doctor``.
     """
     groups = {group: ", ".join(choices_of(group)) for group in GROUPS}
     settings = {s: about for s, about in _SETTINGS.items() if command == "pretrain" or s not in _OF_PRETRAIN}
+    settings |= _JSON if command in ("audit", "doctor") else {}
     usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
     tables = {"groups and their choices": groups, "settings (a few)": settings}
     return help_page(usage, _ABOUT[command], tables, _EXAMPLES[command])

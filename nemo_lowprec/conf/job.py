@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import hydra
 from hydra.utils import instantiate
@@ -77,11 +78,15 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
     return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
 
 
-def audit_job(cfg: DictConfig) -> AuditReport:
+def audit_job(cfg: DictConfig, json_to: TextIO | None = None) -> AuditReport:
     """Trains two steps and prints, for each column, the format that the level declares and the format found.
 
+    Args:
+        cfg: the composed config.
+        json_to: where the report is written as one line of JSON; None prints it as a table.
+
     Raises:
-        ValueError: a column was found in another format than the chart declares.
+        LevelDiffersError: a column was found in another format than the chart declares.
     """
     check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
@@ -96,10 +101,9 @@ def audit_job(cfg: DictConfig) -> AuditReport:
         trainer.fit(parts["model"], datamodule=parts["data"])
     report = audit.report
     assert report is not None
-    if trainer.is_global_zero:
+    if trainer.is_global_zero and json_to is not None:
+        print(json.dumps(report.to_json()), file=json_to, flush=True)
+    elif trainer.is_global_zero:
         Console().print(report.table())
-    differing = [f for f in report.findings if not f.agrees]
-    if differing:
-        found = "; ".join(f"{f.column} of {f.part}: {f.declared} declared, {f.observed} found" for f in differing)
-        raise ValueError(f"{report.level.name} differs from the chart. {found}.")
+    report.check()
     return report

@@ -27,15 +27,8 @@ def plan_job(cfg: DictConfig) -> Plan:
         ValueError: a bad value, or an unknown number of processes.
     """
     check_config(cfg, complete=False)
-    on_megatron = cfg.model["_target_"] == _MEGATRON_MODEL
-    if cfg.model.vocab_size is None:
-        with open_dict(cfg.model):
-            cfg.model.vocab_size = _vocab_size(cfg)
-    with own_words():
-        model, precision = instantiate(cfg.model), instantiate(cfg.precision)
-    if not on_megatron:
-        with torch.device("meta"):
-            model.configure_model()
+    on_megatron = is_on_megatron(cfg)
+    model, precision = build_on_meta(cfg)
     name, options = _strategy(cfg, on_megatron)
     nodes = cfg.trainer.get("num_nodes", 1) if cfg.nodes is None else cfg.nodes
     gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
@@ -59,6 +52,30 @@ def plan_job(cfg: DictConfig) -> Plan:
         there = torch.cuda.get_device_properties(0).total_memory / 2**30
         console.print(f"A GPU of this machine has {there:.1f} GiB.")
     return found
+
+
+def is_on_megatron(cfg: DictConfig) -> bool:
+    """Whether Megatron-core builds the model of ``cfg``."""
+    return bool(cfg.model["_target_"] == _MEGATRON_MODEL)
+
+
+def build_on_meta(cfg: DictConfig) -> tuple[Any, Any]:
+    """Makes the model of a composed config on torch's meta device, and its level.
+
+    A ``MegatronGPT`` is left without parameters.
+
+    Raises:
+        ValueError: a bad value, or a vocabulary that neither the model nor the data know.
+    """
+    if cfg.model.vocab_size is None:
+        with open_dict(cfg.model):
+            cfg.model.vocab_size = _vocab_size(cfg)
+    with own_words():
+        model, precision = instantiate(cfg.model), instantiate(cfg.precision)
+    if not is_on_megatron(cfg):
+        with torch.device("meta"):
+            model.configure_model()
+    return model, precision
 
 
 def _vocab_size(cfg: DictConfig) -> int | None:

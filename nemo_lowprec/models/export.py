@@ -121,7 +121,7 @@ def export_checkpoint(
         raise ValueError(f"{checkpoint} is of no CausalLM, and a tokenizer beside it has no use: leave it out.")
     plugin = saved.rest.get(LowPrecision.__qualname__)
     level = CHART.get(plugin.get("level", "")) if isinstance(plugin, dict) else None
-    source = _source(level)
+    source = source_of(level)
     metadata = {"level": level.name if level else "unknown", "source": source, "dtype": dtype}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -159,7 +159,7 @@ def export_checkpoint(
 # The checkpoint
 
 
-def _source(level: PrecisionLevel | None) -> str:
+def source_of(level: PrecisionLevel | None) -> str:
     """The column of the level that the saved weights come from (see ``weights/saved_form.py``)."""
     if level is None:
         return "weights of the checkpoint, which names no level: plain Lightning's, or saved with save_weights_only"

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nemo_lowprec.checkpoint.dcp_folder import CheckedReader, read_index, read_tensors
 from nemo_lowprec.checkpoint.sharded_folder import META, is_folder, open_folder, read_weights
-from nemo_lowprec.checkpoint.torch_zip import load
+from nemo_lowprec.checkpoint.torch_zip import load, load_lightning
 from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.lines import abbreviate
 from nemo_lowprec.models.causal_lm import CausalLM
@@ -68,10 +68,8 @@ def open_checkpoint(path: Path) -> SavedWeights:
 
 def _open_file(path: Path) -> SavedWeights:
     # The file is memory-mapped, so that optimizer states, which nothing reads, take no memory.
-    checkpoint = load(path, only="state_dict", mmap=True)
-    weights = checkpoint.pop("state_dict", None) if isinstance(checkpoint, dict) else None
-    if not isinstance(weights, dict):
-        raise ValueError(f"{path} is no checkpoint of a LightningModule: it has no 'state_dict'.")
+    checkpoint = load_lightning(path, only="state_dict", mmap=True)
+    weights = checkpoint.pop("state_dict")
     checkpoint.pop("optimizer_states", None)
     return SavedWeights(weights, checkpoint, path, dict.items)
 

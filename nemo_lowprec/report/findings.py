@@ -23,6 +23,16 @@ _AT = {
 }
 
 
+class LevelDiffersError(AssertionError):
+    """A column was found in another format than the level declares.
+
+    Attributes:
+        exit_status: of a command that raises the error.
+    """
+
+    exit_status = 1
+
+
 @dataclass
 class Finding:
     """One column of one part of a model: what the level declares and what was found.
@@ -73,6 +83,17 @@ class AuditReport:
     def agrees(self) -> bool:
         """Whether every column is what the chart says."""
         return bool(self.findings) and all(f.agrees for f in self.findings)
+
+    def check(self) -> None:
+        """Raise LevelDiffersError, naming column, part, declared and found format, where a finding differs."""
+        differing = [f for f in self.findings if not f.agrees]
+        if differing or not self.findings:
+            found = "; ".join(f"{f.column} of {f.part}: {f.declared} declared, {f.observed} found" for f in differing)
+            raise LevelDiffersError(f"{self.level.name} differs from the chart. {found or 'Nothing was found'}.")
+
+    def to_json(self) -> dict[str, Any]:
+        """``record`` with the name of the level and whether all columns agree."""
+        return {"level": self.level.name, "agrees": self.agrees, **self.record()}
 
     def record(self) -> dict[str, Any]:
         """The report as plain values: ``findings``, ``total_bytes`` by column, and the ``places`` of columns."""

@@ -5,6 +5,7 @@ What takes long is made short by overrides behind the printed line; what needs a
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -68,6 +70,10 @@ HERE = {
     ("megatron.rst", "from lightning.pytorch import Trainer"),
     ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
     ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
+    ("watching.rst", "nemo-lowprec inspect"),
+    ("watching.rst", "nemo-lowprec doctor"),
+    ("watching.rst", "from lightning.pytorch import Trainer"),
+    ("watching.rst", "nemo-lowprec audit"),
 }
 
 
@@ -240,6 +246,60 @@ def test_several_processes_of_one_machine(place: Path) -> None:
     (line,) = block("launching.rst", "nemo-lowprec pretrain model=llama3_8b").lines
     line = line.replace("model=llama3_8b", "model=llama_tiny").replace("gpus=8", "gpus=2")
     assert "Pretraining" in run(line, place, [*SHORT, *SMALL])
+
+
+def test_a_checkpoint_is_inspected_and_the_machine_is_looked_at(tmp_path: Path) -> None:
+    lit = trained(tmp_path / "last.ckpt", "bf16_with_fp8_mixed")
+    for line in block("watching.rst", "nemo-lowprec inspect").lines:
+        printed = run_at_once(line, tmp_path, [])
+        assert "bf16_with_fp8_mixed(" in printed and f"Amaxes of input: {len(lit.layers)} layers" in printed
+    machine, model = block("watching.rst", "nemo-lowprec doctor").lines
+    assert "bf16_with_nvfp4_mixed" in run_at_once(machine, tmp_path, [])
+    assert "GEMMs of one layer" in run_at_once(model, tmp_path, [])
+
+
+class Lit(LightningModule):
+    """Two layers that every level converts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.layers(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def batches() -> DataLoader[torch.Tensor]:
+    return DataLoader(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)), batch_size=16)  # type: ignore[arg-type]
+
+
+def trained(path: Path, level: str) -> Lit:
+    """A module after two steps, saved while it trains."""
+    from nemo_lowprec import LowPrecision
+
+    lit = Lit()
+    saver = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=2)
+    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+    trainer = Trainer(plugins=LowPrecision(level), callbacks=[saver], max_steps=2, **quiet)
+    trainer.fit(lit, batches())
+    return lit
+
+
+def test_a_test_of_one_s_own() -> None:
+    count = sum(p.numel() for p in Lit().parameters())
+    names = {"MyModel": Lit, "my_data": batches, "number_of_parameters": count}
+    python(block("watching.rst", "from lightning.pytorch import Trainer"), **names)[
+        "test_my_model_trains_at_its_level"
+    ]()
+
+
+def test_an_audit_is_json_with_a_status(tmp_path: Path) -> None:
+    (line,) = block("watching.rst", "nemo-lowprec audit").lines
+    found = json.loads(run(line, tmp_path, [*SHORT[-2:], *SMALL]))
+    assert found["level"] == "msamp_o2" and found["agrees"]
 
 
 @pytest.mark.parametrize("command", inline_commands())

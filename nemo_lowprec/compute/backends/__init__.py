@@ -16,7 +16,7 @@ from nemo_lowprec.compute.backends.te import TEBackend
 from nemo_lowprec.kernels.loader import fused_kernels
 from nemo_lowprec.options import Recipe
 
-__all__ = ["BACKENDS", "Backend", "choose_backend", "class_of"]
+__all__ = ["BACKENDS", "Backend", "choose_backend", "class_of", "find_backend"]
 
 log = logging.getLogger("nemo_lowprec")
 
@@ -32,9 +32,21 @@ def class_of(name: str, recipe: Recipe | None) -> type[Backend]:
 
 
 def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Backend:
-    """Return the backend ``name``, or with ``auto`` the fastest that can run ``recipe`` on ``device``.
+    """``find_backend``, and a log line that says what ``auto`` has found."""
+    backend, reasons = find_backend(name, recipe, device)
+    # All processes have the same GPUs and packages.
+    if name == "auto" and not (dist.is_initialized() and dist.get_rank()):
+        log.info("GEMM backend: %s", backend.name + (f" ({'; '.join(reasons)})" if reasons else ""))
+    return backend
+
+
+def find_backend(name: str, recipe: Recipe | None, device: torch.device) -> tuple[Backend, list[str]]:
+    """Find the backend ``name``, or with ``auto`` the fastest that can run ``recipe`` on ``device``.
 
     ``recipe=None`` asks for half-precision GEMMs in plain torch.
+
+    Returns:
+        The backend; and with ``auto`` the reason why each faster backend cannot run here.
 
     Raises:
         ValueError: an unknown name; or the choice cannot work here, with what is missing and the way out.
@@ -48,7 +60,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
             reason = f"the model trains on {device.type}; use backend='reference' or accelerator='gpu'"
         if reason:
             raise ValueError(f"backend={name!r} cannot run here: {reason}.")
-        return _made(class_of(name, recipe), recipe)
+        return _made(class_of(name, recipe), recipe), []
     has_blackwell = on_gpu and torch.cuda.get_device_capability() >= (10, 0)
     if recipe is not None and recipe.scaling in ("mxfp8", "nvfp4") and not has_blackwell:
         raise ValueError(
@@ -66,9 +78,7 @@ def choose_backend(name: str, recipe: Recipe | None, device: torch.device) -> Ba
             chosen = kind
             break
         reasons.append(f"not {kind.name}: {reason}")
-    if not (dist.is_initialized() and dist.get_rank()):  # all processes have the same GPUs and packages
-        log.info("GEMM backend: %s", chosen.name + (f" ({'; '.join(reasons)})" if reasons else ""))
-    return _made(chosen, recipe)
+    return _made(chosen, recipe), reasons
 
 
 def _made(kind: type[Backend], recipe: Recipe | None) -> Backend:

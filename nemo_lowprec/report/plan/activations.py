@@ -68,7 +68,7 @@ def plan_activations(
         sample: a micro-batch.
         keeps_weights: whether the layers keep their quantized weights from step to step.
     """
-    run = _run_of(model, sample)
+    run = run_of(model, sample)
     if isinstance(run, str):
         return run
     chosen = _recomputes(model)
@@ -109,7 +109,7 @@ def _trace(
     return trace(twin, run, engine.half, gradient if comes else None, blocks, times, rules)
 
 
-def _run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:
+def run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | str:
     """The forward pass of a micro-batch to its loss, or why there is none."""
     if sample.seq_length is not None:
         if not hasattr(model, "_loss_sum"):

@@ -16,6 +16,7 @@ from torch import nn
 from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.comm.planned import Message
 from nemo_lowprec.engine import Engine
+from nemo_lowprec.lines import bytes_text, count_text
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.plan.activations import Sample, plan_activations
 from nemo_lowprec.report.plan.columns import OF_CHART, PlannedColumn, PlannedProcess
@@ -109,7 +110,7 @@ class Plan:
 
     def table(self) -> Table:
         """The plan for people, in 80 columns."""
-        title = f"Plan of {self.model} at {self.level.name}\n{_count(self.parameters)} parameters, {self.layout}"
+        title = f"Plan of {self.model} at {self.level.name}\n{count_text(self.parameters)} parameters, {self.layout}"
         if self.stage:
             title += f"\nthe process with the largest share: {self.stage} of the pipeline"
         if self.sample is not None:
@@ -122,26 +123,26 @@ class Plan:
         for c in self.columns:
             if not c.bytes and c.name not in OF_CHART:
                 continue
-            table.add_row(c.name, c.when, c.formats.upper(), _size(c.bytes))
+            table.add_row(c.name, c.when, c.formats.upper(), bytes_text(c.bytes))
         table.add_section()
-        table.add_row("All", "at most", "", _size(self.total))
+        table.add_row("All", "at most", "", bytes_text(self.total))
         if self.padding >= 0.001:
             table.add_row("Padding of shards", "kept", "", f"{self.padding:.1%}")
         if self.traffic:
             table.add_section()
             for t in self.traffic:
-                table.add_row(f"Sent: {t.kind}", "a step", t.format.upper(), _size(t.bytes))
-            table.add_row("Sent, all", "a step", "", _size(self.sent))
+                table.add_row(f"Sent: {t.kind}", "a step", t.format.upper(), bytes_text(t.bytes))
+            table.add_row("Sent, all", "a step", "", bytes_text(self.sent))
         return table
 
     def caption(self) -> str:
         """The sum of the table, and the bytes that are not planned."""
-        lines = [f"All: {_size(self.total)} of each process."]
+        lines = [f"All: {bytes_text(self.total)} of each process."]
         if self.other_choice is not None:
             activations, total = self.other_choice
             lines.append(
-                f"{_CHOICES[not self.recomputes].capitalize()} activations would be {_size(activations)}, and all "
-                f"{_size(total)}."
+                f"{_CHOICES[not self.recomputes].capitalize()} activations would be {bytes_text(activations)}, and all "
+                f"{bytes_text(total)}."
             )
         if self.without:
             lines.append(f"Activations are not planned: {self.without}.")
@@ -272,18 +273,3 @@ def _by_kind(groups: Mapping[str, list[Message]]) -> tuple[PlannedTraffic, ...]:
         suffix = f", {group}" if group else ""
         found += [PlannedTraffic(kind + suffix, name, size) for (kind, name), size in sorted(sent.items()) if size]
     return tuple(found)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:,.2f} B" if number >= 1e9 else f"{number / 1e6:,.2f} M"
-
-
-def _size(size: int) -> str:
-    """Bytes in three digits with their unit; a dash for 0."""
-    if size < 1000:
-        return f"{size} B" if size else "–"
-    value, units = size / 1024, ["KiB", "MiB", "GiB", "TiB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{digits}f} {units[0]}"
