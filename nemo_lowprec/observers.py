@@ -27,9 +27,10 @@ class Observer:
     The tensors belong to the training: a subscriber reads them at once, changes none, and keeps copies only.
 
     Attributes:
-        capturable: whether ``quantized`` may be captured in CUDA graphs. The method then only launches kernels that
-            read the operand and write memory which lives as long as the subscriber; it is called in the capture alone,
-            and its kernels run in every observed pass. Passes that another subscriber observes run without graphs.
+        capturable: whether ``quantized`` and ``gradient`` may be captured in CUDA graphs. The methods then only launch
+            kernels that read the tensors and write memory which lives as long as the subscriber; they are called in the
+            capture alone, and their kernels run in every observed pass. Passes that another subscriber observes run
+            without graphs.
     """
 
     capturable = False
@@ -53,7 +54,7 @@ class Observer:
         """
 
     def gradient(self, param: Tensor, stored: Tensor, values: Tensor | None) -> None:
-        """A gradient was stored in FP8.
+        """A gradient was stored in FP8; where a CUDA graph stores gradients, announced in its capture.
 
         Args:
             param: the parameter of the gradient: the whole parameter, gathered where the model is sharded.

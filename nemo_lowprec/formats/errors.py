@@ -82,10 +82,35 @@ def add_errors(sums: Tensor, extremes: Tensor, values: Tensor, stored: Tensor, s
     extremes[1] = torch.minimum(extremes[1], smallest)
 
 
-def decibels(signal: float, noise: float) -> float | None:
-    """The ratio of two sums of squares in dB; None where nothing was rounded, or nothing is known."""
-    finite = math.isfinite(signal) and math.isfinite(noise)
-    return 10 * math.log10(signal / noise) if finite and signal > 0 and noise > 0 else None
+def decibels(signal: Tensor, noise: Tensor) -> Tensor:
+    """The ratios of sums of squares in dB; NaN where nothing was rounded, or a sum has overflowed."""
+    known = signal.isfinite() & noise.isfinite() & (signal > 0) & (noise > 0)
+    return torch.where(known, 10 * torch.log10(signal / noise), torch.nan)
+
+
+def read_sums(sums: Tensor, extremes: Tensor) -> dict[str, Tensor]:
+    """The numbers of ``Errors`` of many rows, by name.
+
+    Args:
+        sums: FP64 [rows, len(SUMS)].
+        extremes: FP32 or FP64 [rows, len(EXTREMES)].
+
+    Returns:
+        FP64 [rows] each; NaN in the place of None.
+    """
+    count, nonzero, underflowed, saturated, nonfinite, signal, noise = sums.unbind(1)
+    amax, amin, scale_inv = extremes.double().unbind(1)
+    known = (amax > 0) & amin.isfinite()
+    return {
+        "count": count,
+        "amax": amax,
+        "scale": torch.where(scale_inv > 0, 1 / scale_inv, torch.nan),
+        "underflow": 100 * underflowed / nonzero.clamp(min=1),
+        "saturation": 100 * saturated / count.clamp(min=1),
+        "nonfinite": nonfinite,
+        "sqnr": decibels(signal, noise),
+        "binades": torch.where(known, torch.log2(amax / amin), torch.nan),
+    }
 
 
 @dataclass(frozen=True)
@@ -116,15 +141,6 @@ class Errors:
     @classmethod
     def read(cls, sums: list[float], extremes: list[float]) -> Errors:
         """The errors of one row of sums and extremes on the host."""
-        count, nonzero, underflowed, saturated, nonfinite, signal, noise = sums
-        amax, amin, scale_inv = extremes
-        return cls(
-            count=int(count),
-            amax=amax,
-            scale=1 / scale_inv if scale_inv else None,
-            underflow=100 * underflowed / nonzero if nonzero else 0.0,
-            saturation=100 * saturated / count if count else 0.0,
-            nonfinite=int(nonfinite),
-            sqnr=decibels(signal, noise),
-            binades=math.log2(amax / amin) if amax and math.isfinite(amin) else None,
-        )
+        rows = (torch.tensor([row], dtype=torch.float64, device="cpu") for row in (sums, extremes))
+        found = {name: None if number.isnan() else float(number) for name, number in read_sums(*rows).items()}
+        return cls(**found | {name: int(found[name] or 0) for name in ("count", "nonfinite")})  # type: ignore[arg-type]

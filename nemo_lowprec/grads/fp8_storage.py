@@ -75,7 +75,7 @@ class Fp8Gradients(Column):
                     setattr(param, _RELEASED, True)
 
     def _store(self, param: Tensor) -> None:
-        grad, values = param.grad, None
+        grad, values, announced = param.grad, None, False
         if self._detached:
             assert grad is not None
             param.grad = None
@@ -100,7 +100,8 @@ class Fp8Gradients(Column):
                 return
             values, grad = grad, GradientTensor.from_float(grad) if quantized is None else quantized
             param.grad = grad
-        if self._observers.gradient and isinstance(grad, GradientTensor):
+            announced = quantized is not None
+        if self._observers.gradient and isinstance(grad, GradientTensor) and not announced:
             for see in self._observers.gradient:
                 see(param, grad, values)
         if self.release is not None:

@@ -34,4 +34,5 @@ grouped_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped")  # group
 expert_kernels = partial(_load, "nemo_lowprec.kernels.triton_experts")  # what experts do between these GEMMs
 grouped_block_kernels = partial(_load, "nemo_lowprec.kernels.triton_grouped_blocks")  # the same with scales of blocks
 transpose_kernels = partial(_load, "nemo_lowprec.kernels.triton_transpose")  # transposes of FP8 weights
+sample_kernels = partial(_load, "nemo_lowprec.kernels.triton_sample")  # reads some elements of many tensors
 error_kernels = partial(_load, "nemo_lowprec.kernels.triton_errors")  # sums of the errors of rounding

@@ -57,6 +57,23 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def decoded(first, offset, inside):
+    """FP32 values of stored elements, without their scales; uint8 is E5M3, and int8 is E2M5."""
+    dtype: tl.constexpr = first.dtype.element_ty
+    if tl.uint8 == dtype:
+        x = tl.load(first + offset, mask=inside, other=0).to(tl.int16) << 7
+        x = x.to(tl.float16, bitcast=True).to(tl.float32)
+    elif tl.int8 == dtype:
+        code = tl.load(first + offset, mask=inside, other=0).to(tl.int32)
+        size = tl.abs(code)
+        x = tl.where(size < 32, size.to(tl.float32) * 0.03125, ((size + 4032) << 18).to(tl.float32, bitcast=True))
+        x = tl.where(code == -128, float("nan"), tl.where(code < 0, -x, x))
+    else:
+        x = tl.load(first + offset, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
 def to_stored(x, exponent, dtype: tl.constexpr):
     """A tile times the scales of its blocks, rounded to ``dtype``; non-finite elements become NaN."""
     return (finite(x) * power_of_two(254 - exponent)[:, None]).to(dtype)

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from nemo_lowprec.kernels.triton_blocks import GROUP, block_amax, exponents_of, keep_positive, power_of_two, to_stored
+from nemo_lowprec.kernels.triton_blocks import (
+    GROUP,
+    block_amax,
+    decoded,
+    exponents_of,
+    keep_positive,
+    power_of_two,
+    to_stored,
+)
 from nemo_lowprec.kernels.triton_cast import TYPES, raise_amax, saturate
 from nemo_lowprec.kernels.triton_stochastic import mix, round_stochastic
 
@@ -125,17 +133,7 @@ def _tile(tile, tensor_of_ptr, grid_ptr, ALIGNED: tl.constexpr, BLOCKS: tl.const
 @triton.jit
 def _read(place, BLOCKED: tl.constexpr, factor, block, live, offset, inside):
     """FP32 values of a tile; a BLOCKED tile's values times ``factor``."""
-    dtype: tl.constexpr = place[0].dtype.element_ty
-    if tl.uint8 == dtype:
-        x = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int16) << 7
-        x = x.to(tl.float16, bitcast=True).to(tl.float32)
-    elif tl.int8 == dtype:
-        code = tl.load(place[0] + offset, mask=inside, other=0).to(tl.int32)
-        size = tl.abs(code)
-        x = tl.where(size < 32, size.to(tl.float32) * 0.03125, ((size + 4032) << 18).to(tl.float32, bitcast=True))
-        x = tl.where(code == -128, float("nan"), tl.where(code < 0, -x, x))
-    else:
-        x = tl.load(place[0] + offset, mask=inside, other=0.0).to(tl.float32)
+    x = decoded(place[0], offset, inside)
     if BLOCKED:
         exponent = tl.load(place[1] + block, mask=live, other=127).to(tl.int32)
         x = x * (power_of_two(exponent) * factor)[:, None]  # as x * 2**e * factor, since 2**e rounds nothing

@@ -53,15 +53,15 @@ def test_a_large_layer_is_faster_in_fp8_than_a_small_one_gains(scaling):
 
 
 @needs_fp8
-def test_the_command_measures_a_model(capfd, tmp_path, monkeypatch):
+def test_the_command_measures_a_model(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ["model=llama3_8b", "data.seq_length=4096", "data.micro_batch_size=1"]
     assert main(["doctor", *sizes, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)["gemms"]
+    found = json.loads(capsys.readouterr().out)["gemms"]
     assert found["why"] == "" and found["backend"] in ("torch", "te")
     assert {(t["rows"], t["ins"], t["outs"]): t["layers"] for t in found["times"]} == {
         (4096, 4096, 14336): 64, (4096, 14336, 4096): 32, (4096, 4096, 4096): 64, (4096, 4096, 1024): 64,
     }  # fmt: skip
     assert all(t["fp8"] > 0 and t["half"] > 0 for t in found["times"]) and found["ratio"] < 0.9
     assert main(["doctor", "model=llama_tiny", "data.seq_length=128", "data.micro_batch_size=1"]) == 0
-    assert "FP8 does not pay" in " ".join(capfd.readouterr().out.split())
+    assert "FP8 does not pay" in " ".join(capsys.readouterr().out.split())

@@ -28,6 +28,7 @@ from nemo_lowprec.compute.graphs.pool import GraphPool
 from nemo_lowprec.compute.graphs.quantized_gradients import QuantizedGradients
 from nemo_lowprec.compute.graphs.twins import grad_buffers, twin_of, with_twins
 from nemo_lowprec.kernels.memory import capture_of_zeros
+from nemo_lowprec.observers import Observers
 from nemo_lowprec.tensors import stored_data
 
 _SAVES_OTHERWISE = "it recomputes or offloads activations"
@@ -47,6 +48,7 @@ class CapturedPass:
         layers: of the block. What they read must be the same objects whenever the graphs run.
         pool: of the model.
         is_whole: whether the block is a whole model, of which the host may read what it makes of constants alone.
+        observers: of the engine; they are told in the capture, where their kernels are captured, too.
         beside: a pass of the same block with whose graphs those of this pass take turns: both have the same memory.
 
     Raises:
@@ -73,6 +75,7 @@ class CapturedPass:
         layers: Layers,
         pool: GraphPool,
         is_whole: bool,
+        observers: Observers,
         beside: CapturedPass | None = None,
     ) -> None:
         self.pool, self._all_params = pool, list(block.parameters())
@@ -105,7 +108,7 @@ class CapturedPass:
         self._grads: list[Tensor | None] = (
             grad_buffers(own, self.params, layers.beside()) if self.shares_memory else [None] * len(own)
         )
-        self._in_fp8 = QuantizedGradients(self.params)
+        self._in_fp8 = QuantizedGradients(self.params, observers)
         with self._capturing(), with_twins(block, self._all_params, twins):
             self._capture_forward(run, structure, own, block if is_whole else None)
             self._lent_outputs = Lent(self._outputs)  # before backward frees what forward has saved of them

@@ -284,7 +284,7 @@ class GraphedForward:
         self._guards[key] = Guard(block)
         with self._layers.capturing(block):
             made = RecomputedPass if recomputes else CapturedPass
-            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole, beside)
+            found = made(run, leaves, structure, block, self._layers, self.pool, self.is_whole, self._observers, beside)
         self._passes[key].append(found)
         what = "%s is one graph" if self.is_whole else "blocks of %s are captured"
         self.pool.tell(f"CUDA graphs: {what}.", type(block).__name__)

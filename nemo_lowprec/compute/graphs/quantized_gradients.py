@@ -12,16 +12,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 from nemo_lowprec.tensors.gradient import is_stored_in_fp8, offer_quantized
 from nemo_lowprec.tensors.reused_gradients import Holders
 
 
 class QuantizedGradients:
-    """The gradients in FP8 of those of ``params`` whose gradients are stored so."""
+    """The gradients in FP8 of those of ``params`` whose gradients are stored so.
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = params
+    Args:
+        observers: of the engine, which are told of gradients when they are quantized.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], observers: Observers = NOBODY) -> None:
+        self._params, self._observers = params, observers
         chosen = [i for i, param in enumerate(params) if is_stored_in_fp8(param)]
         self._flags = torch.zeros(len(chosen), device=params[0].device if chosen else "cpu", dtype=torch.float32)
         self._stored = {
@@ -34,7 +39,10 @@ class QuantizedGradients:
         if self._stored:
             self._flags.zero_()
         for i, stored in self._stored.items():
-            stored.quantize(grads[i])  # type: ignore[arg-type]
+            grad: Tensor = grads[i]  # type: ignore[assignment]
+            stored.quantize(grad)
+            for see in self._observers.gradient:
+                see(self._params[i], stored.tensor, grad)
 
     def hold(self) -> None:
         """The graph is about to run: copy the gradients that somebody holds."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from nemo_lowprec.report.monitor.operands import KINDS
-from nemo_lowprec.report.monitor.sample import PARAM_METRICS, Sample
+from nemo_lowprec.report.monitor.sample import Sample
+
+_WORST = {"sqnr": "min", "underflow": "max", "saturation": "max", "lost": "max"}  # SQNR of other names: min
 
 
 def scalars_of(sample: Sample) -> dict[str, float]:
@@ -16,20 +20,22 @@ def scalars_of(sample: Sample) -> dict[str, float]:
     ``monitor/lost_max``, ``monitor/weight_sqnr_min``, ``monitor/gradient_sqnr_min``, ``monitor/first_sqnr_min``,
     ``monitor/second_sqnr_min``; ``monitor/wire_sqnr``.
     """
-    found: dict[str, float | None] = {"wire_sqnr": sample.wire_sqnr}
+    found = {"wire_sqnr": sample.wire_sqnr}
     for kind in KINDS:
-        errors = [each for (_, operand), each in sample.operands.items() if operand == kind]
-        found[f"sqnr_min/{kind}"] = _end(min, (each.sqnr for each in errors))
-        found[f"underflow_max/{kind}"] = _end(max, (each.underflow for each in errors))
-        found[f"saturation_max/{kind}"] = _end(max, (each.saturation for each in errors))
-    for i, metric in enumerate(PARAM_METRICS):
-        of, end = (max, "max") if metric == "lost" else (min, "min")
-        found[f"{metric}_{end}"] = _end(of, (numbers[i] for numbers in sample.params.values()))
-    return {f"monitor/{name}": value for name, value in found.items() if value is not None}
+        at = [i for i, (_, operand) in enumerate(sample.rows) if operand == kind]
+        for metric in ("sqnr", "underflow", "saturation"):
+            found[f"{metric}_{_WORST[metric]}/{kind}"] = _worst(metric, sample.operands[metric][at])
+    for metric, numbers in sample.params.items():
+        found[f"{metric}_{_WORST.get(metric, 'min')}"] = _worst(metric, numbers)
+    return {f"monitor/{name}": value for name, value in found.items() if value == value}  # without NaN
 
 
-def _end(of: Any, numbers: Iterable[float | None]) -> float | None:
-    return of((number for number in numbers if number is not None), default=None)  # type: ignore[no-any-return]
+def _worst(metric: str, numbers: Tensor) -> float:
+    """The largest or the smallest number; NaN for none."""
+    known = numbers[~numbers.isnan()]
+    if not known.numel():
+        return float("nan")
+    return float(known.max() if _WORST.get(metric) == "max" else known.min())
 
 
 def log_sample(loggers: Sequence[Any], sample: Sample) -> None:

@@ -23,10 +23,11 @@ the same folder goes on in the same file; nothing is overwritten. The records, n
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 FILE = "monitor.jsonl"
 FORMAT = 1
@@ -63,6 +64,12 @@ def _ends_a_line(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def rounded(numbers: Iterable[float | None], digits: int = 4) -> list[float | None]:
-    """Numbers of ``digits`` significant digits; None for those that are None or not finite, which JSON has not."""
-    return [None if x is None or not math.isfinite(x) else float(f"{x:.{digits}g}") for x in numbers]
+def rounded(numbers: Tensor, digits: int = 4) -> list[float | None]:
+    """FP64 numbers of ``digits`` significant digits; None for numbers that are not finite, which JSON has not."""
+    finite = numbers.isfinite()
+    size = torch.where(finite & (numbers != 0), numbers.abs(), 1.0)
+    places = digits - 1 - size.log10().floor()
+    # A whole number over or times a power of ten is the float nearest to the decimal number, which JSON writes as such.
+    up, down = 10.0 ** places.clamp(min=0), 10.0 ** (-places).clamp(min=0)
+    found = ((torch.where(finite, numbers, 0.0) * up / down).round() * down / up).tolist()
+    return [number if there else None for number, there in zip(found, finite.tolist(), strict=True)]

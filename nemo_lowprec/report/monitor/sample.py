@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from nemo_lowprec.formats.errors import Errors, decibels
+from nemo_lowprec.formats.errors import decibels, read_sums
 
 Row = tuple[str, str]  # layer and operand
 
@@ -24,36 +25,48 @@ class Sample:
 
     Attributes:
         step: its number, counted from 1.
-        operands: the errors of each operand that was quantized.
-        params: for each parameter the numbers of ``PARAM_METRICS``; None where nothing is rounded, or nothing known.
-        wire_sqnr: of the means of gradients that were sent in FP8, in dB; None where there were none.
-        grad_norm: L2 norm of the true gradients before clipping; None where unknown.
+        rows: (layer, operand) of the operands that were quantized.
+        operands: metric to its numbers for ``rows``, FP64 on the CPU; NaN where there is none.
+        names: of the parameters.
+        params: metric to its numbers for ``names``; NaN where nothing is rounded, or nothing known.
+        wire_sqnr: of the means of gradients that were sent in FP8, in dB; NaN where there were none.
+        grad_norm: L2 norm of the true gradients before clipping; NaN where unknown.
         loss_scale: None at a level without.
         skipped: whether the step was skipped because a gradient was not finite.
         skipped_steps: skipped steps so far.
     """
 
     step: int
-    operands: dict[Row, Errors] = field(default_factory=dict)
-    params: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
-    wire_sqnr: float | None = None
-    grad_norm: float | None = None
+    rows: Sequence[Row] = ()
+    operands: dict[str, Tensor] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    params: dict[str, Tensor] = field(default_factory=dict)
+    wire_sqnr: float = float("nan")
+    grad_norm: float = float("nan")
     loss_scale: float | None = None
     skipped: bool = False
     skipped_steps: int = 0
 
 
-def operands_of(rows: Sequence[Row], sums: Tensor, extremes: Tensor) -> dict[Row, Errors]:
-    """The errors of the rows that have values."""
-    numbers = zip(rows, sums.tolist(), extremes.tolist(), strict=True)
-    return {row: Errors.read(added, ends) for row, added, ends in numbers if added[0]}
+def operands_of(rows: Sequence[Row], sums: Tensor, extremes: Tensor) -> tuple[list[Row], dict[str, Tensor]]:
+    """The rows that have values, and their metrics."""
+    there = sums[:, 0] > 0
+    found = read_sums(sums[there], extremes[there])
+    kept = [row for row, has in zip(rows, there.tolist(), strict=True) if has]
+    return kept, {metric: found[metric] for metric in OPERAND_METRICS}
 
 
-def params_of(names: Sequence[str], updates: Tensor, gradients: Tensor) -> dict[str, tuple[float | None, ...]]:
-    """The numbers of all parameters, from the sums of ``UpdateErrors`` and ``GradientErrors``."""
-    found: dict[str, tuple[float | None, ...]] = {}
-    for name, (updated, unchanged, *squares), stored in zip(names, updates.tolist(), gradients.tolist(), strict=True):
-        lost = 100 * unchanged / updated if updated else None
-        weight, first, second = (decibels(*squares[i : i + 2]) for i in range(0, 6, 2))
-        found[name] = lost, weight, decibels(*stored[-2:]), first, second
-    return found
+def params_of(updates: Tensor, gradients: Tensor, skipped: bool) -> dict[str, Tensor]:
+    """The metrics of all parameters, from the sums of ``UpdateErrors`` and ``GradientErrors``.
+
+    Of a step that was ``skipped`` only the gradients are known.
+    """
+    updated, unchanged, *squares = updates.unbind(1)
+    lost = torch.where(updated > 0, 100 * unchanged / updated.clamp(min=1), torch.nan)
+    weight, first, second = (decibels(*squares[i : i + 2]) for i in range(0, 6, 2))
+    found = (lost, weight, decibels(*gradients[:, -2:].unbind(1)), first, second)
+    none = torch.full_like(lost, torch.nan)
+    return {
+        metric: none if skipped and metric != "gradient_sqnr" else numbers
+        for metric, numbers in zip(PARAM_METRICS, found, strict=True)
+    }

@@ -7,12 +7,14 @@ its beginning, in whole blocks of 128 elements. Tensors in blocks are decoded, s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_lowprec.formats import decode
 from nemo_lowprec.formats.block_scale_128 import BLOCK, block_grid, power
+from nemo_lowprec.kernels.loader import sample_kernels
 from nemo_lowprec.tensors import BlockScaledTensor, Fp8Weight, GradientTensor, stored_data
 
 _MOST = 8192  # elements of a parameter
@@ -36,14 +38,31 @@ class Sampler:
         self._cuts = [_Cut(shape, most) for shape in shapes]
         self.width = max((cut.elements for cut in self._cuts), default=0)
         self._indices: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._readers: dict[Any, Any] = {}  # kernels, by the format and the members of a group
 
     def read(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """The sampled values, FP32 [parameters, width]; zeros behind a shorter sample, and for None."""
         out = torch.zeros(len(self._cuts), self.width, device=self._device, dtype=torch.float32)
-        for members in _by_format(tensors, self._cuts):
-            values = self._values([tensors[i] for i in members], members)  # type: ignore[misc]
-            out.view(-1).index_copy_(0, self._index("place", members), values)
+        for kind, members in _by_format(tensors, self._cuts):
+            group: list[Any] = [tensors[i] for i in members]
+            if not self._read_by_kernel(kind, members, group, out):
+                out.view(-1).index_copy_(0, self._index("place", members), self._values(group, members))
         return out
+
+    def _read_by_kernel(self, kind: Any, members: tuple[int, ...], tensors: list[Any], out: Tensor) -> bool:
+        """Read tensors of one format in one launch; whether there is a kernel that reads them."""
+        kernels = sample_kernels() if out.is_cuda else None
+        data = [stored_data(tensor) for tensor in tensors]
+        if kernels is None or not all([one.is_contiguous() for one in data]):
+            return False
+        reader = self._readers.get((kind, members))
+        if reader is None:
+            cuts = [(i, *self._cuts[i].strides()) for i in members]
+            reader = self._readers[kind, members] = kernels.SampleReader(cuts, out.device)
+        blocked, scaled = isinstance(tensors[0], BlockScaledTensor), isinstance(tensors[0], (Fp8Weight, GradientTensor))
+        factors = [t.scale_inv if isinstance(t, Fp8Weight) else t.factor for t in tensors] if scaled else None
+        reader.read(data, [t.exponent for t in tensors] if blocked else None, factors, out)
+        return True
 
     def _values(self, tensors: list[Tensor], members: tuple[int, ...]) -> Tensor:
         """The samples of tensors of one format, one after the other."""
@@ -94,6 +113,11 @@ class _Cut:
         self._step = rows // self.rows if self.rows else 1
         self.elements = self.rows * self.cols
 
+    def strides(self) -> tuple[int, int, int, int]:
+        """Elements and columns of the sample, and the distances of its rows in the data and in the exponents."""
+        _, cols, blocks = self._grid
+        return self.elements, self.cols, self._step * cols, self._step * blocks
+
     def of(self, data: Tensor) -> Tensor:
         """The sampled elements of a tensor of the shape, flat."""
         rows, cols, _ = self._grid
@@ -111,10 +135,10 @@ def _factor(tensor: Tensor) -> Tensor | None:
     return tensor.factor if isinstance(tensor, GradientTensor) and tensor.multiplied else None
 
 
-def _by_format(tensors: Sequence[Tensor | None], cuts: list[_Cut]) -> list[tuple[int, ...]]:
-    """The indices of tensors that are stored alike; empty ones and None are in no group."""
+def _by_format(tensors: Sequence[Tensor | None], cuts: list[_Cut]) -> list[tuple[Any, tuple[int, ...]]]:
+    """A key and the indices of tensors that are stored alike; empty ones and None are in no group."""
     groups: dict[tuple[type, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if tensor is not None and cuts[i].elements:
             groups.setdefault((type(tensor), stored_data(tensor).dtype), []).append(i)
-    return [tuple(members) for members in groups.values()]
+    return [(kind, tuple(members)) for kind, members in groups.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,7 @@ from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
 from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
-from nemo_lowprec.report.monitor.sample import (
-    OPERAND_METRICS,
-    PARAM_METRICS,
-    Row,
-    Sample,
-    operands_of,
-    params_of,
-)
+from nemo_lowprec.report.monitor.sample import Row, Sample, operands_of, params_of
 from nemo_lowprec.report.monitor.shared import Reading, names_of_all
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.monitor.updates import UpdateErrors
@@ -80,7 +73,7 @@ class Monitor(Observer):
         self._losses: list[tuple[int, Tensor]] = []  # with the numbers of their steps
         self._pending: _Pending | None = None
         self._stretch = _Stretch(start)
-        self._rows: list[Row] = []  # as written
+        self._rows: Sequence[Row] = ()  # as written
         self._subscription = ExitStack()
         self._subscription.enter_context(subject.observers.watched_by(self))
         if writer is not None:
@@ -127,8 +120,8 @@ class Monitor(Observer):
     def validated(self, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation after the last step."""
         if self._writer is not None and metrics:
-            names, numbers = list(metrics), rounded(metrics.values(), 6)
-            self._writer.write("validation", step=self.steps, metrics=dict(zip(names, numbers, strict=True)))
+            numbers = rounded(torch.tensor(list(metrics.values()), dtype=torch.float64, device="cpu"), 6)
+            self._writer.write("validation", step=self.steps, metrics=dict(zip(metrics, numbers, strict=True)))
 
     def close(self, finished: bool) -> None:
         """Write what is left, and watch no longer; a collective where all processes have ``finished``.
@@ -191,15 +184,17 @@ class Monitor(Observer):
         if pending.step is None:
             return
         extremes[:, 1] = -extremes[:, 1]
-        skipped = pending.skipped
+        rows, metrics = operands_of(self._operands.rows, operands, extremes)
         sample = Sample(
             pending.step,
-            operands_of(self._operands.rows, operands, extremes),
-            {} if skipped else params_of(self._params, updates, gradients),
-            decibels(*wire.tolist()),
-            None if norm.isnan() else float(norm),
+            rows,
+            metrics,
+            self._params,
+            params_of(updates, gradients, pending.skipped),
+            float(decibels(*wire)),
+            float(norm),
             self.subject.loss_scale,
-            skipped,
+            pending.skipped,
             self._skipped_steps,
         )
         if self._writer is not None:
@@ -212,33 +207,21 @@ class Monitor(Observer):
         self._writer.write(
             "steps",
             at=pending.at,
-            loss=rounded(losses.tolist(), 6),
+            loss=rounded(losses, 6),
             **pending.stretch,
             peak_bytes=torch.cuda.max_memory_allocated(self.subject.device) if on_gpu else None,
         )
 
     def _write_sample(self, writer: RunWriter, sample: Sample) -> None:
-        new = [row for row in sample.operands if row not in set(self._rows)]
-        if new:
-            seen = {*self._rows, *new}
-            self._rows = [row for row in self._operands.rows if row in seen]
-            writer.write("operands", rows=self._rows)
-        found = [sample.operands.get(row) for row in self._rows]
-        columns = {
-            metric: rounded(None if errors is None else getattr(errors, metric) for errors in found)
-            for metric in OPERAND_METRICS
-        }
-        params = {
-            metric: rounded(sample.params.get(name, (None,) * len(PARAM_METRICS))[i] for name in self._params)
-            for i, metric in enumerate(PARAM_METRICS)
-        }
-        (norm,) = rounded([sample.grad_norm])
-        (wire,) = rounded([sample.wire_sqnr])
+        if sample.rows != self._rows:
+            self._rows = sample.rows
+            writer.write("operands", rows=sample.rows)
+        wire, norm = rounded(torch.tensor([sample.wire_sqnr, sample.grad_norm], dtype=torch.float64, device="cpu"))
         writer.write(
             "sample",
             step=sample.step,
-            operands=columns,
-            params=params,
+            operands={metric: rounded(numbers) for metric, numbers in sample.operands.items()},
+            params={metric: rounded(numbers) for metric, numbers in sample.params.items()},
             wire={"sqnr": wire},
             grad_norm=norm,
             loss_scale=sample.loss_scale,
