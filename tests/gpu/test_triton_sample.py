@@ -50,7 +50,7 @@ def test_several_formats_and_a_factor(monkeypatch):
     given[4].mul_(3.0)  # the gradient's factor
     found, wanted = both(given, monkeypatch)
     assert torch.equal(found, wanted)
-    assert torch.equal(found[4, :5000], given[4].dequantize())
+    assert torch.equal(found[4, :1000], given[4].dequantize()[:1000])
 
 
 def test_tensors_that_are_not_contiguous_are_read_by_torch(monkeypatch):
