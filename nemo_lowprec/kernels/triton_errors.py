@@ -1,10 +1,15 @@
 """Sums of the errors of rounding, added up on a GPU in one launch, without a host sync.
 
 The sums are those of ``formats.errors.add_errors``, which adds in FP64; here a program adds up to some ten thousand
-values in FP32 before it adds in FP64. Importing this file needs Triton.
+values in FP32 before it adds in FP64. Of a matrix with more than ``_ALL`` values, ``nonzero``, ``underflowed``,
+``signal``, ``noise`` and ``amin`` are those of every n-th tile: the kernel would have to compute more than the memory
+delivers. ``count``, ``saturated``, ``nonfinite`` and ``amax``, which single values may change, are those of all values.
+Importing this file needs Triton.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -14,64 +19,84 @@ from torch import Tensor
 from nemo_lowprec.kernels.launcher import Launcher
 
 _TM, _TN = 8, 128  # of a tile, which lies in one block of scales along a row
+_ALL = 2**22
 _PROGRAMS = 2048  # about four for each scheduler of an H200; each goes over several tiles
+_TILES = 255  # of a program, at most: a counter of a lane has 8 bits
 _WARPS = 4
 
 
 @triton.jit
+def _load(x_ptr, tile, tiles_n, rows, cols, x_m, x_n, TM: tl.constexpr, TN: tl.constexpr):
+    """FP32 magnitudes of a tile, its rows, its columns, and which of its places are in the matrix."""
+    m = (tile // tiles_n).to(tl.int64) * TM + tl.arange(0, TM)
+    n = (tile % tiles_n).to(tl.int64) * TN + tl.arange(0, TN)
+    inside = (m < rows)[:, None] & (n < cols)[None, :]
+    x = tl.load(x_ptr + m[:, None] * x_m + n[None, :] * x_n, mask=inside, other=0.0).to(tl.float32)
+    return x, m, n, inside
+
+
+@triton.jit
+def _scale(scale_ptr, m, tile, tiles_n, rows, s_m, s_n, BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr):
+    """scale_inv of the rows of a tile."""
+    block = m // BLOCK_ROWS if BLOCK_ROWS else m * 0
+    scale = tl.load(scale_ptr + block * s_m + (tile % tiles_n) * s_n, mask=m < rows, other=0)
+    if EXPONENTS:
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    return scale.to(tl.float32)
+
+
+@triton.jit
 def _errors_kernel(
-    x_ptr, q_ptr, scale_ptr, sums_ptr, extremes_ptr, rows, cols, x_m, x_n, q_m, q_n, s_m, s_n, limit,
+    x_ptr, q_ptr, scale_ptr, sums_ptr, extremes_ptr, rows, cols, x_m, x_n, q_m, q_n, s_m, s_n, step, limit,
     BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
     """Add the errors of the tiles of a program to the sums, and raise or lower the extremes.
 
     The scale of the value [m, n] is at [m // BLOCK_ROWS, n // TN] of the scales, or with 0 rows at [0, n // TN];
-    ``s_n`` is 0 for scales of whole rows.
+    ``s_n`` is 0 for scales of whole rows. Of ``step`` tiles the first one is compared with what is stored.
     """
+    INF: tl.constexpr = float("inf")
     tiles_n = tl.cdiv(cols, TN)
     tiles = tl.cdiv(rows, TM) * tiles_n
-    nonzero = tl.zeros([TM, TN], dtype=tl.int32)
-    underflowed = tl.zeros([TM, TN], dtype=tl.int32)
-    saturated = tl.zeros([TM, TN], dtype=tl.int32)
-    nonfinite = tl.zeros([TM, TN], dtype=tl.int32)
+    compared = tl.zeros([TM, TN], dtype=tl.int32)  # values that are not zero, and from bit 8 on underflows
+    counted = tl.zeros([TM, TN], dtype=tl.int32)  # clipped values, and from bit 16 on values that are not finite
     signal = tl.zeros([TM, TN], dtype=tl.float32)
     noise = tl.zeros([TM, TN], dtype=tl.float32)
     largest = tl.zeros([TM, TN], dtype=tl.float32)
-    smallest = tl.full([TM, TN], float("inf"), dtype=tl.float32)
+    smallest = tl.full([TM, TN], INF, dtype=tl.float32)
     largest_scale = tl.zeros([TM], dtype=tl.float32)
-    count = tl.zeros([TM, TN], dtype=tl.int32)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        m = (tile // tiles_n).to(tl.int64) * TM + tl.arange(0, TM)
-        n = (tile % tiles_n).to(tl.int64) * TN + tl.arange(0, TN)
-        inside = (m < rows)[:, None] & (n < cols)[None, :]
-        x = tl.load(x_ptr + m[:, None] * x_m + n[None, :] * x_n, mask=inside, other=0.0).to(tl.float32)
+    for first in range(tl.program_id(0) * step, tiles, tl.num_programs(0) * step):
+        x, m, n, inside = _load(x_ptr, first, tiles_n, rows, cols, x_m, x_n, TM, TN)
+        scale = _scale(scale_ptr, m, first, tiles_n, rows, s_m, s_n, BLOCK_ROWS, EXPONENTS)
         q = tl.load(q_ptr + m[:, None] * q_m + n[None, :] * q_n, mask=inside, other=0.0).to(tl.float32)
-        block = m // BLOCK_ROWS if BLOCK_ROWS else m * 0
-        scale = tl.load(scale_ptr + block * s_m + (tile % tiles_n) * s_n, mask=m < rows, other=0)
-        if EXPONENTS:
-            scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        scale = scale.to(tl.float32)
         stored = q * scale[:, None]
         magnitude = tl.abs(x)
-        finite = inside & (magnitude < float("inf")) & (tl.abs(stored) < float("inf"))  # false for NaN
+        finite = (magnitude < INF) & (tl.abs(stored) < INF)  # false for NaN
         magnitude = tl.where(finite, magnitude, 0.0)
-        is_nonzero = magnitude > 0
         error = tl.where(finite, x - stored, 0.0)
-        count += inside.to(tl.int32)
-        nonzero += is_nonzero.to(tl.int32)
-        underflowed += (is_nonzero & (stored == 0)).to(tl.int32)
-        saturated += (magnitude > limit * scale[:, None]).to(tl.int32)
-        nonfinite += (inside & (finite == 0)).to(tl.int32)
+        is_nonzero = magnitude > 0
+        compared += tl.where(is_nonzero, 1, 0) + tl.where(is_nonzero & (stored == 0), 256, 0)
+        counted += tl.where(magnitude > limit * scale[:, None], 1, 0) + tl.where(finite, 0, 65536)
         signal += magnitude * magnitude
         noise += error * error
         largest = tl.maximum(largest, magnitude)
-        smallest = tl.minimum(smallest, tl.where(is_nonzero, magnitude, float("inf")))
+        smallest = tl.minimum(smallest, tl.where(is_nonzero, magnitude, INF))
         largest_scale = tl.maximum(largest_scale, scale)
-    tl.atomic_add(sums_ptr + 0, tl.sum(count).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 1, tl.sum(nonzero).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 2, tl.sum(underflowed).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 3, tl.sum(saturated).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 4, tl.sum(nonfinite).to(tl.float64), sem="relaxed")
+        for tile in range(first + 1, tl.minimum(first + step, tiles)):
+            x, m, n, inside = _load(x_ptr, tile, tiles_n, rows, cols, x_m, x_n, TM, TN)
+            scale = _scale(scale_ptr, m, tile, tiles_n, rows, s_m, s_n, BLOCK_ROWS, EXPONENTS)
+            magnitude = tl.abs(x)
+            finite = magnitude < INF
+            magnitude = tl.where(finite, magnitude, 0.0)
+            counted += tl.where(magnitude > limit * scale[:, None], 1, 0) + tl.where(finite, 0, 65536)
+            largest = tl.maximum(largest, magnitude)
+            largest_scale = tl.maximum(largest_scale, scale)
+    if tl.program_id(0) == 0:
+        tl.atomic_add(sums_ptr + 0, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
+    tl.atomic_add(sums_ptr + 1, tl.sum(compared & 255).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 2, tl.sum(compared >> 8).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 3, tl.sum(counted & 65535).to(tl.float64), sem="relaxed")
+    tl.atomic_add(sums_ptr + 4, tl.sum(counted >> 16).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 5, tl.sum(signal).to(tl.float64), sem="relaxed")
     tl.atomic_add(sums_ptr + 6, tl.sum(noise).to(tl.float64), sem="relaxed")
     # As bits of integers, non-negative FP32 numbers order alike.
@@ -106,13 +131,18 @@ def add_errors(
     rows, cols = values.shape
     if not rows * cols:
         return
-    numbers = (rows, cols, *values.stride(), *data.stride(), *scales.stride())
+    across = triton.cdiv(cols, _TN)
+    step = max(1, rows * cols // _ALL)
+    while math.gcd(step, across) > 1:  # else the same columns would be compared in all rows
+        step += 1
+    numbers = (rows, cols, *values.stride(), *data.stride(), *scales.stride(), step)
     pointers = (values, data, scales, sums, extremes.view(torch.int32))
     key = (
         values.dtype, data.dtype, scales.dtype, block_rows, tuple([t.data_ptr() % 16 == 0 for t in pointers]),
         tuple([(n == 1, n % 16 == 0) for n in numbers]),
     )  # fmt: skip
-    programs = min(_PROGRAMS, triton.cdiv(rows, _TM) * triton.cdiv(cols, _TN))
+    tiles = triton.cdiv(triton.cdiv(rows, _TM) * across, step)
+    programs = max(min(_PROGRAMS, tiles), triton.cdiv(tiles, _TILES))
     _launch(
         values.get_device(), key, programs, (*pointers, *numbers, limit),
         lambda: {"BLOCK_ROWS": block_rows, "EXPONENTS": scales.dtype == torch.uint8, "TM": _TM, "TN": _TN},

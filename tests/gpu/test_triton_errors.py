@@ -94,6 +94,30 @@ def test_values_that_are_not_finite_are_counted(monkeypatch):
     assert read(table)[0].sqnr is None
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(8192, 14336), (16384, 2048), (20000, 1040)])
+def test_large_matrices_are_compared_in_part(rows, cols, monkeypatch):
+    """Counts of single values are exact; ratios are those of a part, in which no column is left out."""
+    made = choose_backend("torch", Recipe("current"), torch.device("cuda"))
+    x = torch.randn(rows, cols, device="cuda", generator=torch.Generator("cuda").manual_seed(2)).bfloat16()
+    x[:, 3] *= 2.0**9  # a column of outliers, at which the scale is: most other values lose bits
+    data = made.quantize(x, operand_of(Recipe("current"), "input"), rowwise=True, columnwise=False, record=False)
+    part, _ = made.stored(data)
+    x[5, 7], x[rows - 1, cols - 1] = math.nan, 1e6
+    table = ErrorTable(1, torch.device("cuda"))
+    table.add(0, x, part)
+    found, wanted = read(table)[0], by_definition(monkeypatch, lambda table: table.add(0, x, part))
+    exact = ("count", "nonfinite", "amax", "saturation", "scale")
+    assert all(getattr(found, name) == getattr(wanted, name) for name in exact)
+    assert wanted.underflow > 1 and found.underflow == pytest.approx(wanted.underflow, rel=0.02)
+    sums = table.sums[0].tolist()
+    assert 2**21 < sums[1] < 2**23  # values that were compared
+    table.clear()
+    x[rows - 1, cols - 1] = 1.0
+    table.add(0, x, part)
+    wanted = by_definition(monkeypatch, lambda table: table.add(0, x, part))
+    assert read(table)[0].sqnr == pytest.approx(wanted.sqnr, abs=0.3)
+
+
 @pytest.mark.parametrize("shape", [(1000,), (64, 200), (3, 5, 300), (512, 4096)])
 def test_gradients_in_blocks(shape, monkeypatch):
     grad = values(1, math.prod(shape), torch.bfloat16).view(shape)
