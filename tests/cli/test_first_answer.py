@@ -62,7 +62,7 @@ MISTAKES = [
     ("plan fits=80,141", "fits=80,141: fits takes one value"),
     ("plan precision=msamp_o1,msamp_o2 --cfg job", "A config is shown for one combination"),
     ("advise precision=msamp_o9", "Unknown precision level 'msamp_o9'"),
-    ("advise -m", "advise writes no runs, and -m a record of them. Leave -m out"),
+    ("advise -m", "advise writes nothing, and -m a record of its runs. Call it without -m."),
     ("pretrain model=llama9", "Unknown model 'llama9'. Choose one of: gpt2, gpt2_tiny,"),
     ("pretrain precision.fp8_margn=1", "bf16_with_fp8_mixed has no argument 'fp8_margn'. It takes: fp8, fp8_margin,"),
     ("pretrain +precision.fp8_margn=1", "bf16_with_fp8_mixed has no argument 'fp8_margn'. It takes: fp8, fp8_margin,"),
