@@ -4,7 +4,8 @@
 a scale per tensor, as badly as follows:
 
 * SQNR: as a format with one mantissa bit. E4M3 (three) gives 31.5 dB, E5M2 (two) 25.6 dB, one bit 19.7 dB: 6 dB a bit.
-  E5M2 gradients are known to train; no recipe computes with one bit.
+  E5M2 gradients are known to train with a scale alone. NVFP4, with one bit, needs small blocks, rotated operands and
+  stochastic rounding.
 * Underflow: the standard deviation is E4M3's smallest normal number. 5 % of the values become zero then, and 68 % are
   subnormal, which have fewer bits than the format.
 * Saturation: clipping adds as much noise as E4M3's rounding, which it does once 0.3 % of the values are clipped.
