@@ -22,6 +22,7 @@ from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import advise, plan_training
 from nemo_lowprec.report.advice import operands
 from nemo_lowprec.report.advice.layers import kept_back, patterns_of
+from nemo_lowprec.report.advice.measuring import time_level
 from nemo_lowprec.report.advice.operands import SCALINGS, OperandErrors, Rounded, way_of
 from nemo_lowprec.report.advice.passes import half_copy, look
 from nemo_lowprec.report.advice.times import StepTimes
@@ -184,6 +185,15 @@ def test_the_line_to_paste_keeps_the_layer_back():
     assert level.hydra == f"precision=bf16_with_fp8_current_scaling_mixed 'precision.skip=[{skip}]'"
 
 
+def test_options_of_a_level_stay_in_the_line():
+    precision = LowPrecision("bf16_with_fp8_mixed", convert=None, fast_accum=True, skip=["second"])
+    level = advise(Net(spoiled="first"), batch_of(), [precision]).levels[0]
+    assert level.python == 'plugins=bf16_with_fp8_mixed(convert=None, fast_accum=True, skip=["second", "first"])'
+    assert level.hydra == (
+        "precision=bf16_with_fp8_mixed precision.convert=null precision.fast_accum=true 'precision.skip=[second,first]'"
+    )
+
+
 def test_names_of_many_layers_are_globs():
     layers = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")]
     assert patterns_of([x for x in layers if x.endswith("down")], layers) == ["*.down"]
@@ -257,6 +267,22 @@ def test_without_a_gpu_there_are_no_times(monkeypatch):
     assert all(one.ms is None for one in found.levels) and "There is no GPU: no times of a step." in found.notes
     # Of the levels with FP8 GEMMs the one that stores most.
     assert found.best is not None and found.best.name == "bf16_with_fp8_mixed"
+
+
+@pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "fp16_with_fp8_mixed", "msamp_o1", "msamp_o3", "te_fp8"])
+def test_steps_of_a_level_are_timed_and_change_no_weight(level):
+    torch.manual_seed(0)
+    timed = half_copy(Net(), CPU)
+    before = [param.detach().float() for param in timed.parameters()]
+    assert time_level(timed, batch_of(), LowPrecision(level).parsed) > 0
+    engine = Engine.of(timed)
+    assert engine is not None and engine.level.name == level
+    rounding = 2.0**-4 if level == "msamp_o3" else 2.0**-10  # of weights to FP8, or to FP16
+    for param, was in zip(timed.parameters(), before, strict=True):
+        assert torch.allclose(param.detach().float(), was, rtol=rounding, atol=1e-3)
+    with made_up_times():  # which ``convert="auto"`` of the steps above has not had
+        calls = seen().calls
+    assert {call.name for group, _ in calls.groups for call in group} == {"first", "second"}
 
 
 def test_calls_that_are_repeated_in_backward_count_their_forward_gemm():

@@ -18,6 +18,7 @@ from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
 from nemo_lowprec.report.plan.choices import PlanChoice
 from nemo_lowprec.report.plan.columns import OF_CHART
 
+_HYDRA = {"None": "null", "True": "true", "False": "false"}
 _SHOWN = 12  # layers in a list for people
 
 
@@ -57,8 +58,8 @@ class LevelAdvice:
         """The same as overrides of ``nemo-lowprec pretrain``, as a shell reads them."""
         words = [f"precision={self.choice.plan.level.name}"]
         for name, value in self._arguments:
-            text = f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else value
-            words.append(f"precision.{name}={str(text).lower() if isinstance(value, bool) else text}")
+            text = f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
+            words.append(f"precision.{name}={_HYDRA.get(text, text)}")
         return " ".join(map(shlex.quote, words))
 
     @property

@@ -150,7 +150,7 @@ def _times(
     if with_fp8:
         name = min(with_fp8, key=lambda name: choices[name].plan.total)
         precision, plan = precisions[name], choices[name].plan
-        step = on_copy(model, device, lambda copy: time_level(copy, batch, plan.level.name, **precision.parsed.chosen))
+        step = on_copy(model, device, lambda copy: time_level(copy, batch, precision.parsed))
         if step is None:
             said += f"; a step at {name} needs more memory than the GPU has, and FP8 levels may be faster than this"
         else:

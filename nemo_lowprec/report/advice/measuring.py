@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from nemo_lowprec.loops import prepare
-from nemo_lowprec.options import LossScaleConfig
+from nemo_lowprec.engine import Engine
+from nemo_lowprec.options import Options
 from nemo_lowprec.report.loss import loss_of
 
 _PLAIN_WARMUP, _WARMUP, _STEPS = 3, 14, 5  # CUDA graphs of a level come at the 13th step at the latest
@@ -33,24 +32,29 @@ def time_plain(copy: nn.Module, batch: Any) -> float:
     return _time(step, next(copy.parameters()).device, _PLAIN_WARMUP)
 
 
-def time_level(copy: nn.Module, batch: Any, level: str, **options: Any) -> float:
+def time_level(copy: nn.Module, batch: Any, options: Options) -> float:
     """µs of a training step of ``batch`` at a level, with AdamW at a learning rate of 0.
 
     Args:
         copy: the model with BF16 weights, which is converted.
         batch: on the device of ``copy``.
-        level, options: of a plugin; the loss scale does not count.
+        options: of the level.
     """
     device = next(copy.parameters()).device
-    optimizer: Any = torch.optim.AdamW(copy.parameters(), lr=0.0, fused=device.type == "cuda")
-    of_loop = {name: v for name, v in options.items() if name not in ("half", *LossScaleConfig.arguments())}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about layers that are not converted, which advise lists
-        copy, optimizer = prepare(copy, optimizer, level, **of_loop)
+    optimizer = torch.optim.AdamW(copy.parameters(), lr=0.0, fused=device.type == "cuda")
+    engine = Engine(options)
+    engine.convert(copy, device)
+    engine.settle()
+    engine.attach(optimizer)
 
     def step() -> None:
-        _pass(copy, batch)
-        optimizer.step()
+        with engine.forward_context():
+            loss = loss_of(copy, batch)
+        loss = engine.step.scale(loss)
+        with engine.backward_context():
+            loss.backward()  # type: ignore[no-untyped-call]
+        engine.step.unscale(optimizer)
+        engine.step.run(optimizer)
         optimizer.zero_grad()
 
     return _time(step, device, _WARMUP)

@@ -129,7 +129,8 @@ def look(copy: nn.Module, batch: Any, recipes: Mapping[str, Recipe]) -> Seen:
         ValueError: no layer can be converted, or the forward pass gives no loss.
     """
     device = next(copy.parameters()).device
-    engine = Engine(parse_options(get_level(_LEVEL), {"override_linear_precision": (True,) * 3, "graphs": False}))
+    options = {"override_linear_precision": (True,) * 3, "graphs": False, "convert": None}
+    engine = Engine(parse_options(get_level(_LEVEL), options))
     engine.convert(copy, device)
     engine.settle()
     layers, calls = list(engine.columns.computation.conversion.low), _Calls()
