@@ -133,6 +133,11 @@ def _doctor(arguments: Sequence[str]) -> None:
         Console().print(found.table())
 
 
+def _advise(arguments: Sequence[str]) -> None:
+    """print which level fits, expected times and the layers to keep back, without training; takes Hydra overrides"""
+    _hydra("advise", arguments)
+
+
 def _hydra(command: str, arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         from nemo_lowprec.conf.help import help_of
@@ -170,7 +175,7 @@ def _check_exists(path: str | None) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     command.__name__[1:].replace("_", "-"): command
-    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _inspect, _doctor, _export, _levels)
+    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _advise, _inspect, _doctor, _export, _levels)
 }
 
 
