@@ -80,6 +80,9 @@ def test_numbers_are_those_of_all_processes(runs, case):
     if case != "bf16_mixed":
         assert {layer for layer, _ in run.operands.rows} >= {"inp", "mid"}
         for kind, least in (("input", 28), ("weight", 28), ("grad_output", 20)):
-            assert all(least < value < 40 for value in run.operands.metrics["sqnr"]["mid", kind])
+            numbers = run.operands.metrics["sqnr"]["mid", kind]
+            # Weights that are gathered in FP8 are rounded on their shards.
+            gathered = kind == "weight" and (strategy, case) == ("lowprec_sharded", "msamp_o3")
+            assert numbers == [None] * 3 if gathered else all(least < value < 40 for value in numbers)
     assert all(sample["grad_norm"] > 0 for sample in run.samples)
     assert run.audit is not None and all(finding["agrees"] for finding in run.audit["findings"])
