@@ -95,6 +95,7 @@ RANGES: dict[str, Any] = {
     "devices": Annotated[int, Ge(-1), Le(1024)] | str | list[AtLeast0],
     "num_nodes": Annotated[int, Ge(1), Le(2**16)],
     "log_every_n_steps": AtLeast0,
+    "every_n_steps": AtLeast1,
     "min_steps": AtLeast0,
     "min_epochs": AtLeast0,
     "max_time": str | timedelta | Annotated[dict[str, int], MinLen(1), "a mapping such as {hours: 2}"],

@@ -29,14 +29,14 @@ RECIPES = {
     "megatron_llama3_70b": ("bf16_mixed", "Llama 3 70B on Megatron-core, 4 machines of 8 GPUs"),
 }
 DEFAULT_RECIPE = "tiny"
-RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps")
+RECIPE_ARGUMENTS = ("dir", "name", "num_nodes", "num_gpus_per_node", "max_steps", "monitor")
 # arguments of the recipes' model, data and Trainer that are in no file of the Hydra groups
 _NOT_LISTED = {
     "model": {"model_type"},
     "data": set(),
     "trainer": {"precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"},
 }
-SETTINGS = ("model", "data", "trainer", "ckpt_path", "run")  # of `pretrain`, and nemo_run's own (run.executor)
+SETTINGS = ("model", "data", "trainer", "ckpt_path", "monitor", "run")  # of `pretrain`, and nemo_run's own (run.executor)
 
 # nemo_run's options with a value, by their long and short names, and its options without a value
 VALUED = {
@@ -234,6 +234,7 @@ _SETTINGS_HELP = {
     "model.lr=1e-4": "an argument of the model",
     "data.micro_batch_size=4": "an argument of the data",
     "ckpt_path=last": "go on from the last checkpoint of the run",
+    "monitor=True": "watch what low precision does to each layer; monitor=10: every 10th step",
 }
 _OPTIONS_HELP = {
     "--factory RECIPE": f"the recipe (default: {DEFAULT_RECIPE}); its arguments are {', '.join(RECIPE_ARGUMENTS)}",

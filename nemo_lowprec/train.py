@@ -19,6 +19,7 @@ from nemo_lowprec.display import own_display
 from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
+from nemo_lowprec.report.monitor import PrecisionMonitor, check_level
 
 _LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path without an earlier fit
 _IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # files of a checkpoint folder
@@ -37,6 +38,7 @@ class PretrainResult:
         tokens_per_sec: training tokens a second over all ranks; None for a run shorter than two log intervals.
         checkpoint: the best checkpoint, else the last checkpoint; None where no checkpoint was written.
         skipped_steps: optimizer steps that were skipped because a gradient was not finite.
+        monitor: the file of the run's monitor; None without a monitor, and on processes that do not write.
     """
 
     level: str
@@ -46,6 +48,7 @@ class PretrainResult:
     tokens_per_sec: float | None
     checkpoint: str | None
     skipped_steps: int = 0
+    monitor: str | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -65,8 +68,9 @@ class PretrainResult:
                 ("Tokens per second", self.tokens_per_sec, "{:,.0f}"),
                 ("Skipped steps", self.skipped_steps, "{:,}: a gradient was not finite"),
                 ("Checkpoint", self.checkpoint, "{}"),
+                ("Monitor", self.monitor, "{}"),
             )
-            if name != "Skipped steps" or self.skipped_steps
+            if value or name not in ("Skipped steps", "Monitor")
         ]
         print("\n".join(["", "Pretraining", *pair_lines(pairs)]), flush=True)
 
@@ -76,6 +80,7 @@ def pretrain(
     data: LightningDataModule,
     trainer: Trainer,
     ckpt_path: str | None = None,
+    monitor: int | bool | PrecisionMonitor = False,
 ) -> PretrainResult:
     """Trains ``model`` on ``data``, validates at the last step, and prints the result.
 
@@ -85,18 +90,22 @@ def pretrain(
         trainer: a Trainer of ``lightning.pytorch`` with the precision level among its plugins.
         ckpt_path: a checkpoint to resume from. ``last`` is the last checkpoint in the Trainer's checkpoint folder,
             where there is one; ``hpc`` is the checkpoint of a requeued SLURM job.
+        monitor: watches what low precision does to each layer. True, the distance of the samples in steps, or a
+            ``PrecisionMonitor``.
 
     Raises:
         TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
-        ValueError: ``ckpt_path`` does not exist or is not complete, or the Trainer has a value without a meaning.
+        ValueError: ``ckpt_path`` does not exist or is not complete, the Trainer has a value without a meaning, or
+            ``monitor`` has no level to watch.
     """
     _check("model", model, LightningModule)
     _check("data", data, LightningDataModule)
     _check("trainer", trainer, Trainer)
     check_trainer(trainer)
     check_ckpt_path(ckpt_path)
+    monitors = _monitors(monitor, trainer)
     record = _Validations()
-    ours = [record, _KeepsLast()]
+    ours = [*monitors, record, _KeepsLast()]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks += ours
     try:
@@ -115,6 +124,7 @@ def pretrain(
         tokens_per_sec=None if rate is None else rate * data_parallel_size(trainer),
         checkpoint=_checkpoint(trainer),
         skipped_steps=getattr(getattr(trainer.precision_plugin, "log", None), "skipped_steps", 0),
+        monitor=_monitor_file([*monitors, *callbacks]),
     )
     if trainer.is_global_zero:
         result.print_table()
@@ -220,6 +230,26 @@ class _KeepsLast(Callback):
     on_train_end = on_validation_end
 
 
+def _monitors(asked: Any, trainer: Trainer) -> list[Callback]:
+    """The monitor to add to the Trainer's callbacks; none where nobody asks for one, or the Trainer has it already."""
+    if asked is False:
+        return []
+    if not isinstance(asked, int):
+        _check("monitor", asked, PrecisionMonitor)
+    check_level(trainer)
+    there = [callback for callback in trainer.callbacks if isinstance(callback, PrecisionMonitor)]  # type: ignore[attr-defined]
+    if not there:
+        return [PrecisionMonitor() if asked is True else PrecisionMonitor(asked) if isinstance(asked, int) else asked]
+    if asked is not True and asked not in there:
+        raise ValueError("The Trainer has a PrecisionMonitor among its callbacks: leave monitor out.")
+    return []
+
+
+def _monitor_file(callbacks: list[Callback]) -> str | None:
+    paths = [callback.path for callback in callbacks if isinstance(callback, PrecisionMonitor)]
+    return next((_shown(path) for path in paths if path is not None), None)
+
+
 def _check(name: str, value: Any, wanted: type) -> None:
     if isinstance(value, wanted):
         return
@@ -247,6 +277,11 @@ def _checkpoint(trainer: Trainer) -> str | None:
         if isinstance(callback, ModelCheckpoint):
             path = callback.best_model_path or callback.last_model_path
             if path:
-                here = Path.cwd()
-                return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+                return _shown(path)
     return None
+
+
+def _shown(path: str | Path) -> str:
+    """A path as short as possible: relative to the current folder where it lies in it."""
+    whole = Path(path).absolute()
+    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)

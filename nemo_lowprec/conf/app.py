@@ -50,13 +50,16 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
             ``--json``.
 
     Raises:
-        ValueError: an unknown choice of a group, a malformed or impossible override, or ``--json`` with ``-m``.
+        ValueError: an unknown choice of a group, a malformed or impossible override, ``--json`` with ``-m``, or a
+            monitor of another command than ``pretrain``.
         TypeError: an unknown setting, or an argument that the level does not take.
     """
     options: dict[str, Any] = {"json_to": sys.stdout} if command in _WITH_JSON and _JSON in arguments else {}
     line = CommandLine.of([word for word in arguments if word != _JSON or not options])
     own, line = take_own(line, command)
     check_overrides(line)
+    if command != "pretrain" and any(o.key_or_group.partition(".")[0] == "monitor" for o in line.parsed):
+        raise ValueError(f"{command} reads no monitor, which is a group of pretrain.")
     line = with_plus(line)
     if line.is_multirun and options:
         raise ValueError("--json prints one report, and -m makes several runs. Call it once for each combination.")

@@ -25,6 +25,7 @@ _VALUES: dict[str, Any] = {
     "output_dir": Text,
 }
 _GROUPS = ("precision", "model", "data", "trainer", "checkpoint")
+_MONITOR = "monitor"  # a group that may be empty, or missing in a config of the user's own
 _OF_HYDRA = {"_target_", "_convert_", "_recursive_"}
 # Trainer arguments that the job sets itself, and the place of the user's choice.
 _TAKEN = {
@@ -51,14 +52,16 @@ def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
     """
     whole = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(whole, dict)
+    known = [*_VALUES, *_GROUPS, _MONITOR]
     for name in whole:
-        if name not in {*_VALUES, *_GROUPS}:
-            raise TypeError(f"There is no setting {name!r}.{nearest(str(name), [*_VALUES, *_GROUPS])}")
+        if name not in known:
+            raise TypeError(f"There is no setting {name!r}.{nearest(str(name), known)}")
     for name, kind in _VALUES.items():
         if name not in whole:
             raise ValueError(f"{name} is missing: leave it in.")
         check_value(name, whole[name], kind)
-    for name in _GROUPS:
+    whole.setdefault(_MONITOR, {})
+    for name in (*_GROUPS, _MONITOR):
         if not isinstance(whole.get(name), dict):
             raise ValueError(f"{name}={whole.get(name)!r} must be a choice of the group {name}.")
     for name, instead in _TAKEN.items():
@@ -67,7 +70,7 @@ def check_values(cfg: DictConfig, complete: bool = True) -> dict[str, Any]:
     level = str(whole["precision"]["_target_"]).removeprefix("nemo_lowprec.")
     if level in CHART:
         parse_options(get_level(level), _arguments_of(whole["precision"]))
-    nodes = {path: whole[path] for path in ("model", "data", "trainer", "checkpoint")}
+    nodes = {path: whole[path] for path in ("model", "data", "trainer", "checkpoint", _MONITOR)}
     nodes["trainer.strategy"] = whole["trainer"].get("strategy")
     for path, node in nodes.items():
         for name, value in node.items() if isinstance(node, dict) else ():
@@ -96,7 +99,7 @@ def check_config(cfg: DictConfig, complete: bool = True) -> None:
 
     whole = check_values(cfg, complete)
     trainer = whole["trainer"]
-    for name in _GROUPS:
+    for name in (*_GROUPS, *([_MONITOR] if whole[_MONITOR] else [])):
         if not complete:
             whole[name] = {key: value for key, value in whole[name].items() if value != "???"}
         _check_node(name, whole[name], complete)

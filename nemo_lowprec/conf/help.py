@@ -11,13 +11,14 @@ _SETTINGS = {
     "data.micro_batch_size=4": "sequences of a batch on each process",
     "trainer.max_steps=400": "any argument of Lightning's Trainer",
     "nodes=2 gpus=8": "machines, and processes of each; with strategy=lowprec_sharded",
+    "monitor=on": "what low precision does to each layer; monitor.every_n_steps=10",
     "seed=1": "of the initial weights",
     "ckpt_path=last.ckpt": "resume from a checkpoint",
     "--config-dir FOLDER": "more choices: FOLDER/precision/mine.yaml is precision=mine",
     "--cfg job": "print the whole config, and do nothing",
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
-_OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt")
+_OF_PRETRAIN = ("monitor", "monitor=on", "-m", "ckpt_path=last.ckpt")  # groups and settings
 _JSON = {"--json": "one line of JSON on stdout, and everything else on stderr"}
 _OF_PLAN = {
     "fits=80": "GiB of a GPU, or H100 or H200: which plans fit",
@@ -78,8 +79,9 @@ def help_of(command: str) -> str:
     Args:
         command: ``pretrain``, ``audit``, ``plan``, ``advise`` or ``doctor``.
     """
-    groups = {group: ", ".join(choices_of(group)) for group in GROUPS}
-    settings = {s: about for s, about in _SETTINGS.items() if command == "pretrain" or s not in _OF_PRETRAIN}
+    left_out = () if command == "pretrain" else _OF_PRETRAIN
+    groups = {group: ", ".join(choices_of(group)) for group in GROUPS if group not in left_out}
+    settings = {setting: about for setting, about in _SETTINGS.items() if setting not in left_out}
     settings |= _OWN.get(command, {})
     usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
     tables = {"groups and their choices": groups, "settings (a few)": settings}

@@ -75,7 +75,9 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
     """Seeds, builds and runs one training."""
     check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
-    return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
+    with own_words():
+        monitor = instantiate(cfg.monitor) if cfg.get("monitor") else False
+    return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path, monitor=monitor)
 
 
 def audit_job(cfg: DictConfig, json_to: TextIO | None = None) -> AuditReport:

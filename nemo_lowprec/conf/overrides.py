@@ -103,6 +103,8 @@ def explain(error: Exception, line: CommandLine) -> Exception:
         except (TypeError, ValueError) as refused:
             return refused
     *above, name = key.split(".")
+    if above == ["monitor"] and not cfg.get("monitor"):
+        return ValueError(f"{key} is an argument of the monitor, which is off: add monitor=on.")
     node: Any = OmegaConf.to_container(cfg, resolve=False)
     for i, part in enumerate(above):
         inner = node.get(part)

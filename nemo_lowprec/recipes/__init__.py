@@ -2,11 +2,12 @@
 
 ::
 
-    from nemo_lowprec.recipes import fp16_mixed, llama3_8b, lowprec_sharded
+    from nemo_lowprec.recipes import fp16_mixed, llama3_8b, lowprec_sharded, precision_monitor
 
     recipe = llama3_8b.pretrain_recipe(dir="outputs", name="fp16")
     recipe.trainer.plugins = fp16_mixed()
     recipe.trainer.strategy = lowprec_sharded()  # the default of several processes
+    recipe.trainer.callbacks.append(precision_monitor(every_n_steps=10))  # or recipe.monitor = 10
     run.run(recipe, executor=run.LocalExecutor())
 
 and on the command line, with or without nemo_run's own ``nemorun lowprec pretrain``::
@@ -22,7 +23,7 @@ except ImportError as error:
     raise ImportError("nemo_lowprec.recipes needs nemo_run: pip install nemo-run leptonai==0.27.3") from error
 
 from nemo_lowprec.recipes.context import RecipeContext
-from nemo_lowprec.recipes.factories import FACTORIES, lowprec_ddp, lowprec_megatron, lowprec_sharded
+from nemo_lowprec.recipes.factories import FACTORIES, lowprec_ddp, lowprec_megatron, lowprec_sharded, precision_monitor
 from nemo_lowprec.recipes.llamas import (
     RECIPES,
     llama3_8b,
@@ -47,6 +48,7 @@ __all__ = [
     "megatron_llama3_70b",
     "megatron_llama32_1b",
     "megatron_tiny",
+    "precision_monitor",
     "tiny",
     *FACTORIES,
 ]

@@ -1,4 +1,4 @@
-"""Every level and every strategy as a nemo_run factory of its name, and the decorator that registers factories."""
+"""Every level, every strategy and the monitor as nemo_run factories, and the decorator that registers factories."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import nemo_run as run
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 
 from nemo_lowprec.lines import nearest
 from nemo_lowprec.plugins import LEVELS, LowPrecision
 from nemo_lowprec.recipes.parsers import register_annotations
+from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.run_arguments import check_level_argument
 from nemo_lowprec.strategies import LowPrecisionDDPStrategy, LowPrecisionShardedStrategy, MegatronStrategy
 
@@ -87,3 +89,12 @@ lowprec_ddp = _strategy_factory(LowPrecisionDDPStrategy)
 lowprec_sharded = _strategy_factory(LowPrecisionShardedStrategy)
 lowprec_megatron = _strategy_factory(MegatronStrategy)
 FACTORIES: dict[str, Callable[..., run.Config[LowPrecision]]] = {name: _level_factory(name) for name in LEVELS}
+
+
+@factory(Callback)
+def precision_monitor(every_n_steps: int = 50, folder: str | None = None) -> run.Config[PrecisionMonitor]:
+    """The config of ``nemo_lowprec.PrecisionMonitor``, which takes the same arguments."""
+    return run.Config(PrecisionMonitor, every_n_steps=every_n_steps, folder=folder)
+
+
+run.cli.factory(precision_monitor, target=PrecisionMonitor)

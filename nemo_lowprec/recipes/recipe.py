@@ -22,8 +22,8 @@ class PretrainRecipe(NamedTuple):
     Attributes:
         NAME: name of both factories on the command line.
         model: returns the ``run.Config`` of the model.
-        pretrain_recipe: takes ``dir``, ``name``, ``num_nodes``, ``num_gpus_per_node`` and ``max_steps``, and returns
-            the ``run.Partial`` of ``nemo_lowprec.train.pretrain``.
+        pretrain_recipe: takes ``dir``, ``name``, ``num_nodes``, ``num_gpus_per_node``, ``max_steps`` and ``monitor``,
+            and returns the ``run.Partial`` of ``nemo_lowprec.train.pretrain``.
     """
 
     NAME: str
@@ -85,6 +85,7 @@ def make_recipe(
         num_nodes: int = nodes,
         num_gpus_per_node: int = gpus,
         max_steps: int = steps,
+        monitor: int | bool = False,
     ) -> run.Partial[pretrain]:  # type: ignore[valid-type]
         """The recipe, ready to be changed: ``recipe.trainer.plugins = fp16_mixed()``.
 
@@ -94,6 +95,7 @@ def make_recipe(
             num_nodes: machines.
             num_gpus_per_node: processes of a machine, each on a GPU or (without one) on the CPU.
             max_steps: optimizer steps.
+            monitor: True, or the distance of the samples, to watch what low precision does to each layer.
         """
         strategy: Any = "auto" if num_nodes * num_gpus_per_node == 1 else lowprec_sharded()
         trainer = run.Config(
@@ -120,6 +122,6 @@ def make_recipe(
             devices=num_gpus_per_node,
             strategy=strategy if build_strategy is None else build_strategy(),
         )
-        return run.Partial(pretrain, model=model(), data=build_data(), trainer=trainer)
+        return run.Partial(pretrain, model=model(), data=build_data(), trainer=trainer, monitor=monitor)
 
     return PretrainRecipe(recipe, model, pretrain_recipe)

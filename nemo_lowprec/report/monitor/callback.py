@@ -54,8 +54,7 @@ class PrecisionMonitor(pl.Callback):
         return None if self._writer is None else self._writer.path
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.precision_plugin, LowPrecision):
-            raise ValueError("PrecisionMonitor needs a Trainer with a level of nemo_lowprec among its plugins.")
+        check_level(trainer)
         self._audit.on_fit_start(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,6 +136,16 @@ class PrecisionMonitor(pl.Callback):
             monitor.close(finished)
             if self._writer is not None:
                 self._writer.close()
+
+
+def check_level(trainer: pl.Trainer) -> None:
+    """Check that ``trainer`` has a level to watch.
+
+    Raises:
+        ValueError: the precision of the Trainer is Lightning's own.
+    """
+    if not isinstance(trainer.precision_plugin, LowPrecision):
+        raise ValueError("PrecisionMonitor needs a Trainer with a level of nemo_lowprec among its plugins.")
 
 
 def _folder_of(trainer: pl.Trainer) -> Path:
