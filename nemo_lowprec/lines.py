@@ -1,8 +1,8 @@
 """Text in lines of at most 80 characters: prose, pairs of a name and a value, help pages, lists of layer names.
 
 Words, paths and numbers are never broken. A layer name that is longer than a line is broken behind a dot. The last
-functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception, and
-sizes with their units.
+functions make parts of a message: a few of many names, suggestions for a mistyped name, the text of an exception,
+paths, and sizes with their units.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 WIDTH = 80
 
@@ -137,3 +138,9 @@ def bytes_text(size: int) -> str:
 def signed_bytes_text(size: int) -> str:
     """``bytes_text`` of a number that may be negative."""
     return bytes_text(size) if size >= 0 else f"-{bytes_text(-size)}"
+
+
+def path_text(path: str | Path) -> str:
+    """A path as short as possible: relative to the current folder where it lies in it."""
+    whole = Path(path).absolute()
+    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)

@@ -16,7 +16,7 @@ from nemo_lowprec.checkpoint.writing import recover
 from nemo_lowprec.checks import check_trainer
 from nemo_lowprec.compat.lightning import save_last
 from nemo_lowprec.display import own_display
-from nemo_lowprec.lines import one_line, pair_lines
+from nemo_lowprec.lines import one_line, pair_lines, path_text
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
 from nemo_lowprec.report.monitor import PrecisionMonitor, check_level
@@ -247,7 +247,7 @@ def _monitors(asked: Any, trainer: Trainer) -> list[Callback]:
 
 def _monitor_file(callbacks: list[Callback]) -> str | None:
     paths = [callback.path for callback in callbacks if isinstance(callback, PrecisionMonitor)]
-    return next((_shown(path) for path in paths if path is not None), None)
+    return next((path_text(path) for path in paths if path is not None), None)
 
 
 def _check(name: str, value: Any, wanted: type) -> None:
@@ -277,11 +277,5 @@ def _checkpoint(trainer: Trainer) -> str | None:
         if isinstance(callback, ModelCheckpoint):
             path = callback.best_model_path or callback.last_model_path
             if path:
-                return _shown(path)
+                return path_text(path)
     return None
-
-
-def _shown(path: str | Path) -> str:
-    """A path as short as possible: relative to the current folder where it lies in it."""
-    whole = Path(path).absolute()
-    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)

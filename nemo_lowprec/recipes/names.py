@@ -84,7 +84,8 @@ def _check_path(recipe: fdl.Buildable, path: str) -> None:
                 raise ValueError(f"There is no setting {path!r}: no [{index}] is in {name}.") from None
         if not isinstance(node, fdl.Buildable | dict):
             here = ".".join(above[: i + 1])
-            way = f" Put {here}=lowprec_sharded before it." if here == "trainer.strategy" else ""
+            factory = {"trainer.strategy": "lowprec_sharded", "monitor": "precision_monitor"}.get(here)
+            way = f" Put {here}={factory} before it." if factory else ""
             raise TypeError(f"There is no setting {path!r}: {here} is {node!r}.{way}")
     _check_name(node, re.split(r"\[", last)[0], path)
 

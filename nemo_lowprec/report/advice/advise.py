@@ -14,7 +14,7 @@ from nemo_lowprec.compute import choose_backend
 from nemo_lowprec.compute.gemm_times import times_of
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.advice.advice import Advice, LevelAdvice
-from nemo_lowprec.report.advice.layers import KeptBack, kept_back, lowest, patterns_of
+from nemo_lowprec.report.advice.layers import KeptBack, kept_back, lowest, modules_of, patterns_of
 from nemo_lowprec.report.advice.measuring import time_level, time_plain
 from nemo_lowprec.report.advice.operands import SCALINGS, way_of
 from nemo_lowprec.report.advice.passes import Seen, device_of, look, on_copy, on_device, random_states_kept, without_log
@@ -65,7 +65,7 @@ def advise(
         expected, said = _times(model, batch, device, seen, choices, precisions, layers)
     found = []
     for name, choice in choices.items():
-        skip = [] if seen is None else patterns_of(_modules(model, layers[name]), _modules(model, seen.layers))
+        skip = [] if seen is None else patterns_of(modules_of(model, layers[name]), modules_of(model, seen.layers))
         share = len(layers[name]) / len(seen.layers) if layers[name] and seen is not None else 0.0
         options = precisions[name].parsed.chosen
         found.append(LevelAdvice(choice, options, tuple(layers[name]), tuple(skip), share, expected.get(name)))
@@ -168,9 +168,3 @@ def _layers(kept: Mapping[str, list[KeptBack]], precision: LowPrecision) -> list
     """The layers that a level should keep back, by those to keep back in each way of scaling."""
     recipe = precision.parsed.recipe
     return [] if recipe is None else [one.layer for one in kept.get(way_of(recipe), [])]
-
-
-def _modules(model: nn.Module, layers: Sequence[str]) -> list[str]:
-    """The modules of ``layers``: ``skip`` takes the names of modules, and a module may hold several weights."""
-    modules = dict(model.named_modules())
-    return list(dict.fromkeys(name if name in modules else name.rpartition(".")[0] for name in layers))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from nemo_lowprec.formats.errors import Errors
 from nemo_lowprec.report.advice.operands import Rounded, by_scaling
 from nemo_lowprec.report.bounds import beyond, crossed
@@ -51,6 +53,12 @@ def lowest(errors: Mapping[Rounded, Errors], scaling: str) -> dict[str, float]:
         if one.sqnr is not None:
             found[key.kind] = min(one.sqnr, found.get(key.kind, one.sqnr))
     return found
+
+
+def modules_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """The modules of ``layers``: ``skip`` takes the names of modules, and a module may hold several weights."""
+    modules = dict(model.named_modules())
+    return list(dict.fromkeys(name if name in modules else name.rpartition(".")[0] for name in layers))
 
 
 def patterns_of(layers: Sequence[str], converted: Iterable[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.audit import Audit
 from nemo_lowprec.report.monitor.about import about_run
+from nemo_lowprec.report.monitor.alarm import Alarm
 from nemo_lowprec.report.monitor.logged import log_sample
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Sample
@@ -69,13 +72,17 @@ class PrecisionMonitor(pl.Callback):
                 start=trainer.global_step, every_n_steps=self.every_n_steps,
             )  # fmt: skip
             self._writer.write("run", **record)
-        self._monitor = Monitor(subject, self._writer, self.every_n_steps, trainer.global_step, self._told(trainer))
+        self._monitor = Monitor(
+            subject, self._writer, self.every_n_steps, trainer.global_step, self._told(trainer, pl_module, subject)
+        )
 
-    def _told(self, trainer: pl.Trainer) -> Any:
-        def told(sample: Sample) -> None:
-            log_sample(trainer.loggers, sample)
-
-        return told
+    def _told(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, subject: Subject
+    ) -> list[Callable[[Sample], None]]:
+        if self._writer is None:  # loggers, too, write on the first process only
+            return []
+        alarm = Alarm(pl_module, subject.options, self._writer)
+        return [partial(log_sample, trainer.loggers), alarm.look]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
         self._audit.on_train_batch_start(trainer, pl_module, batch, i)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.report.monitor.about import about_run
+from nemo_lowprec.report.monitor.alarm import Alarm
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.monitor.watch import Monitor, check_every
@@ -36,7 +37,8 @@ class PlainMonitor:
             )  # fmt: skip
             self._writer.write("run", **record)
         self.path = Path(folder)
-        self._monitor: Monitor | None = Monitor(subject, self._writer, every_n_steps, start)
+        told = [] if self._writer is None else [Alarm(model, engine.options, self._writer).look]
+        self._monitor: Monitor | None = Monitor(subject, self._writer, every_n_steps, start, told)
 
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of the step that was just taken, a scalar on the model's device; the host does not wait."""

@@ -16,7 +16,7 @@ the same folder goes on in the same file; nothing is overwritten. The records, n
 ``sample``      ``step``, ``operands`` and ``params`` (metric to one number for each row; null where there is none),
                 ``wire``, ``grad_norm``, ``loss_scale``, ``skipped_steps``
 ``validation``  ``step`` and ``metrics``
-``warning``     ``step``, ``layer``, ``operand``, ``text``
+``warning``     ``step``, ``layer``, ``operand``, ``text``: an operand beyond its bounds, see ``alarm.py``
 ``end``         ``step``: the run has ended in order
 """
 

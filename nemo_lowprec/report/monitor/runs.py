@@ -165,7 +165,9 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
     elif kind == "audit":
         run.audit = record
     elif kind == "warning":
-        run.warnings.append(record)
+        operands = {(found["layer"], found["operand"]) for found in run.warnings}
+        if (record["layer"], record["operand"]) not in operands:  # else an earlier attempt has warned of it
+            run.warnings.append(record)
     elif kind == "end":
         run.ended = True
 

@@ -41,7 +41,7 @@ class Monitor(Observer):
         writer: of the run's file, on the process that writes; None on the others.
         every_n_steps: distance of the samples.
         start: number of steps that were taken before.
-        told: called with each ``Sample`` on all processes.
+        told: each is called with each ``Sample``, one step after it.
 
     Attributes:
         steps: number of steps so far.
@@ -54,7 +54,7 @@ class Monitor(Observer):
         writer: RunWriter | None,
         every_n_steps: int = 50,
         start: int = 0,
-        told: Callable[[Sample], None] = lambda sample: None,
+        told: Sequence[Callable[[Sample], None]] = (),
     ) -> None:
         self.subject, self._writer, self._every, self._start, self._told = subject, writer, every_n_steps, start, told
         self.steps, self._skipped_steps = start, 0
@@ -209,7 +209,8 @@ class Monitor(Observer):
         )
         if self._writer is not None:
             self._write_sample(self._writer, sample)
-        self._told(sample)
+        for told in self._told:
+            told(sample)
 
     def _write_steps(self, pending: _Pending, losses: Tensor) -> None:
         assert self._writer is not None

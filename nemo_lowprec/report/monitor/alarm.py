@@ -1,0 +1,141 @@
+"""One warning while a run trains: the layer that low precision serves worst, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nemo_lowprec.lines import path_text
+from nemo_lowprec.options import Options
+from nemo_lowprec.report.advice.layers import modules_of
+from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, ratios, said
+from nemo_lowprec.report.monitor.run_writer import RunWriter
+from nemo_lowprec.report.monitor.sample import Row, Sample
+
+# Steps for which an operand must lie beyond its bounds. Activations grow fast in the first steps of a training, and
+# gradients jump now and then: a scale of an earlier step then clips the values of one sample, and not of the next.
+_LASTS = 10
+_PER_TENSOR = ("delayed", "current")
+_MIN_LAYERS = 3  # of fewer layers a median says nothing
+
+
+@dataclass
+class Crossing:
+    """An operand that lies beyond its bounds.
+
+    Attributes:
+        row: its layer and kind.
+        since: the first sampled step of those in a row.
+        beyond: the smallest ratio to a bound since that step.
+        text: what has crossed its bound in the last sample.
+        is_large_weight: whether the weight's amax is far above those of the other layers.
+    """
+
+    row: Row
+    since: int
+    beyond: float
+    text: str = ""
+    is_large_weight: bool = False
+
+
+class Alarm:
+    """Warns once of layers whose operands lie beyond the bounds of ``report/bounds.py`` for ten steps or more.
+
+    Each such operand is noted in the run's file, once in an attempt.
+
+    Args:
+        model: has the layers.
+        options: of the level.
+        writer: of the run's file.
+    """
+
+    def __init__(self, model: nn.Module, options: Options, writer: RunWriter) -> None:
+        self._model, self._options, self._writer = model, options, writer
+        self._has_one_scale = options.level.scaling in _PER_TENSOR
+        self._open: dict[Row, Crossing] = {}
+        self._noted: set[Row] = set()
+        self._has_warned = False
+
+    def look(self, sample: Sample) -> None:
+        """Judge a sample. A step that was skipped says nothing: its gradients had another loss scale."""
+        if sample.skipped:
+            return
+        metrics, beyond = self._judged(sample)
+        is_open: dict[Row, Crossing] = {}
+        for i in (beyond > 1).nonzero().flatten().tolist():
+            row = sample.rows[i]
+            found = self._open.get(row) or Crossing(row, sample.step, float("inf"))
+            found.beyond = min(found.beyond, float(beyond[i]))
+            found.text = ", ".join(said(metrics, i))
+            large = metrics.get("amax_ratio")
+            found.is_large_weight = row[1] == "weight" and large is not None and bool(large[i] > MAX_AMAX_RATIO)
+            is_open[row] = found
+        self._open = is_open
+        lasting = [found for found in is_open.values() if sample.step - found.since >= _LASTS]
+        self._note([found for found in lasting if found.row not in self._noted], sample.step)
+        if lasting and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._sentences(lasting), stacklevel=2)
+
+    def _judged(self, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
+        """The metrics that have bounds, and for each row the largest ratio to a bound."""
+        metrics = {name: sample.operands[name] for name in ("nonfinite", "sqnr", "underflow", "saturation")}
+        beyond = _largest(metrics)
+        if self._has_one_scale and sample.rows:
+            large = amax_ratios(sample.rows, sample.operands["amax"])
+            # A large input whose values are rounded well is only scaled otherwise. In a large weight the updates of
+            # other layers get lost, whatever its rounding.
+            kinds = torch.tensor([kind == "input" for _, kind in sample.rows], dtype=torch.bool, device="cpu")
+            metrics["amax_ratio"] = torch.where(kinds & (beyond <= 1), torch.nan, large)
+            beyond = _largest(metrics)
+        return metrics, beyond
+
+    def _note(self, crossings: Sequence[Crossing], step: int) -> None:
+        for found in crossings:
+            layer, operand = found.row
+            text = f"{found.text} since step {found.since}"
+            self._writer.write("warning", step=step, layer=layer, operand=operand, text=text)
+            self._noted.add(found.row)
+
+    def _sentences(self, crossings: Sequence[Crossing]) -> str:
+        """The warning. A weight that is far too large comes first: what follows in the model may be its doing."""
+        worst = max(crossings, key=lambda found: (found.is_large_weight, found.beyond))
+        layer, operand = worst.row
+        others = len({found.row[0] for found in crossings} - {layer})
+        more = f", and {others:,} more layer{'s lie' if others > 1 else ' lies'} beyond a bound" if others else ""
+        report = f"nemo-lowprec report {path_text(self._writer.path.parent)} shows all layers."
+        kind = operand.replace("_", " ")
+        return f"{layer}: its {kind} has {worst.text} since step {worst.since}{more}. {self._remedy(worst)} {report}"
+
+    def _remedy(self, worst: Crossing) -> str:
+        own = self._options.chosen.get("skip") or ()
+        skip = [*([own] if isinstance(own, str) else own), *modules_of(self._model, [worst.row[0]])]
+        line = f"{self._options.level.name}(skip={json.dumps(skip)})"
+        if worst.is_large_weight:
+            return f"Look at its initial values and at its learning rate; {line} keeps it in half precision."
+        finer = ", or scale blocks of it, as bf16_with_fp8_subchannel_scaling_mixed does" if self._has_one_scale else ""
+        return f"Keep it in half precision, {line}{finer}."
+
+
+def amax_ratios(rows: Sequence[Row], amaxes: Tensor) -> Tensor:
+    """The amax of each input and weight over the median of the layers; NaN for output gradients and few layers.
+
+    Args:
+        rows: (layer, operand).
+        amaxes: FP64 [rows].
+    """
+    found = torch.full_like(amaxes, torch.nan)
+    for kind in ("input", "weight"):
+        at = [i for i, (_, operand) in enumerate(rows) if operand == kind and amaxes[i] > 0]
+        if len(at) >= _MIN_LAYERS:
+            found[at] = amaxes[at] / amaxes[at].median()
+    return found
+
+
+def _largest(metrics: dict[str, Tensor]) -> Tensor:
+    return torch.stack(list(ratios(metrics).values())).amax(0)
