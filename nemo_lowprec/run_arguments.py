@@ -36,14 +36,7 @@ _NOT_LISTED = {
     "data": set(),
     "trainer": {"precision", "plugins", "strategy", "devices", "num_nodes", "logger", "callbacks", "model_registry"},
 }
-SETTINGS = (
-    "model",
-    "data",
-    "trainer",
-    "ckpt_path",
-    "monitor",
-    "run",
-)  # of `pretrain`, and nemo_run's own (run.executor)
+SETTINGS = ("model", "data", "trainer", "ckpt_path", "monitor", "run")  # of `pretrain`; run.executor is nemo_run's own
 
 # nemo_run's options with a value, by their long and short names, and its options without a value
 VALUED = {

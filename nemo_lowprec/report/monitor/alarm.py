@@ -85,15 +85,9 @@ class Alarm:
     def _judged(self, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
         """The metrics that have bounds, and for each row the largest ratio to a bound."""
         metrics = {name: sample.operands[name] for name in ("nonfinite", "sqnr", "underflow", "saturation")}
-        beyond = _largest(metrics)
-        if self._has_one_scale and sample.rows:
-            large = amax_ratios(sample.rows, sample.operands["amax"])
-            # A large input whose values are rounded well is only scaled otherwise. In a large weight the updates of
-            # other layers get lost, whatever its rounding.
-            kinds = torch.tensor([kind == "input" for _, kind in sample.rows], dtype=torch.bool, device="cpu")
-            metrics["amax_ratio"] = torch.where(kinds & (beyond <= 1), torch.nan, large)
-            beyond = _largest(metrics)
-        return metrics, beyond
+        if self._has_one_scale:
+            metrics["amax_ratio"] = amax_ratios(sample.rows, sample.operands["amax"])
+        return metrics, torch.stack(list(ratios(metrics).values())).amax(0)
 
     def _note(self, crossings: Sequence[Crossing], step: int) -> None:
         for found in crossings:
@@ -135,7 +129,3 @@ def amax_ratios(rows: Sequence[Row], amaxes: Tensor) -> Tensor:
         if len(at) >= _MIN_LAYERS:
             found[at] = amaxes[at] / amaxes[at].median()
     return found
-
-
-def _largest(metrics: dict[str, Tensor]) -> Tensor:
-    return torch.stack(list(ratios(metrics).values())).amax(0)

@@ -18,7 +18,7 @@ from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.audit import Audit
 from nemo_lowprec.report.monitor.about import about_run
 from nemo_lowprec.report.monitor.alarm import Alarm
-from nemo_lowprec.report.monitor.logged import log_sample
+from nemo_lowprec.report.monitor.logged import LoggedHeatmaps, log_sample
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Sample
 from nemo_lowprec.report.monitor.subject import Subject
@@ -34,7 +34,10 @@ class PrecisionMonitor(pl.Callback):
     loss scale and skipped steps. The second step is sampled, too, and audited (see ``Audit``). The losses of all steps
     are kept.
 
-    The numbers go to the Trainer's loggers, and to the file ``monitor.jsonl`` in the run's folder, which
+    Layers that low precision serves badly are warned of once (see ``alarm.py``).
+
+    The numbers go to the Trainer's loggers, with heatmaps of the layers after each validation and at the end where a
+    logger takes images (TensorBoard, Weights & Biases); and to the file ``monitor.jsonl`` in the run's folder, which
     ``nemo-lowprec report`` shows. The folder is the one in which the folder of the checkpoints is; without checkpoints
     the first logger's, else the Trainer's ``default_root_dir``.
 
@@ -48,6 +51,7 @@ class PrecisionMonitor(pl.Callback):
         self._monitor: Monitor | None = None
         self._writer: RunWriter | None = None
         self._audit = Audit()
+        self._heatmaps = LoggedHeatmaps(())
         self._losses: list[Tensor] = []
         self._is_new = True
 
@@ -72,17 +76,16 @@ class PrecisionMonitor(pl.Callback):
                 start=trainer.global_step, every_n_steps=self.every_n_steps,
             )  # fmt: skip
             self._writer.write("run", **record)
-        self._monitor = Monitor(
-            subject, self._writer, self.every_n_steps, trainer.global_step, self._told(trainer, pl_module, subject)
-        )
+        self._heatmaps = LoggedHeatmaps(trainer.loggers)
+        told = [] if self._writer is None else self._told(trainer, pl_module, subject, self._writer)
+        self._monitor = Monitor(subject, self._writer, self.every_n_steps, trainer.global_step, told)
 
     def _told(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, subject: Subject
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, subject: Subject, writer: RunWriter
     ) -> list[Callable[[Sample], None]]:
-        if self._writer is None:  # loggers, too, write on the first process only
-            return []
-        alarm = Alarm(pl_module, subject.options, self._writer)
-        return [partial(log_sample, trainer.loggers), alarm.look]
+        """Those who are told of samples on the process that writes."""
+        alarm = Alarm(pl_module, subject.options, writer)
+        return [partial(log_sample, trainer.loggers), self._heatmaps.add, alarm.look]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
         self._audit.on_train_batch_start(trainer, pl_module, batch, i)
@@ -125,9 +128,11 @@ class PrecisionMonitor(pl.Callback):
             self._monitor.resume()
             found = trainer.callback_metrics.items()
             self._monitor.validated({name: float(value) for name, value in found if name.startswith("val")})
+            self._heatmaps.log(trainer.global_step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(finished=not trainer.interrupted)
+        self._heatmaps.log(trainer.global_step)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._audit.on_exception(trainer, pl_module, exception)

@@ -1,14 +1,18 @@
-"""The worst numbers of a sample, for a Trainer's loggers."""
+"""The worst numbers of a sample, and heatmaps of all samples, for a Trainer's loggers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from nemo_lowprec.report.monitor.heatmap_image import SCALES, as_pixels, heatmap_image
 from nemo_lowprec.report.monitor.operands import KINDS
 from nemo_lowprec.report.monitor.sample import Sample
+from nemo_lowprec.report.monitor.worst_by_layer import WorstByLayer
 
 _WORST = {"sqnr": "min", "underflow": "max", "saturation": "max", "lost": "max"}  # SQNR of other names: min
 
@@ -43,3 +47,41 @@ def log_sample(loggers: Sequence[Any], sample: Sample) -> None:
     scalars = scalars_of(sample)
     for logger in loggers:
         logger.log_metrics(scalars, step=sample.step)
+
+
+class LoggedHeatmaps:
+    """Layers over steps as images, for TensorBoard and for loggers with Lightning's ``log_image``, as Weights & Biases.
+
+    Without Pillow there are no images.
+
+    Args:
+        loggers: of the Trainer; others than these get no images.
+    """
+
+    def __init__(self, loggers: Sequence[Any]) -> None:
+        self._loggers = [
+            logger for logger in loggers if isinstance(logger, TensorBoardLogger) or hasattr(logger, "log_image")
+        ]
+        self._worst = WorstByLayer()
+        self._is_new = False
+
+    def add(self, sample: Sample) -> None:
+        """Note a sample for the next images."""
+        if self._loggers and sample.rows:
+            self._worst.add(sample)
+            self._is_new = True
+
+    def log(self, step: int) -> None:
+        """Write one image for each metric, unless nothing was sampled since the last ones."""
+        if not self._is_new or find_spec("PIL") is None:
+            return
+        self._is_new = False
+        for metric, scale in SCALES.items():
+            names, numbers = self._worst.table(metric)
+            image = heatmap_image(names, self._worst.steps, numbers, scale)
+            for logger in self._loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    pixels = as_pixels(image)
+                    logger.experiment.add_image(f"monitor/{metric}", pixels, step, dataformats="HWC")
+                else:
+                    logger.log_image(f"monitor/{metric}", [image], step=step)
