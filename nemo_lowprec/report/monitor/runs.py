@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT
 
 Row = tuple[str, ...]  # (layer, operand), or (parameter,)
@@ -28,6 +31,11 @@ class Table:
     def of(self, metric: str, row: Row) -> list[float | None]:
         """The numbers of one row."""
         return self.metrics[metric][row]
+
+    def matrix(self, metric: str) -> npt.NDArray[np.float64]:
+        """The numbers of all rows [rows, samples]; NaN where there is none."""
+        numbers = [self.metrics[metric][row] for row in self.rows]
+        return np.array(numbers, dtype=np.float64).reshape(len(self.rows), -1)
 
 
 @dataclass

@@ -1,0 +1,55 @@
+"""The layers that low precision spoils: a metric of one of their GEMM operands lies beyond its bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_lowprec.report.bounds import BOUNDS
+from nemo_lowprec.report.monitor.runs import Run
+
+_WINDOW = 5  # samples: a layer that crosses a bound in one or two of them is not named
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A metric of one operand beyond its bound.
+
+    Attributes:
+        layer, operand: of the model.
+        metric: ``sqnr``, ``underflow`` or ``saturation``.
+        value: the worst median over five samples in a row.
+        bound: that the metric has crossed.
+        first_step: the first sampled step beyond the bound.
+        beyond: how far, in dB.
+    """
+
+    layer: str
+    operand: str
+    metric: str
+    value: float
+    bound: float
+    first_step: int
+    beyond: float
+
+
+def crossings(run: Run) -> list[Crossing]:
+    """The crossings of a run, the farthest beyond its bound first."""
+    found = []
+    for metric in ("sqnr", "underflow", "saturation"):
+        if metric not in run.operands.metrics:
+            continue
+        sign = -1 if metric == "sqnr" else 1
+        bounds = np.array([getattr(BOUNDS, metric).get(operand, math.nan) for _, operand in run.operands.rows])[:, None]
+        values = run.operands.matrix(metric)
+        known = np.where(np.isnan(values), bounds, values)  # no number, or no bound: nothing is crossed
+        windows = np.lib.stride_tricks.sliding_window_view(known, min(_WINDOW, known.shape[1]), axis=1)
+        worst = sign * (sign * np.median(windows, axis=-1)).max(axis=-1)
+        for index in np.flatnonzero(sign * (worst - bounds[:, 0]) > 0):
+            value, bound = float(worst[index]), float(bounds[index, 0])
+            first = run.steps[int(np.argmax(sign * (known[index] - bound) > 0))]
+            beyond = bound - value if metric == "sqnr" else 10 * math.log10(value / bound)
+            found.append(Crossing(*run.operands.rows[index], metric, value, bound, first, beyond))
+    return sorted(found, key=lambda crossing: -crossing.beyond)
