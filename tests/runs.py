@@ -47,13 +47,13 @@ def write_run(
         blocks: of six layers.
         steps: that the run has taken.
         every: steps between two samples.
-        seed: of the numbers.
+        seed: of the numbers; the noise of the batches is that of the seed at every level.
         spoiled: a layer whose input has outliers, from the step ``spoiled_from`` on.
         worse: what is added to the loss from the step ``worse_from`` on.
         resumed_at: steps after which the run was cut short, ten steps later, and resumed.
         ended: whether the run has ended in order.
     """
-    row, random_ = get_level(level), random.Random(seed)
+    row, random_, batches = get_level(level), random.Random(f"{level} {seed}"), random.Random(seed)
     writer, layers = RunWriter(folder), layer_names(blocks)
     spoils = {"spoiled": spoiled, "spoiled_from": spoiled_from}
     starts = [0, *resumed_at]
@@ -66,7 +66,7 @@ def write_run(
             writer.write("audit", **_audit(row, len(layers)))
         for first in range(start + 1, end + 1, every):
             taken = range(first, min(first + every, end + 1))
-            losses = [_loss(step, random_) + (worse if step >= worse_from else 0) for step in taken]
+            losses = [_loss(step, batches) + random_.gauss(0, 0.004) + (worse if step >= worse_from else 0) for step in taken]
             seconds = len(taken) * (0.31 if row.has_fp8 else 0.42) * random_.uniform(0.97, 1.05)
             if first == start + 1:
                 seconds += 8.0  # of warming up
@@ -74,7 +74,7 @@ def write_run(
             writer.write("steps", first=first, loss=rounded(losses, 6), **values)
             writer.write("sample", **_sample(row, layers, first, random_, **spoils))
             if first // every % 5 == 4:
-                loss = _loss(first, random_) + (worse if first >= worse_from else 0) + 0.05
+                loss = losses[-1] + 0.05
                 writer.write("validation", step=taken[-1], metrics={"val/loss": round(loss, 4)})
     if spoiled:
         text = "SQNR of the input fell to 9.2 dB: keep the layer in half precision with skip=[...]."
@@ -137,8 +137,9 @@ def _audit(row: Any, layers: int) -> dict[str, Any]:
     return {"findings": findings, "total_bytes": total, "traffic": traffic if layers else []}
 
 
-def _loss(step: int, random_: random.Random) -> float:
-    return 3.2 + 6.0 * math.exp(-step / 60) + 1.5 * math.exp(-step / 400) + random_.gauss(0, 0.06)
+def _loss(step: int, batches: random.Random) -> float:
+    """At each step the levels train on one batch: most of the noise is the same for all of them."""
+    return 3.2 + 6.0 * math.exp(-step / 60) + 1.5 * math.exp(-step / 400) + batches.gauss(0, 0.06)
 
 
 def _sample(
@@ -152,8 +153,8 @@ def _sample(
             bad = layer == spoiled and operand == "input" and step > spoiled_from
             amax = (2.0e-4 if operand == "grad_output" else 1.5) * (1 + depth / 20) * random_.lognormvariate(0, 0.2)
             amax *= 900 if bad else 1
-            underflow = (6.0 if operand == "grad_output" else 0.3) * random_.lognormvariate(0, 0.4)
-            sqnr = _SQNR[operand] - depth / len(layers) * 4 + random_.gauss(0, 0.5)
+            underflow = (1.2 if operand == "grad_output" else 0.3) * random_.lognormvariate(0, 0.4)
+            sqnr = _SQNR[operand] - depth / len(layers) * 2 + random_.gauss(0, 0.5)
             metrics["amax"].append(amax)
             metrics["scale"].append(448 / amax)
             metrics["underflow"].append(min(99.0, underflow * (200 if bad else 1)))
@@ -173,7 +174,7 @@ def _sample(
         "step": step,
         "operands": {name: rounded(numbers) for name, numbers in metrics.items() if row.has_fp8},
         "params": {name: rounded(numbers) for name, numbers in params.items()},
-        "wire": {"error": 0.03, "bytes": 101_000_000} if row.comm == "fp8" else None,
+        "wire": {"sqnr": round(30 + random_.gauss(0, 0.3), 2) if row.comm == "fp8" else None},
         "grad_norm": round(0.4 + random_.random() * 0.1, 4),
         "loss_scale": 65536.0 if row.has_loss_scale else None,
         "skipped_steps": 0,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_lowprec.report.bounds import BOUNDS
+from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
 from nemo_lowprec.report.monitor.runs import Run
 
+_BOUNDS = {"sqnr": MIN_SQNR, "underflow": MAX_UNDERFLOW, "saturation": MAX_SATURATION}
 _WINDOW = 5  # samples: a layer that crosses a bound in one or two of them is not named
 
 
@@ -38,18 +39,18 @@ class Crossing:
 def crossings(run: Run) -> list[Crossing]:
     """The crossings of a run, the farthest beyond its bound first."""
     found = []
-    for metric in ("sqnr", "underflow", "saturation"):
+    for metric, bound in _BOUNDS.items():
         if metric not in run.operands.metrics:
             continue
         sign = -1 if metric == "sqnr" else 1
-        bounds = np.array([getattr(BOUNDS, metric).get(operand, math.nan) for _, operand in run.operands.rows])[:, None]
         values = run.operands.matrix(metric)
-        known = np.where(np.isnan(values), bounds, values)  # no number, or no bound: nothing is crossed
+        known = np.where(np.isnan(values), bound, values)  # where there is no number, nothing is crossed
         windows = np.lib.stride_tricks.sliding_window_view(known, min(_WINDOW, known.shape[1]), axis=1)
         worst = sign * (sign * np.median(windows, axis=-1)).max(axis=-1)
-        for index in np.flatnonzero(sign * (worst - bounds[:, 0]) > 0):
-            value, bound = float(worst[index]), float(bounds[index, 0])
+        for index in np.flatnonzero(sign * (worst - bound) > 0):
+            value = float(worst[index])
             first = run.steps[int(np.argmax(sign * (known[index] - bound) > 0))]
             beyond = bound - value if metric == "sqnr" else 10 * math.log10(value / bound)
-            found.append(Crossing(*run.operands.rows[index], metric, value, bound, first, beyond))
+            layer, operand = run.operands.rows[index]
+            found.append(Crossing(layer, operand, metric, value, bound, first, beyond))
     return sorted(found, key=lambda crossing: -crossing.beyond)

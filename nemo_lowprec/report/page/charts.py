@@ -18,7 +18,8 @@ _NO_ZERO = {"zero": False}
 def chart(height: int, *layers: Chart, **parts: Any) -> Chart:
     """A chart as wide as its place."""
     size = {"width": "container", "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
-    return {**size, "layer": list(layers), **parts}
+    # A layer without data would have no extent.
+    return {**size, "layer": [one for one in layers if one.get("data", {}).get("values") != []], **parts}
 
 
 def step_axis(title: str | None = "step") -> Chart:
@@ -80,29 +81,35 @@ def line_chart(
     )
 
 
-def bar_chart(bars: Sequence[tuple[str, float, str]]) -> Chart:
-    """Horizontal bars: the name of each, its length, and what is written at its end."""
+def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = ()) -> Chart:
+    """Horizontal bars, at most ten.
+
+    Args:
+        bars: the name of each, its length, and what is written at its end.
+        coloured: names in the order of the page's colours; none: all bars have one colour.
+    """
     values = [{"name": name, "value": value, "text": text} for name, value, text in bars]
-    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 140, "grid": False}}
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 230, "grid": False}}
+    colour = {"field": "name", "type": "nominal", "scale": {"domain": list(coloured)}, "legend": None}
     top = max((value for _, value, _ in bars), default=0) * 1.35  # room for the text
     x = {"field": "value", "type": "quantitative", "axis": None, "scale": {"domain": [0, top or 1]}}
     return chart(
-        0,
-        {"mark": {"type": "bar", "height": 14, "cornerRadiusEnd": 2}},
+        28 * len(bars),
+        {"mark": {"type": "bar", "height": 14, "cornerRadiusEnd": 2}, "encoding": {"color": colour} if coloured else {}},
         {
             "mark": {"type": "text", "align": "left", "dx": 6},
             "encoding": {"text": {"field": "text"}},
         },
         data={"values": values},
         encoding={"y": y, "x": x},
-    ) | {"height": {"step": 28}}
+    )
 
 
 def history_chart(title: str, metric: str, operands: Sequence[str]) -> Chart:
     """One metric of one layer, a line for each operand; the page fills in ``history``."""
     log = metric in ("amax", "scale")
     scale: Mapping[str, Any] = {"type": "log", "nice": False} if log else _NO_ZERO if metric == "binades" else {}
-    axis = {"tickCount": 3, "format": ".0e" if log else "~g"}
+    axis = {"tickCount": 3, "format": ".0e" if log else ".3~g"}
     y = {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis}
     names = {"field": "operand", "type": "nominal", "scale": {"domain": list(operands)}, "legend": None}
     tooltip = [{"field": "operand"}, {"field": "step", "format": ",d"}, {"field": "value", "title": title}]

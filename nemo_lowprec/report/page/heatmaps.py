@@ -95,18 +95,33 @@ def _thinned(table: Table, metric: str, rows: Sequence[Row], starts: Any) -> lis
 def _panel(metric: str, title: str, unit: str, names: list[str]) -> dict[str, Any]:
     ratio = unit == "dB"
     scale: Mapping[str, Any] = (
-        {"domain": [40, 0], "clamp": True} if ratio else {"type": "sqrt", "domain": [0, 100], "clamp": True}
+        {"domain": [40, 0], "clamp": True, "range": "ramp"}
+        if ratio
+        else {"type": "sqrt", "domain": [0, 100], "clamp": True, "range": "heatmap"}
     )
     values = [40, 30, 20, 10, 0] if ratio else [0, 1, 10, 50, 100]
     return {"title": title, "unit": unit, "chart": _heatmap(title, unit, names, {**scale}, values)}
 
 
+def _first_of_blocks(names: list[str]) -> dict[str, str]:
+    """The first name of each block, and the last two words of the block's name.
+
+    A block is what agrees up to its first number; a name without a number is a block of its own.
+    """
+    blocks: dict[str, str] = {}
+    for name in names:
+        found = re.match(r".*?\.\d+(?=\.|$)", name)
+        blocks.setdefault(found[0] if found else name, name)
+    return {first: ".".join(block.split(".")[-2:]) for block, first in blocks.items()}
+
+
 def _heatmap(title: str, unit: str, names: list[str], scale: Chart, ticks: list[int]) -> Chart:
     height = next(pixels for rows, pixels in _ROW_HEIGHTS if len(names) <= rows)
-    label: dict[str, Any] = {"labelExpr": "shorts[datum.value]", "labelOverlap": False, "title": None, "grid": False}
-    if height < 11:  # too low for a name: the first row of each block has one
-        blocks = {re.match(r".*?\.\d+\b", f"{name}.")[0] if re.search(r"\.\d+\b", name) else name: name for name in reversed(names)}  # fmt: skip  # type: ignore[index]
-        label["values"] = list(blocks.values())[::-1]
+    label: dict[str, Any] = {"labelExpr": "labels[datum.value]", "labelOverlap": False, "title": None, "grid": False}
+    labels = dict(zip(names, short_names(names), strict=True))
+    if height < 11:  # too low for a name: the first row of each block has the block's
+        labels = _first_of_blocks(names)
+        label["values"] = list(labels)
     y = {"field": "row", "type": "nominal", "sort": None, "scale": {"domain": names}, "axis": label}
     axis = {"title": None, "tickCount": 4, "format": ",d", "orient": "top", "grid": False}
     round_ = {"nice": False, "zero": False, "round": True}
@@ -119,17 +134,20 @@ def _heatmap(title: str, unit: str, names: list[str], scale: Chart, ticks: list[
         {"field": "value", "title": f"{title}, {unit}"},
     ]
     return chart(
-        0,
+        height * len(names),
         {"mark": {"type": "rect", "cursor": "pointer"}, "encoding": {"color": colour, "tooltip": tooltip}},
         {
-            "transform": [{"filter": "datum.row === chosen && datum.column === 0"}],
+            "transform": [{"filter": "datum.column === 0"}],
             "mark": {"type": "rect", "filled": False, "strokeWidth": 1.5, "stroke": {"expr": "ink"}},
-            "encoding": {"x2": {"field": "end"}},
+            "encoding": {
+                "x2": {"field": "end"},
+                "opacity": {"condition": {"test": "datum.row === chosen", "value": 1}, "value": 0},
+            },
         },
         data={"name": "cells"},
         params=[
             {"name": "chosen", "value": ""},
-            {"name": "shorts", "value": dict(zip(names, short_names(names), strict=True))},
+            {"name": "labels", "value": labels},
         ],
         encoding={"y": y, "x": x, "x2": {"field": "next"}},
-    ) | {"height": {"step": height}}
+    )

@@ -11,6 +11,7 @@ const chosen = { layer: "" };
 
 const variable = (name) => getComputedStyle(root).getPropertyValue(`--${name}`).trim();
 const variables = (name) => variable(name).split(",").map((part) => part.trim());
+const seriesColours = () => Array.from({ length: 10 }, (_, i) => variable(`s${i}`));
 
 async function unpack() {
   const bytes = Uint8Array.from(atob(document.getElementById("packed").textContent), (c) => c.charCodeAt(0));
@@ -19,7 +20,7 @@ async function unpack() {
 }
 
 function config() {
-  const [ink, quiet, line, series] = [variable("ink"), variable("second-ink"), variable("line"), variables("series")];
+  const [ink, quiet, line, series] = [variable("ink"), variable("second-ink"), variable("line"), seriesColours()];
   const text = { labelColor: quiet, titleColor: quiet, labelFontSize: 11.5, titleFontSize: 12, titleFontWeight: "normal" };
   return {
     background: null,
@@ -27,13 +28,13 @@ function config() {
     view: { stroke: null },
     axis: { ...text, gridColor: line, domain: false, ticks: false, labelPadding: 6 },
     axisX: { domain: true, domainColor: line },
-    legend: { ...text, symbolType: "stroke", symbolStrokeWidth: 3 },
+    legend: text,
     line: { strokeWidth: 1.8, color: series[0] },
     area: { color: series[0] },
     bar: { color: series[0] },
     point: { color: series[0] },
     text: { color: ink, fontSize: 12.5 },
-    range: { category: series, heatmap: variables("heat"), ramp: variables("heat") },
+    range: { category: series, heatmap: variables("heat"), ramp: variables("ratio-heat") },
     params: [
       { name: "ink", value: ink },
       { name: "quiet", value: quiet },
@@ -128,17 +129,6 @@ function historyOf(metric) {
 }
 
 async function drawHistory() {
-  const colours = variables("series");
-  const key = document.querySelector("#history .key");
-  key.replaceChildren(
-    ...contents.layers.choices.map(({ title }, i) => {
-      const entry = document.createElement("span");
-      const line = document.createElement("i");
-      line.style.background = colours[i];
-      entry.append(line, title);
-      return entry;
-    }),
-  );
   const charts = [...document.querySelectorAll("#history [data-chart]")];
   await Promise.all(
     charts.map((element) => {

@@ -41,12 +41,13 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Path:
 def run_page(run: Run) -> str:
     """The HTML of a run's page."""
     layers, params = layer_maps(run), param_maps(run)
-    charts, shown = _charts(run, layers), bool(params["choices"])
+    operands = [choice["title"] for choice in layers["choices"]]
+    charts, shown = _charts(run, list(layers["values"]), operands), bool(params["choices"])
     contents = {"charts": charts, "layers": layers, "params": params}
-    return page("run.html", contents, charts=charts, params_shown=shown, **told(run))
+    return page("run.html", contents, charts=charts, params_shown=shown, operands=operands, **told(run))
 
 
-def _charts(run: Run, layers: dict[str, Any]) -> dict[str, Chart]:
+def _charts(run: Run, metrics: list[str], operands: list[str]) -> dict[str, Chart]:
     charts: dict[str, Chart] = {}
     resumes = [attempt["start"] for attempt in run.attempts[1:]]
     if run.loss:
@@ -57,16 +58,16 @@ def _charts(run: Run, layers: dict[str, Any]) -> dict[str, Chart]:
     rates = [(step, tokens / seconds) for step, _, seconds, tokens in run.rates if tokens is not None]
     if rates:
         charts["rate"] = line_chart(_thinned(rates), "tokens a second", resumes=resumes)
-    operands = [choice["title"] for choice in layers["choices"]]
-    for metric in layers["values"]:
+    for metric in metrics:
         charts[f"history-{metric}"] = history_chart(METRICS[metric][0], metric, operands)
     totals = run.audit["total_bytes"] if run.audit else {}
     stored = [(name, total, size(total)) for name, total in totals.items() if total and name != "Comm"]
     if stored:
         charts["memory"] = bar_chart(stored)
-    wire = [(s["step"], 100 * s["wire"]["error"]) for s in run.samples if s["wire"] and "error" in s["wire"]]
-    if wire:
-        charts["wire"] = line_chart(_thinned(wire), "relative error", "%", height=140, resumes=resumes)
+    wire = [(sample["step"], sample["wire"]["sqnr"]) for sample in run.samples]
+    if any(sqnr is not None for _, sqnr in wire):
+        known = [(step, sqnr) for step, sqnr in wire if sqnr is not None]
+        charts["wire"] = line_chart(_thinned(known), "SQNR", "dB", height=140, resumes=resumes)
     return charts
 
 
