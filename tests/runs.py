@@ -63,7 +63,7 @@ def write_run(
             writer.write("operands", rows=[[layer, operand] for layer in layers for operand in OPERANDS])
         writer.write("params", names=[f"{layer}.weight" for layer in layers])
         if not start:
-            writer.write("audit", **_audit(row, len(layers)))
+            writer.write("audit", **_audit(row))
         for first in range(start + 1, end + 1, every):
             taken = range(first, min(first + every, end + 1))
             losses = [_loss(step, batches) + random_.gauss(0, 0.004) + (worse if step >= worse_from else 0) for step in taken]
@@ -71,7 +71,8 @@ def write_run(
             if first == start + 1:
                 seconds += 8.0  # of warming up
             values = {"seconds": round(seconds, 4), "tokens": 16384 * len(taken), "peak_bytes": 9000 * _MIB + first}
-            writer.write("steps", first=first, loss=rounded(losses, 6), **values)
+            at = {"at": list(taken), "last": taken[-1], "steps": len(taken)}
+            writer.write("steps", loss=rounded(losses, 6), **at, **values)
             writer.write("sample", **_sample(row, layers, first, random_, **spoils))
             if first // every % 5 == 4:
                 loss = losses[-1] + 0.05
@@ -93,48 +94,45 @@ def tear_last_line(folder: Path) -> None:
 
 def _about(row: Any, layers: list[str], start: int, every: int, seed: int) -> dict[str, Any]:
     kept = {"lm_head": "the head", "model.embed_tokens": "an embedding"}
-    reasons = {name: "its GEMMs are too small to gain" for name in layers if name.endswith("k_proj")}
+    reasons = dict.fromkeys([name for name in layers if name.endswith("k_proj")], "its GEMMs are too small to gain")
     return {
         "format": FORMAT,
         "start": start,
-        "time": 1764000000 + start,
+        "time": "2026-11-27T12:00:00+00:00",
         "seed": seed,
         "level": row.name,
-        "options": {"fp8_amax_history_len": 16} if row.has_fp8 else {},
+        "options": "fp8_amax_history_len=16" if row.has_fp8 else "",
         "declared": {name: cell for name, cell in row.columns(False).items() if name != "Level"},
-        "model": "CausalLM (llama_100m)",
+        "model": "CausalLM",
         "parameters": 101_234_176,
-        "engine": "LowPrecisionEngine",
+        "engine": "single",
         "processes": 1,
         "device": "NVIDIA H200",
         "versions": {"nemo-lowprec": "0.1.0", "torch": "2.13.0", "lightning": "2.6.6", "python": "3.12.4"},
         "command": f"nemo-lowprec pretrain precision={row.name} model=llama_100m seed={seed}",
         "every_n_steps": every,
         "layers": {
-            "low": dict.fromkeys(layers, "") if row.has_fp8 else {},
+            "low": layers if row.has_fp8 else [],
             "left": reasons if row.has_fp8 else {},
-            "half": {} if row.has_fp8 else dict.fromkeys(layers, ""),
+            "half": [] if row.has_fp8 else layers,
             "kept": kept,
             "fused": {"model.layers.0.mlp": "gated_mlp"},
         },
     }
 
 
-def _audit(row: Any, layers: int) -> dict[str, Any]:
+def _audit(row: Any) -> dict[str, Any]:
     cells = row.columns(False)
     size = {"FP32": 4.0, "FP16": 2.0, "BF16": 2.0, "FP8": 1.03}
     findings, total = [], {}
-    for column in ("Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states"):
+    for column in ("Computation (GEMM)", "Weight", "Master weight", "Weight gradient", "Optimizer states", "Comm"):
         formats = cells[column].lower()
         stored = [size[f] for f in cells[column].split("+") if f in size and column != "Computation (GEMM)"]
-        bytes_ = sum(stored) if stored else None
-        findings.append(
-            {"column": column, "part": "converted", "declared": formats, "observed": formats, "bytes_per_param": bytes_}
-        )
+        found = {"column": column, "part": "converted", "declared": formats, "observed": formats, "agrees": True}
+        findings.append(found | {"bytes_per_param": sum(stored) if stored else None})
         if stored:
             total[column] = int(sum(stored) * 101_234_176)
-    traffic = [{"kind": "all_reduce", "dtype": cells["Comm"].lower(), "bytes": 404_936_704}]
-    return {"findings": findings, "total_bytes": total, "traffic": traffic if layers else []}
+    return {"findings": findings, "total_bytes": total, "places": {}}
 
 
 def _loss(step: int, batches: random.Random) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_lowprec.report.monitor.runs import Run, read_run
 
@@ -19,7 +17,7 @@ class Group:
     """The runs of one level with the same options.
 
     Attributes:
-        label: name of the level, and the options in which the groups of this level differ.
+        label: name of the level, and its options where the level has several groups.
         runs: one for each seed.
     """
 
@@ -29,7 +27,7 @@ class Group:
     @property
     def seeds(self) -> list[int | None]:
         """The seeds of the runs; None where the file of a run does not have it."""
-        return [run.about.get("seed") for run in self.runs]
+        return [run.about["seed"] for run in self.runs]
 
 
 def read_groups(folders: Sequence[str | Path]) -> list[Group]:
@@ -52,22 +50,15 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
     groups = _grouped(runs)
     if len(groups) > _MOST:
         raise ValueError(f"{len(groups)} levels are more than a chart shows: compare at most {_MOST}.")
-    return sorted(groups, key=lambda group: group.label != REFERENCE)
+    return sorted(groups, key=lambda group: group.runs[0].about["level"] != REFERENCE)
 
 
 def _grouped(runs: Sequence[Run]) -> list[Group]:
-    by_options: dict[tuple[str, str], list[Run]] = {}
+    by_options: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        options = json.dumps(run.about["options"], sort_keys=True)
-        by_options.setdefault((run.about["level"], options), []).append(run)
-    groups = []
-    for (level, _), members in by_options.items():
-        alike = [found[0].about["options"] for (name, _), found in by_options.items() if name == level]
-        groups.append(Group(" ".join([level, *_differing(members[0].about["options"], alike)]), members))
-    return groups
-
-
-def _differing(options: dict[str, Any], alike: Sequence[dict[str, Any]]) -> list[str]:
-    """The options that are not the same in all groups of a level."""
-    names = [name for name in options if any(other.get(name) != options[name] for other in alike)]
-    return [f"{name}={options[name]}" for name in names]
+        by_options.setdefault(run.about["level"], {}).setdefault(run.about["options"], []).append(run)
+    return [
+        Group(f"{level} {options}".rstrip() if len(of_level) > 1 else level, members)
+        for level, of_level in by_options.items()
+        for options, members in of_level.items()
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -27,7 +26,7 @@ def told(run: Run) -> dict[str, Any]:
         "spoiled": spoiled(found),
         "figures": _figures(run),
         "findings": run.audit["findings"] if run.audit else [],
-        "traffic": _traffic(run.audit["traffic"] if run.audit else []),
+        "traffic": _traffic(run.audit) if run.audit else None,
         "kept": _kept(about["layers"]),
         "bounded": _bounded(found),
     }
@@ -80,15 +79,13 @@ def _figures(run: Run) -> list[tuple[str, str, str]]:
     return figures
 
 
-def _traffic(messages: Iterable[dict[str, Any]]) -> list[tuple[str, str, int, str]]:
-    """Messages of a step by kind and format: how many, and their bytes."""
-    sums: dict[tuple[str, str], list[int]] = {}
-    for message in messages:
-        sums.setdefault((message["kind"], message["dtype"]), []).append(message["bytes"])
-    return [(kind.replace("_", "-"), dtype, len(sizes), size(sum(sizes))) for (kind, dtype), sizes in sums.items()]
+def _traffic(audit: dict[str, Any]) -> dict[str, Any] | None:
+    """What the audit has found of the column Comm; None where nothing was sent."""
+    found = [finding for finding in audit["findings"] if finding["column"] == "Comm"]
+    return {"findings": found, "total": size(audit["total_bytes"]["Comm"])} if found else None
 
 
-def _kept(fates: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
+def _kept(fates: dict[str, Any]) -> list[dict[str, Any]]:
     """Reasons for half precision, each with its layers."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for fate, title in _FATES.items():
