@@ -14,7 +14,14 @@ from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT, RunWriter, roun
 __all__ = ["OPERANDS", "layer_names", "tear_last_line", "write_run"]
 
 OPERANDS = ("input", "weight", "grad_output")
-_KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+_KINDS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 _SQNR = {"input": 29.0, "weight": 31.0, "grad_output": 24.0}
 _MIB = 2**20
 
@@ -66,7 +73,9 @@ def write_run(
             writer.write("audit", **_audit(row))
         for first in range(start + 1, end + 1, every):
             taken = range(first, min(first + every, end + 1))
-            losses = [_loss(step, batches) + random_.gauss(0, 0.004) + (worse if step >= worse_from else 0) for step in taken]
+            losses = [
+                _loss(step, batches) + random_.gauss(0, 0.004) + (worse if step >= worse_from else 0) for step in taken
+            ]
             seconds = len(taken) * (0.31 if row.has_fp8 else 0.42) * random_.uniform(0.97, 1.05)
             if first == start + 1:
                 seconds += 8.0  # of warming up
@@ -166,7 +175,12 @@ def _sample(
     if row.is_low_bit:
         params |= {
             name: [db + random_.gauss(0, 1) for _ in layers]
-            for name, db in (("weight_sqnr", 66.0), ("gradient_sqnr", 30.0), ("first_sqnr", 31.0), ("second_sqnr", 60.0))
+            for name, db in (
+                ("weight_sqnr", 66.0),
+                ("gradient_sqnr", 30.0),
+                ("first_sqnr", 31.0),
+                ("second_sqnr", 60.0),
+            )
         }
     return {
         "step": step,

@@ -18,7 +18,15 @@ _SETTINGS = {
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
 _OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt")
+_OF_ONE_RUN = ("seed=1", "--cfg job")
 _JSON = {"--json": "one line of JSON on stdout, and everything else on stderr"}
+_OF_COMPARE = {
+    "seeds=3": "trains with the seeds 1, 2 and 3; seeds=7,8 with 7 and 8",
+    "output_dir=FOLDER": "of the comparison; the same command goes on in it",
+    "RUN1 RUN2 ...": "in place of settings: folders of monitored runs",
+    "--out FILE": "the page (default: compare.html in the folder)",
+    "--nemo-run": "the trainings as tasks of a nemo_run experiment",
+}
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
@@ -27,6 +35,10 @@ _EXAMPLES = {
     ),
     "audit": ("nemo-lowprec audit precision=msamp_o2", "nemo-lowprec audit precision=msamp_o2 --json"),
     "doctor": ("nemo-lowprec doctor", "nemo-lowprec doctor model=llama_100m data.seq_length=4096 --json"),
+    "compare": (
+        "nemo-lowprec compare precision=bf16_mixed,bf16_with_fp8_mixed seeds=3",
+        "nemo-lowprec compare outputs/run1 outputs/run2",
+    ),
     "plan": (
         "nemo-lowprec plan model=llama3_70b precision=msamp_o3 gpus=8",
         "nemo-lowprec plan model=llama3_8b nodes=2 gpus=8 trainer.strategy.shard_size=8",
@@ -40,6 +52,10 @@ _ABOUT = {
     "audit": (
         "Trains two steps and prints, column by column, what the level declares in the chart beside what was found in "
         "the run. No checkpoint is written. Exit status: 0 where both agree, 1 where a column differs, 2 for bad input."
+    ),
+    "compare": (
+        "Trains a model at several levels with several seeds, one after the other, and compares the losses, the speed "
+        "and the memory: a table, and a page to open in a browser. Or compares runs that are there."
     ),
     "plan": (
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "
@@ -57,11 +73,13 @@ def help_of(command: str) -> str:
     """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
-        command: ``pretrain``, ``audit``, ``plan`` or ``doctor``.
+        command: ``pretrain``, ``audit``, ``plan``, ``doctor`` or ``compare``.
     """
     groups = {group: ", ".join(choices_of(group)) for group in GROUPS}
-    settings = {s: about for s, about in _SETTINGS.items() if command == "pretrain" or s not in _OF_PRETRAIN}
+    left_out = {"pretrain": (), "compare": (*_OF_PRETRAIN, *_OF_ONE_RUN)}.get(command, _OF_PRETRAIN)
+    settings = {s: about for s, about in _SETTINGS.items() if s not in left_out}
     settings |= _JSON if command in ("audit", "doctor") else {}
+    settings = {**_OF_COMPARE, **settings} if command == "compare" else settings
     usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
     tables = {"groups and their choices": groups, "settings (a few)": settings}
     return help_page(usage, _ABOUT[command], tables, _EXAMPLES[command])

@@ -39,9 +39,13 @@ def _loss(outcome: Outcome) -> str:
     if outcome.gap is None:
         return f"The loss is infinite or NaN from step {outcome.nonfinite_from:,} on."
     if outcome.gap_half is None:
-        return f"The loss is {_signed(outcome.gap)} beside the reference; one pair of runs gives no confidence interval."
+        return (
+            f"The loss is {_signed(outcome.gap)} beside the reference; one pair of runs gives no confidence interval."
+        )
     words = "zero lies within" if abs(outcome.gap) <= outcome.gap_half else "zero lies outside"
-    return f"The loss is {_signed(outcome.gap)} ± {outcome.gap_half:.4f} beside the reference: {words} the 95 % interval."
+    return (
+        f"The loss is {_signed(outcome.gap)} ± {outcome.gap_half:.4f} beside the reference: {words} the 95 % interval."
+    )
 
 
 def _band(outcome: Outcome, band: bool) -> str:

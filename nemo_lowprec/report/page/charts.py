@@ -95,7 +95,10 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = 
     x = {"field": "value", "type": "quantitative", "axis": None, "scale": {"domain": [0, top or 1]}}
     return chart(
         28 * len(bars),
-        {"mark": {"type": "bar", "height": 14, "cornerRadiusEnd": 2}, "encoding": {"color": colour} if coloured else {}},
+        {
+            "mark": {"type": "bar", "height": 14, "cornerRadiusEnd": 2},
+            "encoding": {"color": colour} if coloured else {},
+        },
         {
             "mark": {"type": "text", "align": "left", "dx": 6},
             "encoding": {"text": {"field": "text"}},

@@ -51,9 +51,7 @@ def param_maps(run: Run) -> dict[str, Any]:
     maps["choices"] = [{"name": metric, "title": PARAM_METRICS[metric][0]} for metric in metrics]
     maps["panels"] = {metric: _panel(metric, *PARAM_METRICS[metric], names) for metric in metrics}
     maps["shown"] = {metric: [metric] for metric in metrics}
-    maps["values"] = {
-        metric: {metric: _thinned(run.params, metric, run.params.rows, starts)} for metric in metrics
-    }
+    maps["values"] = {metric: {metric: _thinned(run.params, metric, run.params.rows, starts)} for metric in metrics}
     return maps  # fmt: skip
 
 

@@ -68,14 +68,18 @@ def _figures(run: Run) -> list[tuple[str, str, str]]:
         figures.append(("Validation loss", f"{metrics['val/loss']:.4f}", f"at step {step:,}"))
     elif run.loss:
         last = sorted(run.loss)[-50:]
-        figures.append(("Training loss", f"{sum(run.loss[s] for s in last) / len(last):.4f}", f"last {len(last)} steps"))
+        figures.append(
+            ("Training loss", f"{sum(run.loss[s] for s in last) / len(last):.4f}", f"last {len(last)} steps")
+        )
     rates = [tokens / seconds for _, _, seconds, tokens in run.rates if tokens is not None]
     if rates:
         figures.append(("Tokens a second", f"{median(rates):,.0f}", "median"))
     if run.peak_bytes:
         figures.append(("Peak memory", size(run.peak_bytes), "of the GPU"))
     skipped = run.samples[-1]["skipped_steps"]
-    figures.append(("Skipped steps", f"{skipped:,}", "a gradient was not finite" if skipped else "all steps were taken"))
+    figures.append(
+        ("Skipped steps", f"{skipped:,}", "a gradient was not finite" if skipped else "all steps were taken")
+    )
     return figures
 
 
