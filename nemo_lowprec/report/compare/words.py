@@ -38,14 +38,11 @@ def sentences(comparison: Comparison) -> list[tuple[str, str, bool]]:
 def _loss(outcome: Outcome) -> str:
     if outcome.gap is None:
         return f"The loss is infinite or NaN from step {outcome.nonfinite_from:,} on."
+    gap = _signed(outcome.gap)
     if outcome.gap_half is None:
-        return (
-            f"The loss is {_signed(outcome.gap)} beside the reference; one pair of runs gives no confidence interval."
-        )
-    words = "zero lies within" if abs(outcome.gap) <= outcome.gap_half else "zero lies outside"
-    return (
-        f"The loss is {_signed(outcome.gap)} ± {outcome.gap_half:.4f} beside the reference: {words} the 95 % interval."
-    )
+        return f"The loss is {gap} beside the reference; one pair of runs gives no confidence interval."
+    zero = "zero lies within" if abs(outcome.gap) <= outcome.gap_half else "zero lies outside"
+    return f"The loss is {gap} ± {outcome.gap_half:.4f} beside the reference: {zero} the 95 % interval."
 
 
 def _band(outcome: Outcome, band: bool) -> str:

@@ -118,11 +118,11 @@ def history_chart(title: str, metric: str, operands: Sequence[str]) -> Chart:
     tooltip = [{"field": "operand"}, {"field": "step", "format": ",d"}, {"field": "value", "title": title}]
     return chart(
         130,
-        {"mark": {"type": "line"}, "encoding": {"y": y, "color": names, "tooltip": tooltip}},
-        {"mark": {"type": "point", "filled": True, "size": 12}, "encoding": {"y": y, "color": names, "tooltip": tooltip}},
+        {"mark": {"type": "line"}},
+        {"mark": {"type": "point", "filled": True, "size": 12}},
         data={"name": "history"},
-        encoding={"x": step_axis(None)},
-    )  # fmt: skip
+        encoding={"x": step_axis(None), "y": y, "color": names, "tooltip": tooltip},
+    )
 
 
 def _resumes(steps: Sequence[int]) -> Chart:

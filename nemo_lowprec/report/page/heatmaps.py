@@ -52,7 +52,7 @@ def param_maps(run: Run) -> dict[str, Any]:
     maps["panels"] = {metric: _panel(metric, *PARAM_METRICS[metric], names) for metric in metrics}
     maps["shown"] = {metric: [metric] for metric in metrics}
     maps["values"] = {metric: {metric: _thinned(run.params, metric, run.params.rows, starts)} for metric in metrics}
-    return maps  # fmt: skip
+    return maps
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -54,4 +54,4 @@ def _library() -> tuple[Any, str]:
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    return environment, vl_convert.javascript_bundle().replace("</script", "<\\/script")
+    return environment, vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;").replace("</script", "<\\/script")
