@@ -198,7 +198,19 @@ def _check_exists(path: str | None) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     command.__name__[1:].replace("_", "-"): command
-    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _report, _compare, _inspect, _doctor, _export, _levels)
+    for command in (
+        _pretrain,
+        _run,
+        _prepare_data,
+        _audit,
+        _plan,
+        _report,
+        _compare,
+        _inspect,
+        _doctor,
+        _export,
+        _levels,
+    )
 }
 
 

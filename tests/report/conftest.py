@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import browser
+from benchmarks.browser import browser
 
 
 @pytest.fixture(scope="module")

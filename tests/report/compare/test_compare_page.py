@@ -12,7 +12,7 @@ from nemo_lowprec.report.compare.groups import read_groups
 from nemo_lowprec.report.compare.page import comparison_page
 from nemo_lowprec.report.compare.table import print_comparison
 from nemo_lowprec.report.page.page import write_page
-from tests.browser import opened
+from benchmarks.browser import opened
 from tests.runs import write_run
 
 LONG = "bf16_with_fp8_subchannel_scaling_mixed"

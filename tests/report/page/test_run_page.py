@@ -11,7 +11,7 @@ import pytest
 from nemo_lowprec.report.monitor.run_writer import FILE
 from nemo_lowprec.report.monitor.runs import read_run
 from nemo_lowprec.report.page.run_page import write_report
-from tests.browser import Opened, opened
+from benchmarks.browser import Opened, opened
 from tests.runs import layer_names, tear_last_line, write_run
 
 SPOILED = "model.layers.1.mlp.down_proj"
@@ -129,7 +129,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(chromium: Any, spoile
         assert found.page.evaluate("document.documentElement.scrollWidth") == 390
         for chart in found.page.locator(".chart").all():
             box = chart.bounding_box()
-            assert 250 < box["width"] and box["x"] >= 0 and box["x"] + box["width"] <= 390
+            assert box["width"] > 250 and box["x"] >= 0 and box["x"] + box["width"] <= 390
         assert found.said == []
 
 
