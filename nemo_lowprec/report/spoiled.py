@@ -10,7 +10,7 @@ import numpy as np
 from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
 from nemo_lowprec.report.monitor.runs import Run
 
-_BOUNDS = {"sqnr": MIN_SQNR, "underflow": MAX_UNDERFLOW, "saturation": MAX_SATURATION}
+_BOUNDS = {"nonfinite": 0.0, "sqnr": MIN_SQNR, "underflow": MAX_UNDERFLOW, "saturation": MAX_SATURATION}
 _WINDOW = 5  # samples: a layer that crosses a bound in one or two of them is not named
 
 
@@ -20,11 +20,11 @@ class Crossing:
 
     Attributes:
         layer, operand: of the model.
-        metric: ``sqnr``, ``underflow`` or ``saturation``.
+        metric: ``sqnr``, ``underflow``, ``saturation`` or ``nonfinite``.
         value: the worst median over five samples in a row.
         bound: that the metric has crossed.
         first_step: the first sampled step beyond the bound.
-        beyond: how far, in dB.
+        beyond: how far, in dB; infinite for values that are not finite.
     """
 
     layer: str
@@ -50,7 +50,7 @@ def crossings(run: Run) -> list[Crossing]:
         for index in np.flatnonzero(sign * (worst - bound) > 0):
             value = float(worst[index])
             first = run.steps[int(np.argmax(sign * (known[index] - bound) > 0))]
-            beyond = bound - value if metric == "sqnr" else 10 * math.log10(value / bound)
+            beyond = bound - value if metric == "sqnr" else 10 * math.log10(value / bound) if bound else math.inf
             layer, operand = run.operands.rows[index]
             found.append(Crossing(layer, operand, metric, value, bound, first, beyond))
     return sorted(found, key=lambda crossing: -crossing.beyond)

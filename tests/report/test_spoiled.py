@@ -47,6 +47,12 @@ def test_the_farthest_beyond_its_bound_comes_first_whatever_the_metric(run: Run)
     assert [crossing.beyond for crossing in found] == pytest.approx([12.0, 10.0, 4.0])
 
 
+def test_values_that_are_not_finite_come_first_of_all(run: Run) -> None:
+    spoil(run, LAYERS[1], "sqnr", 0.1, slice(None))
+    spoil(run, LAYERS[5], "nonfinite", 12.0, slice(4, 9))
+    assert [(c.layer, c.metric) for c in crossings(run)] == [(LAYERS[5], "nonfinite"), (LAYERS[1], "sqnr")]
+
+
 def test_a_layer_whose_values_are_exact_or_unknown_crosses_nothing(run: Run) -> None:
     run.operands.metrics["sqnr"][LAYERS[0], "input"] = [None] * len(run.steps)  # type: ignore[list-item]
     assert math.isnan(run.operands.matrix("sqnr")[0, 0]) and crossings(run) == []

@@ -111,8 +111,7 @@ def pairs(group: Group, reference: Group) -> list[tuple[int, int]]:
 
 def _add_losses(found: Outcome, reference: Group, by_validation: bool) -> None:
     group, steps = found.group, found.steps
-    ends = [max(run.loss) + 1 for run in group.runs if max(run.loss) < run.last_step]
-    found.nonfinite_from = min(ends, default=None)
+    found.nonfinite_from = min((s for run in group.runs if (s := run.nonfinite_from) is not None), default=None)
     # A run may have ended early: the reference's loss is that of the same steps.
     finals, others = (_finals(runs, steps, by_validation) for runs in (group.runs, reference.runs))
     if found.nonfinite_from is None:
@@ -155,8 +154,7 @@ def _losses(runs: Sequence[Run], steps: Sequence[int]) -> Numbers:
 
 def _validation(run: Run) -> tuple[int, float]:
     """The step and the loss of the last validation; step 0 where there is none."""
-    found = [(step, metrics["val/loss"]) for step, metrics in run.validations if metrics.get("val/loss") is not None]
-    return found[-1] if found else (0, 0.0)
+    return run.val_losses[-1] if run.val_losses else (0, 0.0)
 
 
 def _finals(runs: Sequence[Run], steps: Sequence[int], by_validation: bool) -> Numbers:

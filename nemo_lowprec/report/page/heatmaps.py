@@ -26,6 +26,8 @@ def layer_maps(run: Run) -> dict[str, Any]:
     """The layers: an operand to choose, and for it one heatmap each of SQNR, underflow and saturation."""
     layers = list(dict.fromkeys(layer for layer, _ in run.operands.rows))
     metrics = [metric for metric in METRICS if metric in run.operands.metrics]
+    if "nonfinite" in metrics and not _any(run.operands.matrix("nonfinite")):
+        metrics.remove("nonfinite")
     operands = [operand for operand in OPERANDS if any(operand == found for _, found in run.operands.rows)]
     starts = _bins(run, len(metrics) * len(run.operands.rows))
     maps = _maps(run, layers, starts)

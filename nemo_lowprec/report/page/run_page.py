@@ -53,8 +53,7 @@ def _charts(run: Run, metrics: list[str], operands: list[str]) -> dict[str, Char
     if run.loss:
         steps = sorted(run.loss)
         found = curve(steps, np.array([run.loss[step] for step in steps]))
-        losses = [(step, metrics["val/loss"]) for step, metrics in run.validations if "val/loss" in metrics]
-        charts["loss"] = loss_chart(found, losses, resumes)
+        charts["loss"] = loss_chart(found, run.val_losses, resumes)
     rates = [(step, tokens / seconds) for step, _, seconds, tokens in run.rates if tokens is not None]
     if rates:
         charts["rate"] = line_chart(_thinned(rates), "tokens a second", resumes=resumes)

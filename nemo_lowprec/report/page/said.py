@@ -44,9 +44,11 @@ def spoiled(found: list[Crossing]) -> list[dict[str, str]]:
 
 
 def _crossing(crossing: Crossing) -> str:
+    operand = OPERANDS[crossing.operand]
+    if crossing.metric == "nonfinite":
+        return f"{crossing.value:,.0f} values of the {operand} are infinite or NaN"
     title, unit = METRICS[crossing.metric]
-    value, bound = amount(crossing.value, unit), amount(crossing.bound, unit)
-    return f"{title} of the {OPERANDS[crossing.operand]} {value} (bound {bound})"
+    return f"{title} of the {operand} {amount(crossing.value, unit)} (bound {amount(crossing.bound, unit)})"
 
 
 def _summary(run: Run) -> str:
@@ -63,9 +65,9 @@ def _summary(run: Run) -> str:
 def _figures(run: Run) -> list[tuple[str, str, str]]:
     """Key figures: a name, a value, a note."""
     figures = []
-    if run.validations and "val/loss" in run.validations[-1][1]:
-        step, metrics = run.validations[-1]
-        figures.append(("Validation loss", f"{metrics['val/loss']:.4f}", f"at step {step:,}"))
+    if run.val_losses:
+        step, loss = run.val_losses[-1]
+        figures.append(("Validation loss", f"{loss:.4f}", f"at step {step:,}"))
     elif run.loss:
         last = sorted(run.loss)[-50:]
         figures.append(

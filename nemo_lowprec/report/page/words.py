@@ -9,6 +9,7 @@ METRICS = {
     "amax": ("amax", ""),
     "scale": ("Scale", ""),
     "binades": ("Dynamic range", "binades"),
+    "nonfinite": ("Infinite or NaN", "values"),
 }
 PARAM_METRICS = {
     "lost": ("Lost updates", "%"),

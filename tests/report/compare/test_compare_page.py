@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.browser import opened
 from nemo_lowprec.report.compare.comparison import Comparison, compare
 from nemo_lowprec.report.compare.groups import read_groups
 from nemo_lowprec.report.compare.page import comparison_page
 from nemo_lowprec.report.compare.table import print_comparison
 from nemo_lowprec.report.page.page import write_page
-from benchmarks.browser import opened
 from tests.runs import write_run
 
 LONG = "bf16_with_fp8_subchannel_scaling_mixed"

@@ -82,7 +82,7 @@ def test_what_lasts_for_less_than_a_tenth_of_the_run_is_no_leaving(until: int) -
 
 def test_a_loss_that_is_not_finite_any_more_is_no_loss() -> None:
     broken = run_of(1, flat(3.0)[:200])
-    broken.steps = [STEPS]  # it has trained on
+    broken.nonfinite = [7, *range(201, STEPS + 1)]
     found = compared([run_of(1, flat(3.0)), run_of(2, flat(3.1))], [broken]).outcomes[1]
     assert (found.nonfinite_from, found.final, found.gap) == (201, None, None)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.browser import Opened, opened
 from nemo_lowprec.report.monitor.run_writer import FILE
 from nemo_lowprec.report.monitor.runs import read_run
 from nemo_lowprec.report.page.run_page import write_report
-from benchmarks.browser import Opened, opened
 from tests.runs import layer_names, tear_last_line, write_run
 
 SPOILED = "model.layers.1.mlp.down_proj"
@@ -172,6 +172,26 @@ def test_a_long_run_of_many_layers_is_thinned_and_still_answers_clicks(chromium:
         chosen = layers.index(found.page.locator("#history").get_attribute("data-layer"))
         assert 40 < chosen < 62
         assert len(shown_values(found, "sqnr")) == 3 * 200
+        assert found.said == []
+
+
+def test_a_loss_that_is_nan_and_values_that_are_infinite_are_told(chromium: Any, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in lines:
+        if record["record"] == "steps" and record["last"] > 200:
+            record["loss"] = [None] * len(record["loss"])
+        elif record["record"] == "validation" and record["step"] > 200:
+            record["metrics"]["val/loss"] = None
+        elif record["record"] == "sample" and record["step"] > 200:
+            record["operands"]["nonfinite"][0] = 7
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    with opened(chromium, write_report(tmp_path)) as found:
+        said = found.page.locator(".lead").inner_text()
+        assert "The loss is infinite or NaN from step 201 on." in " ".join(said.split())
+        assert "7 values of the input are infinite or NaN" in said and "at step 200" in said
+        assert found.page.locator("[data-chart=history-nonfinite] svg").count() == 1
         assert found.said == []
 
 
