@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
+from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
+from nemo_lowprec.report.curves import Numbers
 from nemo_lowprec.report.monitor.runs import Run
 
-_BOUNDS = {"nonfinite": 0.0, "sqnr": MIN_SQNR, "underflow": MAX_UNDERFLOW, "saturation": MAX_SATURATION}
+_BOUNDS = {
+    "nonfinite": 0.0,
+    "sqnr": MIN_SQNR,
+    "underflow": MAX_UNDERFLOW,
+    "saturation": MAX_SATURATION,
+    "amax": MAX_AMAX_RATIO,
+}
 _WINDOW = 5  # samples: a layer that crosses a bound in one or two of them is not named
 
 
@@ -20,8 +27,8 @@ class Crossing:
 
     Attributes:
         layer, operand: of the model.
-        metric: ``sqnr``, ``underflow``, ``saturation`` or ``nonfinite``.
-        value: the worst median over five samples in a row.
+        metric: ``sqnr``, ``underflow``, ``saturation``, ``nonfinite`` or ``amax``.
+        value: the worst median over five samples in a row; of amax its ratio to the median of all layers.
         bound: that the metric has crossed.
         first_step: the first sampled step beyond the bound.
         beyond: how far, in dB; infinite for values that are not finite.
@@ -43,7 +50,7 @@ def crossings(run: Run) -> list[Crossing]:
         if metric not in run.operands.metrics:
             continue
         sign = -1 if metric == "sqnr" else 1
-        values = run.operands.matrix(metric)
+        values = _amax_ratios(run) if metric == "amax" else run.operands.matrix(metric)
         known = np.where(np.isnan(values), bound, values)  # where there is no number, nothing is crossed
         windows = np.lib.stride_tricks.sliding_window_view(known, min(_WINDOW, known.shape[1]), axis=1)
         worst = sign * (sign * np.median(windows, axis=-1)).max(axis=-1)
@@ -54,3 +61,14 @@ def crossings(run: Run) -> list[Crossing]:
             layer, operand = run.operands.rows[index]
             found.append(Crossing(layer, operand, metric, value, bound, first, beyond))
     return sorted(found, key=lambda crossing: -crossing.beyond)
+
+
+def _amax_ratios(run: Run) -> Numbers:
+    """The amax of each input and weight over the median of all layers in the same sample; NaN for output gradients."""
+    amaxes, ratios = run.operands.matrix("amax"), np.full((len(run.operands.rows), len(run.steps)), np.nan)
+    for operand in ("input", "weight"):
+        rows = [index for index, (_, of_row) in enumerate(run.operands.rows) if of_row == operand]
+        if rows:
+            known = np.ma.masked_invalid(np.where(amaxes[rows] > 0, amaxes[rows], np.nan))
+            ratios[rows] = (known / np.ma.median(known, axis=0)).filled(np.nan)
+    return ratios

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,18 @@ def test_the_farthest_beyond_its_bound_comes_first_whatever_the_metric(run: Run)
     found = crossings(run)
     assert [crossing.layer for crossing in found] == [LAYERS[3], LAYERS[2], LAYERS[1]]
     assert [crossing.beyond for crossing in found] == pytest.approx([12.0, 10.0, 4.0])
+
+
+@pytest.mark.parametrize(("operand", "crosses"), [("input", True), ("weight", True), ("grad_output", False)])
+def test_an_amax_far_above_those_of_the_other_layers_is_named(run: Run, operand: str, crosses: bool) -> None:
+    amaxes = run.operands.metrics["amax"]
+    median = statistics.median(amaxes[layer, operand][0] for layer in LAYERS)
+    amaxes[LAYERS[3], operand] = [1e4 * median] * len(run.steps)
+    found = [(c.layer, c.operand, c.metric) for c in crossings(run)]
+    assert found == [(LAYERS[3], operand, "amax")] * crosses
+    for other in LAYERS[4:]:  # all of them are as large
+        amaxes[other, operand] = [1e4 * median] * len(run.steps)
+    assert crossings(run) == []
 
 
 def test_values_that_are_not_finite_come_first_of_all(run: Run) -> None:

@@ -47,6 +47,8 @@ def _crossing(crossing: Crossing) -> str:
     operand = OPERANDS[crossing.operand]
     if crossing.metric == "nonfinite":
         return f"{crossing.value:,.0f} values of the {operand} are infinite or NaN"
+    if crossing.metric == "amax":
+        return f"amax of the {operand} {crossing.value:,.0f} × the median of all layers (bound {crossing.bound:,.0f} ×)"
     title, unit = METRICS[crossing.metric]
     return f"{title} of the {operand} {amount(crossing.value, unit)} (bound {amount(crossing.bound, unit)})"
 
