@@ -184,7 +184,7 @@ def _sample(
         }
     return {
         "step": step,
-        "operands": {name: rounded(numbers) for name, numbers in metrics.items() if row.has_fp8},
+        "operands": {name: rounded(numbers) for name, numbers in metrics.items()},
         "params": {name: rounded(numbers) for name, numbers in params.items()},
         "wire": {"sqnr": round(30 + random_.gauss(0, 0.3), 2) if row.comm == "fp8" else None},
         "grad_norm": round(0.4 + random_.random() * 0.1, 4),

@@ -22,7 +22,8 @@ class Table:
 
     Attributes:
         rows: in the order of the model.
-        metrics: metric to the numbers of each row, one for each of ``Run.steps``; None where there is none.
+        metrics: metric to the numbers of each row, one for each of ``Run.steps``; None where there is none. Empty
+            without rows.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -34,8 +35,7 @@ class Table:
 
     def matrix(self, metric: str) -> npt.NDArray[np.float64]:
         """The numbers of all rows [rows, samples]; NaN where there is none."""
-        numbers = [self.metrics[metric][row] for row in self.rows]
-        return np.array(numbers, dtype=np.float64).reshape(len(self.rows), -1)
+        return np.array([self.metrics[metric][row] for row in self.rows], dtype=np.float64)
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
 
 def _table(part: str, samples: list[dict[str, Any]]) -> Table:
     rows = list(dict.fromkeys(row for sample in samples for numbers in sample[part].values() for row in numbers))
-    names = list(dict.fromkeys(metric for sample in samples for metric in sample[part]))
+    names = list(dict.fromkeys(metric for sample in samples for metric in sample[part])) if rows else []
     metrics = {
         name: {row: [sample[part].get(name, {}).get(row) for sample in samples] for row in rows} for name in names
     }

@@ -58,12 +58,13 @@ def param_maps(run: Run) -> dict[str, Any]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names without the words that all of them begin with."""
+    """Names without the words that all of them begin with, and without those that all end with."""
     words = [name.split(".") for name in names]
-    shared = 0
-    while words and all(len(w) > shared + 1 and w[shared] == words[0][shared] for w in words):
-        shared += 1
-    return [".".join(w[shared:]) for w in words]
+    for _ in range(2):  # the second time from the end
+        while len(words) > 1 and all(len(w) > 1 and w[0] == words[0][0] for w in words):
+            words = [w[1:] for w in words]
+        words = [w[::-1] for w in words]
+    return [".".join(w) for w in words]
 
 
 def _any(values: Numbers) -> bool:

@@ -64,7 +64,7 @@ function forWidth(spec, isFirst) {
   const own = structuredClone(spec);
   const axis = own.encoding.y.axis;
   axis.labels = isFirst || !wide.matches;
-  axis.labelLimit = wide.matches ? 170 : 120;
+  axis.labelLimit = wide.matches ? 190 : 120;
   return own;
 }
 

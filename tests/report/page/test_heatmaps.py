@@ -54,7 +54,9 @@ def test_a_page_of_a_thousand_layers_can_be_mailed(tmp_path: Path) -> None:
 
 
 def test_names_are_shown_without_what_they_share() -> None:
-    assert short_names(["model.layers.0.q", "model.layers.1.q"]) == ["0.q", "1.q"]
+    assert short_names(["model.layers.0.q", "model.layers.1.q"]) == ["0", "1"]
+    assert short_names(["model.layers.0.q.weight", "model.layers.0.k.weight"]) == ["q", "k"]
+    assert short_names(["model.layers.0.q"]) == ["model.layers.0.q"]
     assert short_names(["model.layers.0.q", "model.head"]) == ["layers.0.q", "head"]
     assert short_names(["one.q", "one.q.base"]) == ["q", "q.base"]
     assert short_names([]) == []
