@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemo_lowprec.chart import get_level
 from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT, RunWriter, rounded
 
@@ -81,7 +83,7 @@ def write_run(
                 seconds += 8.0  # of warming up
             values = {"seconds": round(seconds, 4), "tokens": 16384 * len(taken), "peak_bytes": 9000 * _MIB + first}
             at = {"at": list(taken), "last": taken[-1], "steps": len(taken)}
-            writer.write("steps", loss=rounded(losses, 6), **at, **values)
+            writer.write("steps", loss=rounded(torch.tensor(losses, dtype=torch.float64), 6), **at, **values)
             writer.write("sample", **_sample(row, layers, first, random_, **spoils))
             if first // every % 5 == 4:
                 loss = losses[-1] + 0.05
@@ -152,7 +154,7 @@ def _loss(step: int, batches: random.Random) -> float:
 def _sample(
     row: Any, layers: list[str], step: int, random_: random.Random, spoiled: str | None, spoiled_from: int
 ) -> dict[str, Any]:
-    metrics: dict[str, list[float | None]] = {
+    metrics: dict[str, list[float]] = {
         m: [] for m in ("amax", "scale", "underflow", "saturation", "sqnr", "binades", "nonfinite")
     }
     for depth, layer in enumerate(layers if row.has_fp8 else []):
@@ -169,7 +171,7 @@ def _sample(
             metrics["sqnr"].append(9.2 + random_.gauss(0, 0.6) if bad else sqnr)
             metrics["binades"].append(18 + random_.gauss(0, 1) + (10 if bad else 0))
             metrics["nonfinite"].append(0)
-    params: dict[str, list[float | None]] = {
+    params: dict[str, list[float]] = {
         "lost": [30 * random_.lognormvariate(0, 0.3) if row.is_low_bit else 0.0 for _ in layers]
     }
     if row.is_low_bit:
@@ -184,8 +186,8 @@ def _sample(
         }
     return {
         "step": step,
-        "operands": {name: rounded(numbers) for name, numbers in metrics.items()},
-        "params": {name: rounded(numbers) for name, numbers in params.items()},
+        "operands": {name: rounded(torch.tensor(of_rows).double()) for name, of_rows in metrics.items()},
+        "params": {name: rounded(torch.tensor(of_rows).double()) for name, of_rows in params.items()},
         "wire": {"sqnr": round(30 + random_.gauss(0, 0.3), 2) if row.comm == "fp8" else None},
         "grad_norm": round(0.4 + random_.random() * 0.1, 4),
         "loss_scale": 65536.0 if row.has_loss_scale else None,
