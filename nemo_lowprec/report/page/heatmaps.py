@@ -6,7 +6,7 @@ A long run is thinned: a cell stands for several samples, and holds the worst on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def layer_maps(run: Run) -> dict[str, Any]:
     starts = _bins(run, len(metrics) * len(run.operands.rows))
     maps = _maps(run, layers, starts)
     maps["choices"] = [{"name": operand, "title": OPERANDS[operand]} for operand in operands]
-    maps["panels"] = {metric: _panel(metric, *METRICS[metric], layers) for metric in metrics[:3]}
+    maps["panels"] = {metric: _panel(*METRICS[metric], layers, "layer") for metric in metrics[:3]}
     maps["shown"] = {operand: metrics[:3] for operand in operands}
     maps["values"] = {
         metric: {
@@ -51,7 +51,7 @@ def param_maps(run: Run) -> dict[str, Any]:
     starts = _bins(run, len(metrics) * len(names))
     maps = _maps(run, names, starts)
     maps["choices"] = [{"name": metric, "title": PARAM_METRICS[metric][0]} for metric in metrics]
-    maps["panels"] = {metric: _panel(metric, *PARAM_METRICS[metric], names) for metric in metrics}
+    maps["panels"] = {metric: _panel(*PARAM_METRICS[metric], names, "parameter") for metric in metrics}
     maps["shown"] = {metric: [metric] for metric in metrics}
     maps["values"] = {metric: {metric: _thinned(run.params, metric, run.params.rows, starts)} for metric in metrics}
     return maps
@@ -93,15 +93,15 @@ def _thinned(table: Table, metric: str, rows: Sequence[Row], starts: Any) -> lis
     return [[float(f"{v:.3g}") if v == v else None for v in row] for row in numbers.tolist()]
 
 
-def _panel(metric: str, title: str, unit: str, names: list[str]) -> dict[str, Any]:
+def _panel(title: str, unit: str, names: list[str], noun: str) -> dict[str, Any]:
     ratio = unit == "dB"
-    scale: Mapping[str, Any] = (
+    scale: Chart = (
         {"domain": [40, 0], "clamp": True, "range": "ramp"}
         if ratio
         else {"type": "sqrt", "domain": [0, 100], "clamp": True, "range": "heatmap"}
     )
     values = [40, 30, 20, 10, 0] if ratio else [0, 1, 10, 50, 100]
-    return {"title": title, "unit": unit, "chart": _heatmap(title, unit, names, {**scale}, values)}
+    return {"title": title, "unit": unit, "chart": _heatmap(f"{title}, {unit}", names, noun, scale, values)}
 
 
 def _first_of_blocks(names: list[str]) -> dict[str, str]:
@@ -116,7 +116,7 @@ def _first_of_blocks(names: list[str]) -> dict[str, str]:
     return {first: ".".join(block.split(".")[-2:]) for block, first in blocks.items()}
 
 
-def _heatmap(title: str, unit: str, names: list[str], scale: Chart, ticks: list[int]) -> Chart:
+def _heatmap(title: str, names: list[str], noun: str, scale: Chart, ticks: list[int]) -> Chart:
     height = next(pixels for rows, pixels in _ROW_HEIGHTS if len(names) <= rows)
     label: dict[str, Any] = {"labelExpr": "labels[datum.value]", "labelOverlap": False, "title": None, "grid": False}
     labels = dict(zip(names, short_names(names), strict=True))
@@ -130,13 +130,14 @@ def _heatmap(title: str, unit: str, names: list[str], scale: Chart, ticks: list[
     legend = {"orient": "bottom", "title": None, "values": ticks, "gradientLength": 180, "gradientThickness": 8}
     colour = {"field": "value", "type": "quantitative", "scale": scale, "legend": legend}
     tooltip = [
-        {"field": "row", "title": "layer"},
+        {"field": "row", "title": noun},
         {"field": "steps", "title": "step"},
-        {"field": "value", "title": f"{title}, {unit}"},
+        {"field": "value", "title": title},
     ]
+    hand = {"cursor": "pointer"} if noun == "layer" else {}  # a click on a layer shows its history
     return chart(
         height * len(names),
-        {"mark": {"type": "rect", "cursor": "pointer"}, "encoding": {"color": colour, "tooltip": tooltip}},
+        {"mark": {"type": "rect", **hand}, "encoding": {"color": colour, "tooltip": tooltip}},
         {
             "transform": [{"filter": "datum.column === 0"}],
             "mark": {"type": "rect", "filled": False, "strokeWidth": 1.5, "stroke": {"expr": "ink"}},

@@ -92,17 +92,20 @@ def test_a_layer_is_chosen_by_keyboard_and_from_the_verdict(chromium: Any, spoil
 
 
 def test_an_operand_is_chosen(chromium: Any, spoiled: Path) -> None:
-    def colours(found: Opened) -> list[str]:
-        paths = found.page.locator("[data-panel=sqnr] .layer_0_marks > path")
-        return list(paths.evaluate_all("all => all.map(one => one.getAttribute('fill'))"))
-
+    steps = read_run(spoiled.parent).steps
     with opened(chromium, spoiled) as found:
-        before = colours(found)
-        found.page.get_by_text("weight", exact=True).first.click()
-        found.page.wait_for_function("document.querySelector('input[value=weight]').checked")
-        found.page.wait_for_function("document.querySelectorAll('[data-panel=sqnr] .layer_0_marks > path').length > 0")
-        after = colours(found)
-        assert len(after) == len(before) and len(set(before)) > 3 * len(set(after)) / 2  # no weight is spoiled
+        for operand, title in (("input", "input"), ("grad_output", "output gradient"), ("weight", "weight")):
+            found.page.locator("[data-for=layers]").get_by_text(title, exact=True).click()
+            value = numbers(spoiled, "sqnr", SPOILED, operand)[steps[-1]]
+            last = found.page.locator("[data-panel=sqnr] .layer_0_marks > path").nth(len(LAYERS) * len(steps) - 1)
+            wanted = f"step: {steps[-1]}; SQNR, dB: {float(f'{value:.3g}'):g}"
+            found.page.wait_for_function(
+                "([cell, wanted]) => document.querySelectorAll('[data-panel=sqnr] .layer_0_marks > path')[cell]"
+                "?.getAttribute('aria-label').endsWith(wanted)",
+                arg=[len(LAYERS) * len(steps) - 1, wanted],
+            )
+            red, green, _ = (int(part) for part in last.get_attribute("fill")[4:-1].split(","))
+            assert (red - green > 100) is (operand == "input")  # it is the spoiled one
         assert found.said == []
 
 
