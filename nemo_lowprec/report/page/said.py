@@ -28,7 +28,7 @@ def told(run: Run) -> dict[str, Any]:
         "findings": run.audit["findings"] if run.audit else [],
         "traffic": _traffic(run.audit) if run.audit else None,
         "kept": _kept(about["layers"]),
-        "bounded": _bounded(found),
+        "first": _first(found),
     }
 
 
@@ -56,9 +56,9 @@ def _crossing(crossing: Crossing) -> str:
 def _summary(run: Run) -> str:
     about = run.about
     seconds = sum(rate[2] for rate in run.rates)
-    parts = [f"{about['model']} of {parameters(about['parameters'])} parameters", f"{count(run.last_step, 'step')}"]
+    parts = [f"{about['model']} of {parameters(about['parameters'])} parameters", count(run.last_step, "step")]
     parts += [f"{duration(seconds)} of training"] if seconds else []
-    parts += [f"{count(about['processes'], 'process').replace('processs', 'processes')} on {about['device']}"]
+    parts += [f"{count(about['processes'], 'process', 'es')} on {about['device']}"]
     times = len(run.attempts) - 1
     parts += [f"resumed {'once' if times == 1 else f'{times} times'}"] if times else []
     return ", ".join(parts) + ("." if run.ended else "; it has not ended in order: it still runs, or was cut short.")
@@ -102,6 +102,6 @@ def _kept(fates: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"fate": fate, "reason": reason, "layers": layers} for (fate, reason), layers in reasons.items()]
 
 
-def _bounded(found: list[Crossing]) -> dict[str, str | int]:
+def _first(found: list[Crossing]) -> dict[str, str]:
     """The layer and the operand that the page shows first."""
     return {"layer": found[0].layer, "operand": found[0].operand} if found else {"layer": "", "operand": ""}

@@ -38,9 +38,9 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
 
 
-def count(number: int, noun: str) -> str:
+def count(number: int, noun: str, ending: str = "s") -> str:
     """``1 layer``, ``2,000 layers``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return f"{number:,} {noun}" + (ending if number != 1 else "")
 
 
 def amount(value: float, unit: str) -> str:
