@@ -37,16 +37,16 @@ DEFAULT = [
 ]  # fmt: skip
 
 
-class _Random(IterableDataset):
-    """Endless batches of one sequence of random tokens."""
+class RandomTokens(IterableDataset):
+    """Endless batches of ``batch`` sequences of random tokens."""
 
-    def __init__(self, sequence: int) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: int, batch: int = 1) -> None:
+        self.sequence, self.batch = sequence, batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         while True:
-            tokens = torch.randint(VOCAB, (1, self.sequence + 1), generator=generator)
+            tokens = torch.randint(VOCAB, (self.batch, self.sequence + 1), generator=generator)
             yield {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
@@ -68,7 +68,7 @@ class _NoTearDown(pl.Callback):
         trainer.precision_plugin.teardown = lambda: None  # type: ignore[method-assign]
 
 
-def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch) -> int:
+def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: Watch, batch: int = 1) -> int:
     """Train; returns the number of parameters."""
     name, *options = level.split(", ")
     given: dict[str, Any] = dict(option.split("=") for option in options)
@@ -84,21 +84,23 @@ def run(level: str, preset: str, config: dict[str, Any], sequence: int, watch: W
         enable_progress_bar=False, enable_model_summary=False, callbacks=[watch, _NoTearDown()],
         plugins=LEVELS[name](**given),
     )  # fmt: skip
-    trainer.fit(module, DataLoader(_Random(sequence), batch_size=None))
+    trainer.fit(module, DataLoader(RandomTokens(sequence, batch), batch_size=None))
     return sum(p.numel() for p in module.parameters())
 
 
-def measure(level: str, preset: str, config: dict[str, Any], sequence: int, rounds: int) -> dict[str, Any]:
+def measure(
+    level: str, preset: str, config: dict[str, Any], sequence: int, rounds: int, batch: int = 1
+) -> dict[str, Any]:
     """The figures of a level, or its error."""
     watch = Watch(rounds, every=ROUND, warmup=WARMUP, settled=1)
     try:
-        count = run(level, preset, config, sequence, watch)
+        count = run(level, preset, config, sequence, watch, batch)
     except Exception as error:
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     seconds = statistics.median(watch.rounds)
     return {
-        "parameters": count, "tokens_per_s": round(sequence / seconds), "ms": round(seconds * 1e3, 1),
+        "parameters": count, "tokens_per_s": round(batch * sequence / seconds), "ms": round(seconds * 1e3, 1),
         "ms_min": round(min(watch.rounds) * 1e3, 1), "ms_max": round(max(watch.rounds) * 1e3, 1),
         "rounds": len(watch.rounds), "peak_gib": round(watch.peak / GIB, 2),
         "peak_reserved_gib": round(watch.peak_reserved / GIB, 2), "setup_peak_gib": round(watch.setup_peak / GIB, 2),

@@ -19,6 +19,7 @@ __all__ = [
     "PrecisionLevel",
     "PrecisionMonitor",
     "__version__",
+    "advise",
     "assert_level",
     "clip_grad_norm_",
     "get_level",
@@ -52,7 +53,7 @@ def __getattr__(name: str) -> Any:
         from nemo_lowprec.grads import clip_grad_norm_
 
         return clip_grad_norm_
-    if name in ("Audit", "assert_level"):
+    if name in ("Audit", "advise", "assert_level"):
         from nemo_lowprec import report
 
         return getattr(report, name)

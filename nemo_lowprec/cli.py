@@ -161,6 +161,11 @@ def _compare(arguments: Sequence[str]) -> None:
     compare_job(line)
 
 
+def _advise(arguments: Sequence[str]) -> None:
+    """print which level fits, expected times and the layers to keep back, without training; takes Hydra overrides"""
+    _hydra("advise", arguments)
+
+
 def _hydra(command: str, arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         from nemo_lowprec.conf.help import help_of
@@ -204,6 +209,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
         _prepare_data,
         _audit,
         _plan,
+        _advise,
         _report,
         _compare,
         _inspect,

@@ -132,3 +132,8 @@ def bytes_text(size: int) -> str:
         value, units = value / 1024, units[1:]
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:,.{digits}f} {units[0]}"
+
+
+def signed_bytes_text(size: int) -> str:
+    """``bytes_text`` of a number that may be negative."""
+    return bytes_text(size) if size >= 0 else f"-{bytes_text(-size)}"

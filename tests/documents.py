@@ -12,7 +12,7 @@ __all__ = ["ROOT", "Block", "block", "blocks", "inline_commands"]
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]
 _BLOCK = re.compile(r"^\.\. code-block:: (\w+)\n(?:   :\w+:.*\n)*\n((?:   .*\n|\n)+)", re.MULTILINE)
-_INLINE = re.compile(r"(?:``|^# {1,3}|^ {4}|^)(nemo-lowprec (?:pretrain|audit|plan|run) [^`\n]*)", re.MULTILINE)
+_INLINE = re.compile(r"(?:``|^# {1,3}|^ {4}|^)(nemo-lowprec (?:pretrain|audit|plan|advise|run) [^`\n]*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from nemo_lowprec.compute.experts.reading import compute_in_half
 from nemo_lowprec.compute.filters import full_name
 from nemo_lowprec.compute.first_step import FirstStep
 from nemo_lowprec.compute.flat_linear import is_flat
-from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, times_of
+from nemo_lowprec.compute.gemm_times import STORED, GemmTimes, stored_form, times_of
 from nemo_lowprec.compute.graph_entry import GraphEntry, follow_parameters
 from nemo_lowprec.compute.graphs import BlockGraphs
 from nemo_lowprec.compute.group import LayerGroups
@@ -241,12 +241,10 @@ class Computation(Column):
 
     def _stored(self) -> str:
         """How the weights of the converted layers are stored, as ``STORED`` has it."""
-        level, recipe = self.options.level, self.options.recipe
-        if level.weight == "fp8" or (recipe is not None and recipe.fp8_params) or self._most_are_frozen():
+        if self._most_are_frozen():
             return "fp8"
-        if level.is_low_bit:
-            return "fp16"
-        return "half" if self._half_weights or self._gathered_as == self.half else "fp32"
+        form = stored_form(self.options.level, self.options.recipe)
+        return "half" if form == "fp32" and self._gathered_as == self.half else form
 
     def _most_are_frozen(self) -> bool:
         """Whether most elements of the converted weights are stored in FP8 since they are frozen."""

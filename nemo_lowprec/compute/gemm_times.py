@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from nemo_lowprec.chart import PrecisionLevel
 from nemo_lowprec.options import Recipe
 
 # What a quantization costs where the module that computes the values quantizes them, too (``producers.py``): the share
@@ -57,6 +58,16 @@ STORED = {
     "fp16": Stored(4, 1, 4, False),
     "fp8": Stored(2, 3, 19, False),
 }
+
+
+def stored_form(level: PrecisionLevel, recipe: Recipe | None) -> str:
+    """How a level stores the weights of whole layers that are trained: a key of ``STORED``."""
+    if level.weight == "fp8" or (recipe is not None and recipe.fp8_params):
+        return "fp8"
+    if level.is_low_bit:
+        return "fp16"
+    return "half" if level.has_half_weights else "fp32"
+
 
 _KERNEL = 2.0  # µs of a kernel of torch without work, in a CUDA graph
 _ROWS = 16  # FP8 GEMMs take multiples: an input and an output gradient of other rows are copied, and padded

@@ -95,7 +95,7 @@ _CLEAR = 0.9
 
 # Of each layer, over its calls of a step: µs in FP8 and in half precision, FLOP, rows, the sizes of its weight, and
 # calls that the host launches one by one.
-_LOW, _HALF, _FLOP, _ROWS, _INS, _OUTS, _LAUNCHED = range(7)
+LOW, HALF, _FLOP, _ROWS, _INS, _OUTS, _LAUNCHED = range(7)
 
 
 def costs(
@@ -127,8 +127,8 @@ def costs(
                 each, gained, shared = [(c, h * together / alone, h) for c, _, h in each], [0.0] * len(each), 0.0
         for (call, low, half), gain in zip(each, gained, strict=True):
             row = found[at[call.name]]
-            row[_LOW] += count * (low + (shared * gain / sum(gained) if gain else 0.0))
-            row[_HALF] += count * half
+            row[LOW] += count * (low + (shared * gain / sum(gained) if gain else 0.0))
+            row[HALF] += count * half
             row[_FLOP] += count * call.flop * (1 + call.dgrad + call.wgrad)
             row[_ROWS] = max(row[_ROWS].item(), call.rows)
             row[_INS], row[_OUTS] = call.ins, max(row[_OUTS].item(), call.outs)
@@ -136,8 +136,8 @@ def costs(
     for name, count in called.items():
         row = found[at[name]]
         low, half = times.of_weight(int(row[_INS] * row[_OUTS]), stored)
-        row[_LOW] += low
-        row[_HALF] += half * (count if stored.each_call else 1)
+        row[LOW] += low
+        row[HALF] += half * (count if stored.each_call else 1)
         row[_LAUNCHED] = calls.launched[name]
     return found.float()
 
@@ -170,7 +170,7 @@ def choose(
     how = "measured" if times.measured else "by its roofline"
     if in_half:
         choice.expected = f"{low / in_half:.2f} × {half}'s GPU time expected on {times.family} ({how})"
-    elements = sum(row[_INS] * row[_OUTS] for row in rows if row[_HALF])
+    elements = sum(row[_INS] * row[_OUTS] for row in rows if row[HALF])
     others = (low_flop + left_flop) * kept / elements if elements else 0.0  # as many rows as in the other layers
     total = low_flop + left_flop + others
     if choice.left and left_flop + others > total / 2:
@@ -184,14 +184,14 @@ def choose(
 
 def _slow_on_host(rows: list[list[float]]) -> set[int]:
     """The layers that gain on the GPU, and that are left since the host's time is the longer one."""
-    gpu = sum(min(row[_LOW], row[_HALF]) for row in rows)
-    gaining = [at for at, row in enumerate(rows) if row[_LOW] < row[_HALF] and row[_LAUNCHED]]
-    gaining.sort(key=lambda at: (rows[at][_HALF] - rows[at][_LOW]) / rows[at][_LAUNCHED])
+    gpu = sum(min(row[LOW], row[HALF]) for row in rows)
+    gaining = [at for at, row in enumerate(rows) if row[LOW] < row[HALF] and row[_LAUNCHED]]
+    gaining.sort(key=lambda at: (rows[at][HALF] - rows[at][LOW]) / rows[at][_LAUNCHED])
     host = HOST_HALF * sum(row[_LAUNCHED] for row in rows)
     host += (HOST_FP8 - HOST_HALF) * sum(rows[at][_LAUNCHED] for at in gaining)
     best, count = max(gpu, host), 0
     for left, at in enumerate(gaining, start=1):
-        gpu += rows[at][_HALF] - rows[at][_LOW]
+        gpu += rows[at][HALF] - rows[at][LOW]
         host -= (HOST_FP8 - HOST_HALF) * rows[at][_LAUNCHED]
         if max(gpu, host) < best:
             best, count = max(gpu, host), left

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_lowprec.conf.check import check_values
 from nemo_lowprec.conf.choices import CONF_DIR, register_levels
+from nemo_lowprec.conf.combinations import OWN, combinations, take_own
 from nemo_lowprec.conf.command_line import CommandLine, one_sentence
 from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus, with_strategy
 from nemo_lowprec.conf.sweep import SweptRun, one_run, print_sweep
@@ -29,9 +30,10 @@ _JOBS = {
     "pretrain": ("nemo_lowprec.conf.job", "pretrain_job"),
     "audit": ("nemo_lowprec.conf.job", "audit_job"),
     "plan": ("nemo_lowprec.conf.plan_job", "plan_job"),
+    "advise": ("nemo_lowprec.conf.advise_job", "advise_job"),
     "doctor": ("nemo_lowprec.conf.doctor_job", "doctor_job"),
 }
-_WRITES_NOTHING = ("plan", "doctor")
+_WRITES_NOTHING = ("plan", "advise", "doctor")
 _WITH_JSON, _JSON = ("audit", "doctor"), "--json"
 _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
 
@@ -39,8 +41,11 @@ _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_lo
 def run_job(command: str, arguments: Sequence[str]) -> None:
     """Run a job as a Hydra application, once or (with ``-m``) once for each combination of choices.
 
+    ``plan`` composes the config of each combination without ``-m``, and prints one table; ``advise`` does so for each
+    level.
+
     Args:
-        command: ``pretrain``, ``audit``, ``plan`` or ``doctor``.
+        command: ``pretrain``, ``audit``, ``plan``, ``advise`` or ``doctor``.
         arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``; for ``audit`` and ``doctor`` also
             ``--json``.
 
@@ -48,21 +53,56 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         ValueError: an unknown choice of a group, a malformed or impossible override, or ``--json`` with ``-m``.
         TypeError: an unknown setting, or an argument that the level does not take.
     """
-    options = {"json_to": sys.stdout} if command in _WITH_JSON and _JSON in arguments else {}
+    options: dict[str, Any] = {"json_to": sys.stdout} if command in _WITH_JSON and _JSON in arguments else {}
     line = CommandLine.of([word for word in arguments if word != _JSON or not options])
+    own, line = take_own(line, command)
     check_overrides(line)
     line = with_plus(line)
     if line.is_multirun and options:
         raise ValueError("--json prints one report, and -m makes several runs. Call it once for each combination.")
-    if command in _WRITES_NOTHING:
-        if line.is_multirun:
-            raise ValueError(
-                f"{command} writes nothing, and -m a record of its runs. Call it once for each combination."
-            )
-        line = with_strategy(line) if command == "plan" else line
-        line = replace(line, overrides=(*_NOTHING_WRITTEN, *line.overrides))
-
+    if line.is_multirun and command in _WRITES_NOTHING:
+        raise ValueError(f"{command} writes nothing, and -m a record of its runs. Call it without -m.")
     register_levels()
+
+    def run(one: CommandLine, job: Callable[..., Any]) -> Any:
+        one = with_strategy(one) if command == "plan" else one
+        if command in _WRITES_NOTHING:
+            one = replace(one, overrides=(*_NOTHING_WRITTEN, *one.overrides))
+        return _run(command, one, arguments, job, bool(options))
+
+    lines = combinations(line) if command in OWN else [line]
+    shows = bool({"-c", "--cfg", "-i", "--info"} & set(line.flags))  # the config, and runs nothing
+    if shows and len(lines) > 1:
+        raise ValueError(f"A config is shown for one combination, and this command line gives {len(lines)}.")
+    module, name = _JOBS[command]
+    if command == "advise" and not shows:
+        _job(module, name)(line, run, **own)
+    elif len(lines) > 1:
+        _job("nemo_lowprec.conf.plans_job", "plans_job")(lines, line, run, **own)
+    else:
+        run(line, lambda cfg: _job(module, name)(cfg, **options, **own))
+
+
+def _job(module: str, name: str) -> Callable[..., Any]:
+    """A function of a job's file, which is imported only now."""
+    return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+
+
+def _run(
+    command: str, line: CommandLine, arguments: Sequence[str], job: Callable[[DictConfig], Any], apart: bool
+) -> Any:
+    """Compose the config of ``line``, and call ``job`` with it.
+
+    Args:
+        command, arguments: as for ``run_job``.
+        line: what to compose.
+        job: called once, or with ``-m`` once for each combination.
+        apart: whether everything but the job's own report goes to stderr.
+
+    Returns:
+        What ``job`` has returned; None with ``-m``.
+    """
+    results: list[Any] = []
     failures: list[Exception] = []
     swept: list[SweptRun] = []
     begun, sweep_dir = False, ""
@@ -78,8 +118,8 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
         try:
             with one as argv, _arguments(argv):
                 check_values(cfg, complete=command not in _WRITES_NOTHING)
-                module, name = _JOBS[command]
-                result = getattr(importlib.import_module(module), name)(cfg, **options)
+                result = job(cfg)
+            results.append(result)
             return result
         except Exception as error:
             # In a sweep Hydra's message names the failed run; for a single run Hydra adds nothing to the sentence.
@@ -95,11 +135,12 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     app = hydra.main(config_path=str(CONF_DIR), config_name="config", version_base="1.3")(run)
     try:
         # With --json stdout is the report's alone; Hydra's logging takes the stream that it finds here.
-        rest = redirect_stdout(sys.stderr) if options else nullcontext()
+        rest = redirect_stdout(sys.stderr) if apart else nullcontext()
         with rest, _arguments([f"nemo-lowprec {command}", *line.arguments]):
             app()
         if failures:
             raise failures[0]
+        return results[0] if len(results) == 1 else None
     except (HydraException, OmegaConfBaseException) as error:
         raise explain(error, line) from error
     except Exception as error:

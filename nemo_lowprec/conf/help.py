@@ -27,6 +27,16 @@ _OF_COMPARE = {
     "--out FILE": "the page (default: compare.html in the folder)",
     "--nemo-run": "the trainings as tasks of a nemo_run experiment",
 }
+_OF_PLAN = {
+    "fits=80": "GiB of a GPU, or H100 or H200: which plans fit",
+    "precision=A,B gpus=1,8": "lists: one table of all combinations, cheapest first",
+}
+_OF_ADVISE = {
+    "gpu_memory=80": "GiB of the GPU, or H100 or H200; that of this machine without",
+    "precision=A,B": "the levels to compare; all without",
+    "ckpt_path=last.ckpt": "weights to look at; new ones without",
+}
+_OWN = {"plan": _OF_PLAN, "advise": _OF_ADVISE, "compare": _OF_COMPARE, "audit": _JSON, "doctor": _JSON}
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
@@ -42,6 +52,11 @@ _EXAMPLES = {
     "plan": (
         "nemo-lowprec plan model=llama3_70b precision=msamp_o3 gpus=8",
         "nemo-lowprec plan model=llama3_8b nodes=2 gpus=8 trainer.strategy.shard_size=8",
+        "nemo-lowprec plan model=llama3_8b precision=te_fp8,msamp_o2 gpus=1,8 fits=80",
+    ),
+    "advise": (
+        "nemo-lowprec advise model=llama_100m data=stdlib",
+        "nemo-lowprec advise gpu_memory=80 precision=bf16_with_fp8_mixed,msamp_o2",
     ),
 }
 _ABOUT = {
@@ -61,6 +76,10 @@ _ABOUT = {
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "
         "data, needs no GPU, and writes nothing."
     ),
+    "advise": (
+        "Prints, level by level, whether training fits the GPU and, on a GPU, the expected time of a step; the layers "
+        "that FP8 would serve badly, by one batch of the data; and the line to paste. Trains nothing."
+    ),
     "doctor": (
         "Prints the GPUs, the versions of the packages, and the backend of each level on this machine, or why a level "
         "does not run. With a model also the times of its GEMMs on this GPU, in half precision and in FP8 with "
@@ -73,13 +92,12 @@ def help_of(command: str) -> str:
     """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
-        command: ``pretrain``, ``audit``, ``plan``, ``doctor`` or ``compare``.
+        command: ``pretrain``, ``audit``, ``plan``, ``advise``, ``doctor`` or ``compare``.
     """
     groups = {group: ", ".join(choices_of(group)) for group in GROUPS}
     left_out = {"pretrain": (), "compare": (*_OF_PRETRAIN, *_OF_ONE_RUN)}.get(command, _OF_PRETRAIN)
     settings = {s: about for s, about in _SETTINGS.items() if s not in left_out}
-    settings |= _JSON if command in ("audit", "doctor") else {}
-    settings = {**_OF_COMPARE, **settings} if command == "compare" else settings
+    settings |= _OWN.get(command, {})
     usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
     tables = {"groups and their choices": groups, "settings (a few)": settings}
     return help_page(usage, _ABOUT[command], tables, _EXAMPLES[command])

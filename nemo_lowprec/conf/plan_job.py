@@ -14,14 +14,36 @@ from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
 from nemo_lowprec.conf.job import own_words
 from nemo_lowprec.models import get_preset
-from nemo_lowprec.report import STRATEGIES, Plan, plan_training
+from nemo_lowprec.report import GIB, STRATEGIES, Plan, PlanChoice, memory_here, memory_of, plan_training
 
 _MEGATRON_MODEL = "nemo_lowprec.models.MegatronGPT"
 _PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"
 
 
-def plan_job(cfg: DictConfig) -> Plan:
+def plan_job(cfg: DictConfig, fits: float | str | None = None) -> Plan:
     """Prints bytes of a process by column and traffic of a step; makes no weights and reads no data.
+
+    Args:
+        cfg: the composed config.
+        fits: as for ``plan_choices``; a sentence then says whether the plan fits.
+
+    Raises:
+        ValueError: a bad value, or an unknown number of processes.
+    """
+    memory = None if fits is None else memory_of(fits)
+    found = planned(cfg)
+    console = Console()
+    console.print(found.table())
+    there = memory_here()
+    if memory is not None:
+        console.print(PlanChoice(found.level.name, found, memory).sentence())
+    elif there is not None:
+        console.print(f"A GPU of this machine has {there / GIB:.1f} GiB.")
+    return found
+
+
+def planned(cfg: DictConfig) -> Plan:
+    """The plan of a composed config.
 
     Raises:
         ValueError: a bad value, or an unknown number of processes.
@@ -34,7 +56,7 @@ def plan_job(cfg: DictConfig) -> Plan:
     gpus = cfg.trainer.get("devices", 1) if cfg.gpus is None else cfg.gpus
     if not isinstance(gpus, int):
         raise ValueError(f"A plan needs the number of processes of a node: add gpus=8 (trainer.devices is {gpus!r}).")
-    found = plan_training(
+    return plan_training(
         model,
         precision,
         nodes,
@@ -46,12 +68,6 @@ def plan_job(cfg: DictConfig) -> Plan:
         seq_length=cfg.data.get("seq_length"),
         **options,
     )
-    console = Console()
-    console.print(found.table())
-    if torch.cuda.is_available():
-        there = torch.cuda.get_device_properties(0).total_memory / 2**30
-        console.print(f"A GPU of this machine has {there:.1f} GiB.")
-    return found
 
 
 def is_on_megatron(cfg: DictConfig) -> bool:

@@ -67,7 +67,7 @@ def add_errors(sums: Tensor, extremes: Tensor, values: Tensor, stored: Tensor, s
     magnitude = values.abs()
     nonzero = magnitude > 0
     found = (
-        torch.tensor(values.numel()),
+        torch.tensor(values.numel(), dtype=torch.float64),
         nonzero.sum(),
         (nonzero & (stored == 0)).sum(),
         (magnitude > limit * scale_inv).sum(),

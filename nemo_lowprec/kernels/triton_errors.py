@@ -9,8 +9,6 @@ Importing this file needs Triton.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -20,26 +18,22 @@ from nemo_lowprec.kernels.launcher import Launcher
 
 _TM, _TN = 8, 128  # of a tile, which lies in one block of scales along a row
 _ALL = 2**22
-_PROGRAMS = 2048  # about four for each scheduler of an H200; each goes over several tiles
-_TILES = 255  # of a program, at most: a counter of a lane has 8 bits
+_PROGRAMS = 2048  # about four for each scheduler of an H200; each goes down some tiles of one column of tiles
 _WARPS = 4
 
 
 @triton.jit
-def _load(x_ptr, tile, tiles_n, rows, cols, x_m, x_n, TM: tl.constexpr, TN: tl.constexpr):
-    """FP32 magnitudes of a tile, its rows, its columns, and which of its places are in the matrix."""
-    m = (tile // tiles_n).to(tl.int64) * TM + tl.arange(0, TM)
-    n = (tile % tiles_n).to(tl.int64) * TN + tl.arange(0, TN)
-    inside = (m < rows)[:, None] & (n < cols)[None, :]
-    x = tl.load(x_ptr + m[:, None] * x_m + n[None, :] * x_n, mask=inside, other=0.0).to(tl.float32)
-    return x, m, n, inside
+def _values(x_ptr, m, x_m, columns, rows, inside_n):
+    """FP32 values of a tile; zeros outside of the matrix."""
+    inside = (m < rows)[:, None] & inside_n[None, :]
+    return tl.load(x_ptr + m[:, None].to(tl.int64) * x_m + columns, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _scale(scale_ptr, m, tile, tiles_n, rows, s_m, s_n, BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr):
+def _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr):
     """scale_inv of the rows of a tile."""
     block = m // BLOCK_ROWS if BLOCK_ROWS else m * 0
-    scale = tl.load(scale_ptr + block * s_m + (tile % tiles_n) * s_n, mask=m < rows, other=0)
+    scale = tl.load(scale_ptr + block.to(tl.int64) * s_m, mask=m < rows, other=0)
     if EXPONENTS:
         scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return scale.to(tl.float32)
@@ -47,17 +41,21 @@ def _scale(scale_ptr, m, tile, tiles_n, rows, s_m, s_n, BLOCK_ROWS: tl.constexpr
 
 @triton.jit
 def _errors_kernel(
-    x_ptr, q_ptr, scale_ptr, sums_ptr, extremes_ptr, rows, cols, x_m, x_n, q_m, q_n, s_m, s_n, step, limit,
+    x_ptr, q_ptr, scale_ptr, sums_ptr, extremes_ptr, rows, cols, x_m, x_n, q_m, q_n, s_m, s_n, depth, step, limit,
     BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
     """Add the errors of the tiles of a program to the sums, and raise or lower the extremes.
 
-    The scale of the value [m, n] is at [m // BLOCK_ROWS, n // TN] of the scales, or with 0 rows at [0, n // TN];
-    ``s_n`` is 0 for scales of whole rows. Of ``step`` tiles the first one is compared with what is stored.
+    ``depth`` programs go down each column of tiles. Of ``step`` tiles of a program the first one is compared with what
+    is stored. The scale of the value [m, n] is at [m // BLOCK_ROWS, n // TN] of the scales, or with 0 rows at
+    [0, n // TN]; ``s_n`` is 0 for scales of whole rows.
     """
     INF: tl.constexpr = float("inf")
-    tiles_n = tl.cdiv(cols, TN)
-    tiles = tl.cdiv(rows, TM) * tiles_n
+    column = tl.program_id(0) // depth
+    n = column.to(tl.int64) * TN + tl.arange(0, TN)
+    inside_n = n < cols
+    x_columns, q_columns = n[None, :] * x_n, n[None, :] * q_n
+    scale_ptr += column.to(tl.int64) * s_n
     compared = tl.zeros([TM, TN], dtype=tl.int32)  # values that are not zero, and from bit 8 on underflows
     counted = tl.zeros([TM, TN], dtype=tl.int32)  # clipped values, and from bit 16 on values that are not finite
     signal = tl.zeros([TM, TN], dtype=tl.float32)
@@ -65,10 +63,12 @@ def _errors_kernel(
     largest = tl.zeros([TM, TN], dtype=tl.float32)
     smallest = tl.full([TM, TN], INF, dtype=tl.float32)
     largest_scale = tl.zeros([TM], dtype=tl.float32)
-    for first in range(tl.program_id(0) * step, tiles, tl.num_programs(0) * step):
-        x, m, n, inside = _load(x_ptr, first, tiles_n, rows, cols, x_m, x_n, TM, TN)
-        scale = _scale(scale_ptr, m, first, tiles_n, rows, s_m, s_n, BLOCK_ROWS, EXPONENTS)
-        q = tl.load(q_ptr + m[:, None] * q_m + n[None, :] * q_n, mask=inside, other=0.0).to(tl.float32)
+    down = depth * TM
+    for first in range((tl.program_id(0) % depth) * TM, rows, down * step):
+        m = first + tl.arange(0, TM)
+        x = _values(x_ptr, m, x_m, x_columns, rows, inside_n)
+        q = _values(q_ptr, m, q_m, q_columns, rows, inside_n)
+        scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
         stored = q * scale[:, None]
         magnitude = tl.abs(x)
         finite = (magnitude < INF) & (tl.abs(stored) < INF)  # false for NaN
@@ -82,9 +82,10 @@ def _errors_kernel(
         largest = tl.maximum(largest, magnitude)
         smallest = tl.minimum(smallest, tl.where(is_nonzero, magnitude, INF))
         largest_scale = tl.maximum(largest_scale, scale)
-        for tile in range(first + 1, tl.minimum(first + step, tiles)):
-            x, m, n, inside = _load(x_ptr, tile, tiles_n, rows, cols, x_m, x_n, TM, TN)
-            scale = _scale(scale_ptr, m, tile, tiles_n, rows, s_m, s_n, BLOCK_ROWS, EXPONENTS)
+        for other in range(first + down, tl.minimum(first + down * step, rows), down):
+            m = other + tl.arange(0, TM)
+            x = _values(x_ptr, m, x_m, x_columns, rows, inside_n)
+            scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
             magnitude = tl.abs(x)
             finite = magnitude < INF
             magnitude = tl.where(finite, magnitude, 0.0)
@@ -132,18 +133,15 @@ def add_errors(
     if not rows * cols:
         return
     across = triton.cdiv(cols, _TN)
+    depth = min(triton.cdiv(rows, _TM), max(1, _PROGRAMS // across))
     step = max(1, rows * cols // _ALL)
-    while math.gcd(step, across) > 1:  # else the same columns would be compared in all rows
-        step += 1
-    numbers = (rows, cols, *values.stride(), *data.stride(), *scales.stride(), step)
+    numbers = (rows, cols, *values.stride(), *data.stride(), *scales.stride(), depth, step)
     pointers = (values, data, scales, sums, extremes.view(torch.int32))
     key = (
         values.dtype, data.dtype, scales.dtype, block_rows, tuple([t.data_ptr() % 16 == 0 for t in pointers]),
         tuple([(n == 1, n % 16 == 0) for n in numbers]),
     )  # fmt: skip
-    tiles = triton.cdiv(triton.cdiv(rows, _TM) * across, step)
-    programs = max(min(_PROGRAMS, tiles), triton.cdiv(tiles, _TILES))
     _launch(
-        values.get_device(), key, programs, (*pointers, *numbers, limit),
+        values.get_device(), key, across * depth, (*pointers, *numbers, limit),
         lambda: {"BLOCK_ROWS": block_rows, "EXPONENTS": scales.dtype == torch.uint8, "TM": _TM, "TN": _TN},
     )  # fmt: skip

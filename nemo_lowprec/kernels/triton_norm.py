@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from nemo_lowprec.compat.tensors import PlainSubclass
 from nemo_lowprec.kernels.launcher import Launcher
 from nemo_lowprec.kernels.triton_sums import add_up
 
@@ -179,7 +180,7 @@ def fits(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: torch.dtype
         return False
     if x.dtype not in (out, torch.float32) or x.numel() >= 2**31:  # offsets have 32 bits
         return False
-    if type(x) not in _PLAIN:
+    if type(x) not in _PLAIN and not isinstance(x, PlainSubclass):
         return False
     device = x.get_device()
     for param in (weight, bias):

@@ -20,7 +20,7 @@ class Options:
     """The checked arguments of a level, sorted by the column that reads them.
 
     Attributes:
-        given: the arguments that the user has given as text, without those that have their default's value.
+        chosen: the arguments that the user has given, without those that have their default's value; lists as tuples.
     """
 
     level: PrecisionLevel
@@ -34,7 +34,12 @@ class Options:
     graphs: str | bool
     activations: str | None
     frozen: str
-    given: str = field(default="", compare=False)
+    chosen: dict[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def given(self) -> str:
+        """``chosen`` as text."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.chosen.items())
 
 
 def option_defaults(level: PrecisionLevel) -> dict[str, Any]:
@@ -83,7 +88,7 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         check_option(level, name)
     defaults = option_defaults(level)
     values = defaults | given
-    own = {name: value for name, value in given.items() if value != defaults[name]}
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
     def pick(arguments: dict[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in arguments}
@@ -137,5 +142,5 @@ def parse_options(level: PrecisionLevel, given: dict[str, Any]) -> Options:
         values["graphs"],
         values.get("activations"),
         values.get("frozen", "half"),
-        ", ".join(f"{name}={tuple(v) if isinstance(v, list) else v!r}" for name, v in own.items()),
+        {name: value for name, value in plain.items() if value != defaults[name]},
     )

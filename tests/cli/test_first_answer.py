@@ -17,7 +17,9 @@ CODE = (
     "try: status = main()\nexcept SystemExit as error: status = error.code or 0\n"
     f"print(json.dumps([status, [m for m in {HEAVY!r} if m in sys.modules]]), file=sys.stderr)"
 )
-COMMANDS = ("pretrain", "prepare-data", "audit", "plan", "report", "compare", "export", "levels", "run")
+COMMANDS = (
+    "pretrain", "prepare-data", "audit", "plan", "advise", "report", "compare", "export", "levels", "run"
+)  # fmt: skip
 
 
 def answer(folder: Path, *arguments: str) -> tuple[int, str, str, float]:
@@ -44,7 +46,7 @@ def test_help_is_the_command_s_own_and_fits_the_screen(command: str, tmp_path: P
     status, out, _, seconds = answer(tmp_path, command, "--help")
     assert status == 0 and f"nemo-lowprec {command}" in out and seconds < 1
     assert max(map(len, out.splitlines())) <= 80
-    if command in ("pretrain", "audit", "plan", "compare"):
+    if command in ("pretrain", "audit", "plan", "advise", "compare"):
         assert all(level in out for level in CHART)
 
 
@@ -57,6 +59,12 @@ MISTAKES = [
     ("pretrain precision=msamp_o9", "Unknown precision level 'msamp_o9'. Choose one of: fp16_amp, te_fp8, msamp_o1,"),
     ("audit precision=msamp_o9", "Unknown precision level 'msamp_o9'"),
     ("plan precision=msamp_o9 gpus=8", "Unknown precision level 'msamp_o9'"),
+    ("plan precision=msamp_o2,msamp_o9", "Unknown precision level 'msamp_o9'"),
+    ("plan precision=msamp_o2 gpus=1,two", "gpus='two' must be an integer of at least 1"),
+    ("plan fits=80,141", "fits=80,141: fits takes one value"),
+    ("plan precision=msamp_o1,msamp_o2 --cfg job", "A config is shown for one combination"),
+    ("advise precision=msamp_o9", "Unknown precision level 'msamp_o9'"),
+    ("advise -m", "advise writes nothing, and -m a record of its runs. Call it without -m."),
     ("pretrain model=llama9", "Unknown model 'llama9'. Choose one of: gpt2, gpt2_tiny,"),
     ("pretrain precision.fp8_margn=1", "bf16_with_fp8_mixed has no argument 'fp8_margn'. It takes: fp8, fp8_margin,"),
     ("pretrain +precision.fp8_margn=1", "bf16_with_fp8_mixed has no argument 'fp8_margn'. It takes: fp8, fp8_margin,"),

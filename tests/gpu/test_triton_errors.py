@@ -108,7 +108,7 @@ def test_large_matrices_are_compared_in_part(rows, cols, monkeypatch):
     found, wanted = read(table)[0], by_definition(monkeypatch, lambda table: table.add(0, x, part))
     exact = ("count", "nonfinite", "amax", "saturation", "scale")
     assert all(getattr(found, name) == getattr(wanted, name) for name in exact)
-    assert wanted.underflow > 1 and found.underflow == pytest.approx(wanted.underflow, rel=0.02)
+    assert wanted.underflow > 0.3 and found.underflow == pytest.approx(wanted.underflow, rel=0.05)
     sums = table.sums[0].tolist()
     assert 2**21 < sums[1] < 2**23  # values that were compared
     table.clear()

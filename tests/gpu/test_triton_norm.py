@@ -12,6 +12,7 @@ from nemo_lowprec.compute import residual
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
 from nemo_lowprec.compute.norm_function import fused_norm
 from nemo_lowprec.compute.patterns.norms import LowPrecisionLayerNorm
+from nemo_lowprec.compute.residual import BranchOutput, as_branch
 from nemo_lowprec.kernels.loader import norm_kernels
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -476,6 +477,16 @@ def test_a_sum_and_its_norm_have_the_bits_of_both_passes(kernels, first, second,
     assert all(map(torch.equal, (y, stats), case.forward()))
     assert not kernels.fits_sum(want, branch[:, ::2], case.weight, case.bias, out)
     assert not kernels.fits_sum(want, branch.double(), case.weight, case.bias, out)
+
+
+def test_the_output_of_a_branch_is_normalized_by_the_kernels(kernels):
+    """A model's first layer, whose output is a term of the first sum, is learned to end a branch."""
+    x = torch.randn(64, 256, device="cuda", dtype=BF16)
+    branch = x.clone().requires_grad_() + 0.0
+    assert type(as_branch(branch, None)) is BranchOutput
+    assert kernels.fits(branch, None, None, BF16)
+    y = kernels.forward(branch, None, None, EPS, True, False, BF16, False)[0]
+    assert type(y) is torch.Tensor and torch.equal(y, kernels.forward(x, None, None, EPS, True, False, BF16, False)[0])
 
 
 @pytest.mark.parametrize("level", ["bf16_with_fp8_mixed", "msamp_o2"])

@@ -68,6 +68,9 @@ HERE = {
     ("README.rst", 'Trainer(plugins=msamp_o2(half="fp16"), strategy=MegatronStrategy('),
     ("launching.rst", "nemo-lowprec pretrain model=llama3_8b"),
     ("megatron.rst", "from lightning.pytorch import Trainer"),
+    ("advising.rst", "nemo-lowprec plan model=llama3_8b"),
+    ("advising.rst", "nemo-lowprec advise"),
+    ("advising.rst", "import nemo_lowprec\n\nadvice"),
     ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
     ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
     ("watching.rst", "nemo-lowprec inspect"),
@@ -232,6 +235,23 @@ def test_adapters_under_the_trainer_and_in_a_loop(tmp_path: Path, monkeypatch: p
     assert 0 < (weight - before).abs().max() < 0.01
 
 
+def test_plans_over_lists_print_what_is_shown(place: Path) -> None:
+    (line,) = block("advising.rst", "nemo-lowprec plan model=llama3_8b").lines
+    printed = run_at_once(line, place, [])
+    assert printed.split() == block("advising.rst", "Plans of llama3_8b").code.split()
+
+
+def test_advice_on_the_command_line_and_in_python(place: Path, capsys: pytest.CaptureFixture) -> None:
+    (line,) = block("advising.rst", "nemo-lowprec advise").lines
+    assert "\n  plugins=" in run_at_once(line, place, [*SMALL, "precision=bf16_mixed,msamp_o2"])
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=64, use_cache=False, **SIZES))
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    python(block("advising.rst", "import nemo_lowprec\n\nadvice"), model=model, batch={"input_ids": ids, "labels": ids})
+    assert "\n  plugins=" in capsys.readouterr().out
+
+
 def test_yaml_of_one_s_own(place: Path) -> None:
     mine = place / "my_conf" / "precision" / "mine.yaml"
     mine.parent.mkdir(parents=True)
@@ -308,6 +328,7 @@ def test_a_command_in_a_sentence_or_a_comment_is_one(command: str) -> None:
 
     from nemo_lowprec.conf.check import check_values
     from nemo_lowprec.conf.choices import CONF_DIR, register_levels
+    from nemo_lowprec.conf.combinations import combinations, take_own
     from nemo_lowprec.conf.command_line import CommandLine
     from nemo_lowprec.conf.overrides import check_overrides, with_plus, with_strategy
     from nemo_lowprec.run_arguments import check_run_arguments
@@ -316,12 +337,11 @@ def test_a_command_in_a_sentence_or_a_comment_is_one(command: str) -> None:
     if name == "run":
         check_run_arguments(arguments)
         return
-    line = CommandLine.of(arguments)
+    _, line = take_own(CommandLine.of(arguments), name)
     check_overrides(line)
-    line = with_plus(line)
-    line = with_strategy(line) if name == "plan" else line
     register_levels()
-    choices = [] if line.is_multirun else ["output_dir=out", *line.overrides]
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        cfg = compose("config", overrides=choices or ["output_dir=out"])
-    check_values(cfg, complete=False)
+    for one in [] if line.is_multirun else combinations(with_plus(line)):
+        one = with_strategy(one) if name == "plan" else one
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            cfg = compose("config", overrides=["output_dir=out", *one.overrides])
+        check_values(cfg, complete=False)

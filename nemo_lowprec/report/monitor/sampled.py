@@ -90,7 +90,7 @@ class Sampler:
                     found.append((torch.arange(cut.rows)[:, None] * cut.blocks + row + first).flatten())
                     first += cut.rows * cut.blocks
                 elif of == "tensor":
-                    found.append(torch.full((cut.elements,), at))
+                    found.append(torch.full((cut.elements,), at, dtype=torch.int64))
                 else:
                     found.append(torch.arange(cut.elements) + i * self.width)
             self._indices[of, members] = torch.cat(found).to(self._device)

@@ -71,7 +71,7 @@ class UpdateErrors:
         for step in self._open:
             rows = tuple(self._row[id(param)] for param in step.params)
             if rows not in self._rows:
-                self._rows[rows] = torch.tensor(rows).to(self._device)
+                self._rows[rows] = torch.tensor(rows, dtype=torch.int64).to(self._device)
             self.sums.index_add_(0, self._rows[rows], step.end())
         self._open = []
 

@@ -165,9 +165,17 @@ class Monitor(Observer):
     def _reading(self, step: int | None) -> _Pending:
         """The numbers of the sample of ``step``, or of no sample, and the losses so far, on their way to the host."""
         device = self.subject.device
-        losses = torch.stack([loss for _, loss in self._losses]) if self._losses else torch.zeros(0, device=device)
-        one, norm = torch.ones(1, device=device), self._norm
-        norm = torch.full((1,), torch.nan, device=device) if norm is None else norm.to(device).reshape(1)
+        losses = (
+            torch.stack([loss for _, loss in self._losses])
+            if self._losses
+            else torch.zeros(0, dtype=torch.float32, device=device)
+        )
+        one, norm = torch.ones(1, dtype=torch.float32, device=device), self._norm
+        norm = (
+            torch.full((1,), torch.nan, dtype=torch.float32, device=device)
+            if norm is None
+            else norm.to(device).reshape(1)
+        )
         operands, gradients = self._operands.table, self._gradients.table
         sums = [operands.sums, gradients.sums, self._updates.sums, self._wire.sums, losses, one]
         maxima = [_as_maxima(operands.extremes), norm]

@@ -5,7 +5,6 @@ Where a model is a list of equal blocks, three of them are traced and the others
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.engine import Engine
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.options import LayerFilter
+from nemo_lowprec.report.loss import forward_of, outputs_of
 from nemo_lowprec.report.plan.layout import Layout
 from nemo_lowprec.report.plan.on_gpu import GpuRules
 from nemo_lowprec.report.plan.on_meta import copy_on_meta, settle_on_meta
@@ -126,14 +126,13 @@ def run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | 
 
         def of_tokens(module: Any) -> Tensor:
             tokens = torch.zeros(shape, dtype=torch.int64)
-            total, count = module._loss_sum({"input_ids": tokens, "labels": tokens.clone()})
-            return total / count.clamp(min=1)  # type: ignore[no-any-return]
+            return outputs_of(module, {"input_ids": tokens, "labels": tokens.clone()})  # type: ignore[no-any-return]
 
         return of_tokens
     example = sample.batch
-    is_step = example is not None and hasattr(model, "training_step")
+    call: Callable[[Any, Any], Any] = outputs_of
     if example is None:
-        example = getattr(model, "example_input_array", None)
+        example, call = getattr(model, "example_input_array", None), forward_of
     if example is None:
         return (
             "give plan_training micro_batch_size and seq_length (a language model of this package) or an example "
@@ -142,15 +141,8 @@ def run_of(model: nn.Module, sample: Sample) -> Callable[[nn.Module], Tensor] | 
 
     def of_example(module: Any) -> Tensor:
         batch = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, example)
-        if is_step:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*self.log.*")  # which has no Trainer to go to
-                out = module.training_step(batch, 0)
-            out = out["loss"] if isinstance(out, dict) else out
-        elif isinstance(batch, dict):
-            out = module(**batch)
-        else:
-            out = module(*batch) if isinstance(batch, (tuple, list)) else module(batch)
+        out = call(module, batch)
+        out = out["loss"] if isinstance(out, dict) and hasattr(module, "training_step") else out
         leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         return torch.stack([leaf.float().sum() for leaf in leaves]).sum()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,27 @@ def copy_on_meta(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: ``model`` is converted already, or has no parameters (yet).
     """
+    return copy_with(model, lambda tensor: tensor.to("meta"))
+
+
+def copy_with(model: nn.Module, form: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy of ``model`` in which ``form`` has made the values of each parameter and buffer; its Trainer is left out.
+
+    Raises:
+        ValueError: ``model`` is converted already, or has no parameters (yet).
+    """
     if Engine.of(model) is not None:
         raise ValueError("This model is converted already. Plan with it as it was before.")
     tensors = [*model.parameters(), *model.buffers()]
     if not tensors:
         raise ValueError("This model has no parameters (yet): a LightningModule may need its configure_model() first.")
-    return copy.deepcopy(model, {id(t): _on_meta(t) for t in tensors})
+    memo: dict[int, Any] = {id(t): _formed(t, form) for t in tensors}
+    trainers = [trainer for module in model.modules() if (trainer := vars(module).get("_trainer")) is not None]
+    return copy.deepcopy(model, memo | {id(trainer): None for trainer in trainers})
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    twin = tensor.detach().to("meta")
+def _formed(tensor: Tensor, form: Callable[[Tensor], Tensor]) -> Tensor:
+    twin = form(tensor).detach()
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 

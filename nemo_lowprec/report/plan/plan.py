@@ -29,7 +29,7 @@ from nemo_lowprec.report.plan.whole import UNSCALED, plan_whole
 from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import sent_bytes
 
-_NOT_PLANNED = (
+NOT_PLANNED = (
     "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
     "the model."
 )
@@ -146,7 +146,7 @@ class Plan:
             )
         if self.without:
             lines.append(f"Activations are not planned: {self.without}.")
-        return "\n".join([*lines, _NOT_PLANNED])
+        return "\n".join([*lines, NOT_PLANNED])
 
 
 def plan_training(
