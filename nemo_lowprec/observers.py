@@ -73,7 +73,7 @@ class Observer:
             tensor: the tensor that this process puts in.
             bytes: number of bytes that this process copies to other GPUs without a collective; 0 where a process group
                 sends ``tensor``.
-            purpose: ``gradient``, ``weight``, ``amax`` or ``flag``.
+            purpose: ``gradient``, ``weight``, ``amax``, ``flag`` or ``monitor``.
         """
 
     def mean(self, received: Tensor, own: tuple[int, Tensor] | None, layout: Any, mean: Tensor) -> None:

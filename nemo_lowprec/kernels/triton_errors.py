@@ -18,8 +18,8 @@ from nemo_lowprec.kernels.launcher import Launcher
 
 _TM, _TN = 8, 128  # of a tile, which lies in one block of scales along a row
 _ALL = 2**22
-_PROGRAMS = 2048  # about four for each scheduler of an H200; each goes down some tiles of one column of tiles
-_WARPS = 4
+_PROGRAMS = 1056  # eight for each multiprocessor of an H200; each goes down some tiles of one column of tiles
+_WARPS = 8
 
 
 @triton.jit

@@ -49,6 +49,9 @@ _KINDS = {
 }
 
 
+_OWN = ("amax", "flag", "monitor")  # purposes of messages that do not count
+
+
 def sent_bytes(kind: str, size: int, world: int) -> int:
     """Bytes that each of ``world`` processes sends (see ``Sent``), where it puts in ``size``."""
     shares = {
@@ -89,7 +92,7 @@ class Traffic(TorchDispatchMode, Observer):
         super().__exit__(*exc_info)
 
     def message(self, kind: str, tensor: Tensor, bytes: int, purpose: str) -> None:
-        self._left_out = storage_key(tensor.untyped_storage()) if purpose in ("amax", "flag") else None
+        self._left_out = storage_key(tensor.untyped_storage()) if purpose in _OWN else None
         if bytes:
             self.sent.append(Sent(kind, tensor.dtype, bytes))
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_lowprec.observers import Observers
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -32,16 +34,19 @@ class Reading:
     Args:
         sums: tensors that are added up over the processes; any shapes and dtypes.
         maxima: tensors of which the largest elements are taken.
+        observers: are told of the messages.
 
     Every process makes a reading of tensors of the same shapes at the same time: two collectives.
     """
 
-    def __init__(self, sums: Sequence[Tensor], maxima: Sequence[Tensor]) -> None:
+    def __init__(self, sums: Sequence[Tensor], maxima: Sequence[Tensor], observers: Observers) -> None:
         self._shapes = [t.shape for t in (*sums, *maxima)]
         flat = [torch.cat([t.detach().double().reshape(-1) for t in part]) for part in (sums, maxima)]
         if is_shared():
-            dist.all_reduce(flat[0])
-            dist.all_reduce(flat[1], dist.ReduceOp.MAX)
+            for tensor, how in zip(flat, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+                for see in observers.message:
+                    see("all_reduce", tensor, 0, "monitor")
+                dist.all_reduce(tensor, how)
         together = torch.cat(flat)
         self._event = None
         self._host = together

@@ -180,7 +180,9 @@ class Monitor(Observer):
         sums = [operands.sums, gradients.sums, self._updates.sums, self._wire.sums, losses, one]
         maxima = [_as_maxima(operands.extremes), norm]
         at, self._losses = [number for number, _ in self._losses], []
-        return _Pending(step, at, Reading(sums, maxima), self._stretch.cut(self.steps, self.tokens))
+        return _Pending(
+            step, at, Reading(sums, maxima, self.subject.observers), self._stretch.cut(self.steps, self.tokens)
+        )
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, None
