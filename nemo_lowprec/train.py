@@ -19,6 +19,7 @@ from nemo_lowprec.display import own_display
 from nemo_lowprec.lines import one_line, pair_lines
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
+from nemo_lowprec.report.monitor.callback import PrecisionMonitor
 
 _LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path without an earlier fit
 _IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # files of a checkpoint folder
@@ -76,6 +77,7 @@ def pretrain(
     data: LightningDataModule,
     trainer: Trainer,
     ckpt_path: str | None = None,
+    monitor: bool = False,
 ) -> PretrainResult:
     """Trains ``model`` on ``data``, validates at the last step, and prints the result.
 
@@ -85,6 +87,7 @@ def pretrain(
         trainer: a Trainer of ``lightning.pytorch`` with the precision level among its plugins.
         ckpt_path: a checkpoint to resume from. ``last`` is the last checkpoint in the Trainer's checkpoint folder,
             where there is one; ``hpc`` is the checkpoint of a requeued SLURM job.
+        monitor: whether ``PrecisionMonitor`` watches the run, for ``nemo-lowprec report`` and ``compare``.
 
     Raises:
         TypeError: an argument is a nemo_run Config that was not built, or a class of ``pytorch_lightning``.
@@ -96,7 +99,7 @@ def pretrain(
     check_trainer(trainer)
     check_ckpt_path(ckpt_path)
     record = _Validations()
-    ours = [record, _KeepsLast()]
+    ours = [record, _KeepsLast(), *[PrecisionMonitor()] * monitor]
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks += ours
     try:

@@ -20,6 +20,7 @@ from nemo_lowprec.options import parse_options
 _VALUES: dict[str, Any] = {
     "seed": Seed,
     "ckpt_path": Text | None,
+    "monitor": bool,
     "nodes": int | None,
     "gpus": int | str | list[int] | None,
     "output_dir": Text,

@@ -13,11 +13,12 @@ _SETTINGS = {
     "nodes=2 gpus=8": "machines, and processes of each; with strategy=lowprec_sharded",
     "seed=1": "of the initial weights",
     "ckpt_path=last.ckpt": "resume from a checkpoint",
+    "monitor=true": "note what each layer loses to rounding, for report",
     "--config-dir FOLDER": "more choices: FOLDER/precision/mine.yaml is precision=mine",
     "--cfg job": "print the whole config, and do nothing",
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
-_OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt")
+_OF_PRETRAIN = ("-m", "ckpt_path=last.ckpt", "monitor=true")
 _OF_ONE_RUN = ("seed=1", "--cfg job")
 _JSON = {"--json": "one line of JSON on stdout, and everything else on stderr"}
 _OF_COMPARE = {

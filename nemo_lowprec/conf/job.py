@@ -75,7 +75,7 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
     """Seeds, builds and runs one training."""
     check_config(cfg)
     seed_everything(cfg.seed, verbose=False)
-    return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path)
+    return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path, monitor=cfg.monitor)
 
 
 def audit_job(cfg: DictConfig, json_to: TextIO | None = None) -> AuditReport:
