@@ -17,7 +17,7 @@ from nemo_lowprec.report.compare.comparison import compare
 from nemo_lowprec.report.compare.groups import read_groups
 from nemo_lowprec.report.compare.page import comparison_page
 from nemo_lowprec.report.compare.table import print_comparison
-from nemo_lowprec.report.monitor.run_writer import FILE
+from nemo_lowprec.report.monitor.run_writer import FILE, RunWriter
 from nemo_lowprec.report.monitor.runs import read_run
 from nemo_lowprec.report.page.page import write_page
 
@@ -46,9 +46,14 @@ class Training:
         return [sys.executable, "-m", "nemo_lowprec.cli", *self.arguments]
 
     @property
+    def has_run(self) -> bool:
+        """Whether the run has begun."""
+        return (self.folder / FILE).is_file()
+
+    @property
     def has_ended(self) -> bool:
         """Whether the run has ended in order."""
-        return (self.folder / FILE).is_file() and read_run(self.folder).ended
+        return self.has_run and read_run(self.folder).ended
 
 
 def compare_job(found: CompareLine) -> None:
@@ -114,7 +119,12 @@ def _check_settings(found: CompareLine) -> None:
 def _one_after_the_other(trainings: Sequence[Training]) -> None:
     for index, training in enumerate(trainings):
         print(f"\nRun {index + 1} of {len(trainings)}: {training.level}, seed {training.seed}", flush=True)
-        subprocess.run(training.command, check=False)  # its own process: memory and peak begin anew
+        done = subprocess.run(training.command, check=False)  # its own process: memory and peak begin anew
+        if done.returncode == 0 and training.has_run and not training.has_ended:
+            # It was killed behind its last checkpoint: nothing was left to train, and so nothing to note.
+            writer = RunWriter(training.folder)
+            writer.write("end", step=read_run(training.folder).last_step)
+            writer.close()
 
 
 def _by_nemo_run(trainings: Sequence[Training]) -> None:

@@ -25,6 +25,7 @@ _TAKEN = {
     "seed": "seeds=3, or seeds=1,2",
     "ckpt_path": "output_dir=FOLDER of an earlier comparison, which goes on",
     "hydra.run.dir": "output_dir=FOLDER",
+    "monitor": "nothing: every run is monitored",
 }
 
 

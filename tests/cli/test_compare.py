@@ -11,6 +11,7 @@ import pytest
 
 from nemo_lowprec.cli import main
 from nemo_lowprec.conf import compare_job
+from nemo_lowprec.report.monitor.runs import read_run
 from tests.runs import write_run
 
 SETTINGS = ["precision=bf16_mixed,msamp_o2", "seeds=2", "output_dir=out", "trainer.max_steps=60"]
@@ -37,7 +38,9 @@ class Trainer:
         folder = Path(given["output_dir"])
         self.before(folder.name)
         seed = int(given["seed"])
-        write_run(folder, given["precision"], steps=60, every=5, seed=seed, ended=self.ended(folder.name))
+        ended = self.ended(folder.name)
+        write_run(folder, given["precision"], steps=60, every=5, seed=seed, ended=ended)
+        return SimpleNamespace(returncode=0 if ended else 1)
 
     @property
     def started(self) -> list[str]:
@@ -169,3 +172,39 @@ def test_nemo_run_takes_the_trainings_as_tasks(trainer: Trainer, monkeypatch: py
     assert [name for name, _ in tasks] == trainer.started
     assert trainer.started == ["bf16_mixed_1", "msamp_o2_1", "bf16_mixed_2", "msamp_o2_2"]
     assert all(inline.startswith(f"cd {Path.cwd()} && ") for _, inline in tasks)
+
+
+@pytest.mark.slow
+def test_two_levels_are_really_trained_and_one_goes_on_from_its_checkpoint(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = "hidden_size:32,intermediate_size:64,num_hidden_layers:1,num_attention_heads:2,num_key_value_heads:1"
+    settings = [
+        f"+model.config={{{size}}}",
+        "data=megatron",
+        f"data.train_prefix={data_dir / 'train'}",
+        f"data.validation_prefix={data_dir / 'validation'}",
+        "data.seq_length=32",
+        "data.micro_batch_size=4",
+        "data.num_workers=0",
+        "data.validation_samples=8",
+        "trainer.accelerator=cpu",
+        "trainer.max_steps=6",
+        "trainer.val_check_interval=2",
+        "logger=none",
+    ]
+    levels = ["precision=bf16_mixed,bf16_with_fp8_mixed", "output_dir=out"]
+    assert main(["compare", *levels, *settings]) == 0
+    first = read_run("out/bf16_with_fp8_mixed_1")
+    assert first.ended and first.about["seed"] == 1 and sorted(first.loss) == [1, 2, 3, 4, 5, 6]
+    file = first.folder / "monitor.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text(
+        "\n".join(line for line in lines if '"record":"end"' not in line) + "\n"
+    )  # as if it had been killed
+    assert main(["compare", *levels, *settings]) == 0
+    told = capsys.readouterr().out
+    assert "1 of 2 runs in out have ended and are not trained again." in told and "Levels beside bf16_mixed" in told
+    again = read_run("out/bf16_with_fp8_mixed_1")
+    assert again.ended and again.loss == first.loss and len(again.attempts) == 1  # no step was left to train
