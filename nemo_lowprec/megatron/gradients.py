@@ -22,6 +22,7 @@ from nemo_lowprec.comm.wire import Messages, mean_of_messages
 from nemo_lowprec.compat.megatron import BucketGroup
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
 
@@ -67,12 +68,13 @@ class _Buffer(_WithoutFactor):
         return self
 
 
-def hold_in_fp8(ddp: Any) -> None:
+def hold_in_fp8(ddp: Any, observers: Observers = NOBODY) -> None:
     """Replace the gradient buffers of the matrices of a wrapped chunk by FP8 buffers.
 
     Args:
         ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective`` and
             ``pad_buckets_for_high_nccl_busbw`` in its config.
+        observers: are told of the means of gradients.
 
     Raises:
         ValueError: the number of a matrix's elements is no multiple of 128.
@@ -87,7 +89,7 @@ def hold_in_fp8(ddp: Any) -> None:
                     f"{names[id(param)]} has {param.numel()} elements on each process, and FP8 gradients are stored in "
                     f"blocks of {BLOCK}. Use sizes of which it is a multiple, or bf16_with_fp8_mixed."
                 )
-        _replace(buffer)
+        _replace(buffer, observers)
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
         before = None
         for group in groups:
@@ -101,7 +103,7 @@ def hold_in_fp8(ddp: Any) -> None:
                     group.cached_grad_buffer_shard_list[index] = shards
 
 
-def _replace(buffer: Any) -> None:
+def _replace(buffer: Any, observers: Observers) -> None:
     device, size = buffer.grad_data.device, buffer.numel
     for param in buffer.params:
         param.main_grad = None
@@ -123,6 +125,7 @@ def _replace(buffer: Any) -> None:
         start, end = buffer.bucket_indices[bucket.bucket_id]
         bucket.grad_data = part_of_gradient(whole, start, end)
         bucket.grad_data.members = [p.main_grad for p in bucket.params_list]
+        bucket.grad_data.observers = observers
 
 
 def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> GradientTensor:
@@ -194,20 +197,30 @@ def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGr
     messages = torch.cat([bucket.data_blocks.view(torch.uint8).view(world, -1), exponent], dim=1)
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received, messages, group=group, async_op=True)
-    return _Received(work, messages, received, Messages((), (), exponent.shape[1], world), out)
+    layout = Messages((), (), exponent.shape[1], world)
+    return _Received(work, messages, received, layout, out, bucket.observers)  # type: ignore[attr-defined]
 
 
 class _Received:
     """The handle of an all-to-all of gradients; ``wait`` stores the mean of the received messages."""
 
-    def __init__(self, work: Any, sent: Tensor, received: Tensor, layout: Messages, out: GradientTensor) -> None:
+    def __init__(
+        self,
+        work: Any,
+        sent: Tensor,
+        received: Tensor,
+        layout: Messages,
+        out: GradientTensor,
+        observers: Observers,
+    ) -> None:
         self._work, self._sent, self._received, self._layout, self._out = work, sent, received, layout, out
+        self._observers = observers
 
     @torch.no_grad()
     def wait(self) -> None:
         self._work.wait()
         mean = torch.empty(self._layout.bytes, dtype=torch.uint8, device=self._received.device)
-        mean_of_messages(self._received, self._layout, mean)
+        mean_of_messages(self._received, self._layout, mean, observers=self._observers)
         data, exponent = self._layout.parts(mean.view(1, -1))
         self._out.data_blocks.view(torch.uint8).copy_(data.reshape(-1))
         self._out.exponent.copy_(exponent)
