@@ -89,11 +89,11 @@ def hold_in_fp8(ddp: Any, observers: Observers = NOBODY) -> None:
                     f"{names[id(param)]} has {param.numel()} elements on each process, and FP8 gradients are stored in "
                     f"blocks of {BLOCK}. Use sizes of which it is a multiple, or bf16_with_fp8_mixed."
                 )
-        _replace(buffer, observers)
+        _replace(buffer)
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
         before = None
         for group in groups:
-            group.__class__ = _Fp8BucketGroup
+            group.__class__, group.observers = _Fp8BucketGroup, observers
             group.drains, before = before, group
             for index, bucket in enumerate(group.buckets):
                 if isinstance(bucket.grad_data, GradientTensor):
@@ -103,7 +103,7 @@ def hold_in_fp8(ddp: Any, observers: Observers = NOBODY) -> None:
                     group.cached_grad_buffer_shard_list[index] = shards
 
 
-def _replace(buffer: Any, observers: Observers) -> None:
+def _replace(buffer: Any) -> None:
     device, size = buffer.grad_data.device, buffer.numel
     for param in buffer.params:
         param.main_grad = None
@@ -125,7 +125,6 @@ def _replace(buffer: Any, observers: Observers) -> None:
         start, end = buffer.bucket_indices[bucket.bucket_id]
         bucket.grad_data = part_of_gradient(whole, start, end)
         bucket.grad_data.members = [p.main_grad for p in bucket.params_list]
-        bucket.grad_data.observers = observers
 
 
 def part_of_gradient(gradient: GradientTensor, start: int, end: int) -> GradientTensor:
@@ -140,6 +139,7 @@ class _Fp8BucketGroup(BucketGroup):
     """Megatron's group of buckets, which averages FP8 buckets in FP8 and the others in their own dtype."""
 
     drains: Any = None  # the bucket group that backward sends before this group
+    observers: Observers
     grad_reduce_handle: Any
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -153,7 +153,7 @@ class _Fp8BucketGroup(BucketGroup):
         for bucket, shards in zip(self.buckets, self.cached_grad_buffer_shard_list, strict=True):
             group = self.intra_distributed_optimizer_instance_group
             if isinstance(bucket.grad_data, GradientTensor):
-                works.append(_exchange(bucket.grad_data, shards[group.rank()], group))
+                works.append(_exchange(bucket.grad_data, shards[group.rank()], group, self.observers))
             else:
                 if bucket.gradient_scaling_factor != 1:
                     bucket.grad_data *= bucket.gradient_scaling_factor
@@ -179,12 +179,15 @@ class _Works:
 
 
 @torch.no_grad()
-def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup) -> Any:
+def _exchange(
+    bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup, observers: Observers = NOBODY
+) -> Any:
     """Average a bucket over ``group``, and store each process's shard of the mean in ``out`` when the handle is waited.
 
     Args:
         bucket: FP8 gradients of a bucket, the same elements on all processes.
         out: this process's shard of ``bucket``.
+        observers: are told of the mean.
     """
     for member in bucket.members:  # type: ignore[attr-defined]
         if member.is_empty:
@@ -198,7 +201,7 @@ def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGr
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received, messages, group=group, async_op=True)
     layout = Messages((), (), exponent.shape[1], world)
-    return _Received(work, messages, received, layout, out, bucket.observers)  # type: ignore[attr-defined]
+    return _Received(work, messages, received, layout, out, observers)
 
 
 class _Received:
