@@ -20,6 +20,7 @@ from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Sample
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.monitor.watch import Monitor, check_every
+from nemo_lowprec.strategies import MegatronStrategy
 
 
 class PrecisionMonitor(pl.Callback):
@@ -61,7 +62,7 @@ class PrecisionMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, LowPrecision)
-        subject = Subject(plugin.engine)
+        subject = _subject_of(trainer)
         self._losses, self._is_new = [], True
         if trainer.is_global_zero:
             self._writer = RunWriter(Path(self._folder or _folder_of(trainer)))
@@ -99,8 +100,14 @@ class PrecisionMonitor(pl.Callback):
         tokens = getattr(getattr(pl_module, "token_rate", None), "tokens", None)
         self._monitor.tokens = None if tokens is None else tokens * data_parallel_size(trainer)
         if self._losses and not is_mid_step(trainer):
-            self._monitor.add_loss(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
+            losses = torch.stack([loss.float().reshape(()) for loss in self._losses])
+            # Lightning divides the losses by their number. A pipeline's last one stands for all.
+            self._monitor.add_loss(losses[-1] * len(losses) if self._is_pipelined(trainer) else losses.sum())
             self._losses = []
+
+    @staticmethod
+    def _is_pipelined(trainer: pl.Trainer) -> bool:
+        return isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.engine.is_pipelined
 
     def _write_audit(self) -> None:
         report = self._audit.report
@@ -146,7 +153,18 @@ def _folder_of(trainer: pl.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def _subject_of(trainer: pl.Trainer) -> Subject:
+    if isinstance(trainer.strategy, MegatronStrategy):
+        from nemo_lowprec.report.monitor.megatron_subject import MegatronSubject
+
+        return MegatronSubject(trainer.strategy.engine)
+    plugin: Any = trainer.precision_plugin
+    return Subject(plugin.engine)
+
+
 def _engine_of(trainer: pl.Trainer) -> str:
+    if isinstance(trainer.strategy, MegatronStrategy):
+        return "megatron"
     plugin: Any = trainer.precision_plugin
     if plugin.engine.columns.weights.is_sharded:
         return "fsdp2"
