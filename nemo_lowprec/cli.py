@@ -133,6 +133,34 @@ def _doctor(arguments: Sequence[str]) -> None:
         Console().print(found.table())
 
 
+def _report(arguments: Sequence[str]) -> None:
+    """write a page about a monitored run: loss, layers, memory, what the level declares and what was found"""
+    parser = argparse.ArgumentParser("nemo-lowprec report", description=_report.__doc__)
+    parser.add_argument("run_dir", help="folder of a run with monitor=True, in which monitor.jsonl is")
+    parser.add_argument("--out", help="HTML file to write (default: report.html in the folder)")
+    options = parser.parse_args(arguments)
+    _check_exists(options.run_dir)
+
+    from nemo_lowprec.report.page.run_page import write_report
+
+    print(write_report(options.run_dir, options.out))
+
+
+def _compare(arguments: Sequence[str]) -> None:
+    """compare levels: train a model at each, precision=bf16_mixed,msamp_o2 seeds=3, or take run folders RUN1 RUN2"""
+    if {"-h", "--help"} & set(arguments):
+        from nemo_lowprec.conf.help import help_of
+
+        print(help_of("compare"))
+        return
+    from nemo_lowprec.conf.compare_line import CompareLine
+
+    line = CompareLine.of(arguments)
+    from nemo_lowprec.conf.compare_job import compare_job
+
+    compare_job(line)
+
+
 def _advise(arguments: Sequence[str]) -> None:
     """print which level fits, expected times and the layers to keep back, without training; takes Hydra overrides"""
     _hydra("advise", arguments)
@@ -175,7 +203,20 @@ def _check_exists(path: str | None) -> None:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     command.__name__[1:].replace("_", "-"): command
-    for command in (_pretrain, _run, _prepare_data, _audit, _plan, _advise, _inspect, _doctor, _export, _levels)
+    for command in (
+        _pretrain,
+        _run,
+        _prepare_data,
+        _audit,
+        _plan,
+        _advise,
+        _report,
+        _compare,
+        _inspect,
+        _doctor,
+        _export,
+        _levels,
+    )
 }
 
 

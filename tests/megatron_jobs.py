@@ -23,6 +23,7 @@ from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
 from nemo_lowprec.report import Audit
+from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.strategies import MegatronStrategy
 from tests.support import level_of
 
@@ -158,7 +159,7 @@ def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
     world: int = 1, again: bool = False, masked: bool = False, infinite: int | None = None,
-    transformer: dict[str, Any] | None = None, **options: Any,
+    transformer: dict[str, Any] | None = None, watched: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -178,6 +179,8 @@ def train(
     callbacks: list[Callback] = [record] if kind == "plain" else [record, audit]
     if infinite is not None:
         callbacks.append(Spoiler(infinite))
+    if watched is not None:
+        callbacks.append(PrecisionMonitor(2, watched))
     if save is not None:
         folder, step = save
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))

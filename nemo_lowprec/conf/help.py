@@ -11,15 +11,23 @@ _SETTINGS = {
     "data.micro_batch_size=4": "sequences of a batch on each process",
     "trainer.max_steps=400": "any argument of Lightning's Trainer",
     "nodes=2 gpus=8": "machines, and processes of each; with strategy=lowprec_sharded",
-    "monitor=on": "what low precision does to each layer; monitor.every_n_steps=10",
     "seed=1": "of the initial weights",
     "ckpt_path=last.ckpt": "resume from a checkpoint",
+    "monitor=on": "note what each layer loses to rounding, for report",
     "--config-dir FOLDER": "more choices: FOLDER/precision/mine.yaml is precision=mine",
     "--cfg job": "print the whole config, and do nothing",
     "-m": "one run for each combination of precision=msamp_o1,msamp_o2 seed=1,2",
 }
 _OF_PRETRAIN = ("monitor", "monitor=on", "-m", "ckpt_path=last.ckpt")  # groups and settings
+_OF_ONE_RUN = ("seed=1", "--cfg job")
 _JSON = {"--json": "one line of JSON on stdout, and everything else on stderr"}
+_OF_COMPARE = {
+    "seeds=3": "trains with the seeds 1, 2 and 3; seeds=7,8 with 7 and 8",
+    "output_dir=FOLDER": "of the comparison; the same command goes on in it",
+    "RUN1 RUN2 ...": "in place of settings: folders of monitored runs",
+    "--out FILE": "the page (default: compare.html in the folder)",
+    "--nemo-run": "the trainings as tasks of a nemo_run experiment",
+}
 _OF_PLAN = {
     "fits=80": "GiB of a GPU, or H100 or H200: which plans fit",
     "precision=A,B gpus=1,8": "lists: one table of all combinations, cheapest first",
@@ -29,7 +37,7 @@ _OF_ADVISE = {
     "precision=A,B": "the levels to compare; all without",
     "ckpt_path=last.ckpt": "weights to look at; new ones without",
 }
-_OWN = {"plan": _OF_PLAN, "advise": _OF_ADVISE, "audit": _JSON, "doctor": _JSON}
+_OWN = {"plan": _OF_PLAN, "advise": _OF_ADVISE, "compare": _OF_COMPARE, "audit": _JSON, "doctor": _JSON}
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
@@ -38,6 +46,10 @@ _EXAMPLES = {
     ),
     "audit": ("nemo-lowprec audit precision=msamp_o2", "nemo-lowprec audit precision=msamp_o2 --json"),
     "doctor": ("nemo-lowprec doctor", "nemo-lowprec doctor model=llama_100m data.seq_length=4096 --json"),
+    "compare": (
+        "nemo-lowprec compare precision=bf16_mixed,bf16_with_fp8_mixed seeds=3",
+        "nemo-lowprec compare outputs/run1 outputs/run2",
+    ),
     "plan": (
         "nemo-lowprec plan model=llama3_70b precision=msamp_o3 gpus=8",
         "nemo-lowprec plan model=llama3_8b nodes=2 gpus=8 trainer.strategy.shard_size=8",
@@ -56,6 +68,10 @@ _ABOUT = {
     "audit": (
         "Trains two steps and prints, column by column, what the level declares in the chart beside what was found in "
         "the run. No checkpoint is written. Exit status: 0 where both agree, 1 where a column differs, 2 for bad input."
+    ),
+    "compare": (
+        "Trains a model at several levels with several seeds, one after the other, and compares the losses, the speed "
+        "and the memory: a table, and a page to open in a browser. Or compares runs that are there."
     ),
     "plan": (
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "
@@ -77,11 +93,11 @@ def help_of(command: str) -> str:
     """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
-        command: ``pretrain``, ``audit``, ``plan``, ``advise`` or ``doctor``.
+        command: ``pretrain``, ``audit``, ``plan``, ``advise``, ``doctor`` or ``compare``.
     """
-    left_out = () if command == "pretrain" else _OF_PRETRAIN
+    left_out = {"pretrain": (), "compare": (*_OF_PRETRAIN, *_OF_ONE_RUN)}.get(command, _OF_PRETRAIN)
     groups = {group: ", ".join(choices_of(group)) for group in GROUPS if group not in left_out}
-    settings = {setting: about for setting, about in _SETTINGS.items() if setting not in left_out}
+    settings = {s: about for s, about in _SETTINGS.items() if s not in left_out}
     settings |= _OWN.get(command, {})
     usage = f"nemo-lowprec {command} [GROUP=CHOICE ...] [SETTING=VALUE ...]"
     tables = {"groups and their choices": groups, "settings (a few)": settings}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nemo_lowprec.megatron.gradients import hold_in_fp8
 from nemo_lowprec.megatron.optimizer import INITIAL_VALUES
 from nemo_lowprec.megatron.settings import MegatronSettings
+from nemo_lowprec.observers import NOBODY, Observers
 
 
 @torch.no_grad()
@@ -40,14 +41,16 @@ def wrap(
     ddp_config: DistributedDataParallelConfig,
     settings: MegatronSettings,
     is_first: bool = True,
+    observers: Observers = NOBODY,
 ) -> DistributedDataParallel:
     """A part of the model in Megatron's DistributedDataParallel, with gradients in the level's format.
 
-    Parts other than the first of a process (``is_first``) have one bucket each.
+    Parts other than the first of a process (``is_first``) have one bucket each. ``observers`` are told of the means of
+    gradients in FP8.
     """
     ddp = DistributedDataParallel(config, ddp_config, module, disable_bucketing=not is_first)
     if settings.fp8_gradients:
-        hold_in_fp8(ddp)
+        hold_in_fp8(ddp, observers)
     else:
         fuse_weight_gradients(module)
     return ddp

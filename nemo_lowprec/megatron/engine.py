@@ -167,7 +167,7 @@ class MegatronEngine:
         self.chunks = []
         for part in parts:
             config = get_model_config(part) if self.is_pipelined else self.config
-            self.chunks.append(wrap(part, config, ddp_config, settings, is_first=not self.chunks))
+            self.chunks.append(wrap(part, config, ddp_config, settings, not self.chunks, self.observers))
         for chunk in self.chunks:
             chunk.broadcast_params()
 

@@ -22,6 +22,7 @@ from nemo_lowprec.comm.wire import Messages, mean_of_messages
 from nemo_lowprec.compat.megatron import BucketGroup
 from nemo_lowprec.formats import E4M3
 from nemo_lowprec.formats.block_scale_128 import BLOCK, UNIT
+from nemo_lowprec.observers import NOBODY, Observers
 from nemo_lowprec.tensors import GradientTensor
 
 
@@ -67,12 +68,13 @@ class _Buffer(_WithoutFactor):
         return self
 
 
-def hold_in_fp8(ddp: Any) -> None:
+def hold_in_fp8(ddp: Any, observers: Observers = NOBODY) -> None:
     """Replace the gradient buffers of the matrices of a wrapped chunk by FP8 buffers.
 
     Args:
         ddp: Megatron's DistributedDataParallel, freshly built, with ``average_in_collective`` and
             ``pad_buckets_for_high_nccl_busbw`` in its config.
+        observers: are told of the means of gradients.
 
     Raises:
         ValueError: the number of a matrix's elements is no multiple of 128.
@@ -91,7 +93,7 @@ def hold_in_fp8(ddp: Any) -> None:
     for groups in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups):
         before = None
         for group in groups:
-            group.__class__ = _Fp8BucketGroup
+            group.__class__, group.observers = _Fp8BucketGroup, observers
             group.drains, before = before, group
             for index, bucket in enumerate(group.buckets):
                 if isinstance(bucket.grad_data, GradientTensor):
@@ -137,6 +139,7 @@ class _Fp8BucketGroup(BucketGroup):
     """Megatron's group of buckets, which averages FP8 buckets in FP8 and the others in their own dtype."""
 
     drains: Any = None  # the bucket group that backward sends before this group
+    observers: Observers
     grad_reduce_handle: Any
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
@@ -150,7 +153,7 @@ class _Fp8BucketGroup(BucketGroup):
         for bucket, shards in zip(self.buckets, self.cached_grad_buffer_shard_list, strict=True):
             group = self.intra_distributed_optimizer_instance_group
             if isinstance(bucket.grad_data, GradientTensor):
-                works.append(_exchange(bucket.grad_data, shards[group.rank()], group))
+                works.append(_exchange(bucket.grad_data, shards[group.rank()], group, self.observers))
             else:
                 if bucket.gradient_scaling_factor != 1:
                     bucket.grad_data *= bucket.gradient_scaling_factor
@@ -176,12 +179,15 @@ class _Works:
 
 
 @torch.no_grad()
-def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup) -> Any:
+def _exchange(
+    bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGroup, observers: Observers = NOBODY
+) -> Any:
     """Average a bucket over ``group``, and store each process's shard of the mean in ``out`` when the handle is waited.
 
     Args:
         bucket: FP8 gradients of a bucket, the same elements on all processes.
         out: this process's shard of ``bucket``.
+        observers: are told of the mean.
     """
     for member in bucket.members:  # type: ignore[attr-defined]
         if member.is_empty:
@@ -194,20 +200,30 @@ def _exchange(bucket: GradientTensor, out: GradientTensor, group: dist.ProcessGr
     messages = torch.cat([bucket.data_blocks.view(torch.uint8).view(world, -1), exponent], dim=1)
     received = torch.empty_like(messages)
     work = dist.all_to_all_single(received, messages, group=group, async_op=True)
-    return _Received(work, messages, received, Messages((), (), exponent.shape[1], world), out)
+    layout = Messages((), (), exponent.shape[1], world)
+    return _Received(work, messages, received, layout, out, observers)
 
 
 class _Received:
     """The handle of an all-to-all of gradients; ``wait`` stores the mean of the received messages."""
 
-    def __init__(self, work: Any, sent: Tensor, received: Tensor, layout: Messages, out: GradientTensor) -> None:
+    def __init__(
+        self,
+        work: Any,
+        sent: Tensor,
+        received: Tensor,
+        layout: Messages,
+        out: GradientTensor,
+        observers: Observers,
+    ) -> None:
         self._work, self._sent, self._received, self._layout, self._out = work, sent, received, layout, out
+        self._observers = observers
 
     @torch.no_grad()
     def wait(self) -> None:
         self._work.wait()
         mean = torch.empty(self._layout.bytes, dtype=torch.uint8, device=self._received.device)
-        mean_of_messages(self._received, self._layout, mean)
+        mean_of_messages(self._received, self._layout, mean, observers=self._observers)
         data, exponent = self._layout.parts(mean.view(1, -1))
         self._out.data_blocks.view(torch.uint8).copy_(data.reshape(-1))
         self._out.exponent.copy_(exponent)

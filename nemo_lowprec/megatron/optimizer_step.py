@@ -39,6 +39,7 @@ class Stepper:
         parts: the distributed optimizer of the parameters, and a second one of the experts' parameters, if any.
         grad_norm: L2 norm of the last step's true gradients before clipping, FP32 scalar on the device; None before
             the first step.
+        divisor: by what the last step has divided the gradients, FP32 scalar on the device: loss scale and clipping.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Stepper:
     ) -> None:
         self.inner, self.chunks, self.guard, self._clip = inner, chunks, guard, config.clip_grad
         self.grad_norm: Tensor | None = None
+        self.divisor: Tensor | None = None
         twin = _twin_of_experts(inner)
         self.parts = [LowPrecisionDistributedOptimizer(inner, config, settings, chunks)]
         if twin is not None:
@@ -71,6 +73,7 @@ class Stepper:
         divisor = torch.full_like(norm, scale)
         if self._clip > 0:
             divisor = divisor * ((norm + 1e-6) / self._clip).clamp(min=1.0)
+        self.divisor = divisor
         self.guard.take(self.inner, found, partial(self._apply, divisor, found), waits=False)
         return self.inner not in self.guard.skipped
 

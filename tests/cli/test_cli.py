@@ -210,7 +210,7 @@ def test_a_pretrained_model_is_exported_and_generates(
     assert new.shape[1] > ids.shape[1] and tokenizer.decode(new[0]).startswith("Chapter")
 
 
-@pytest.mark.parametrize("arguments", [[], ["compare"], ["export"], ["prepare-data"]])
+@pytest.mark.parametrize("arguments", [[], ["contrast"], ["export"], ["prepare-data"], ["report"]])
 def test_command_line_that_is_not_one(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as error:
         main(arguments)

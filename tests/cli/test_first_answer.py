@@ -17,7 +17,9 @@ CODE = (
     "try: status = main()\nexcept SystemExit as error: status = error.code or 0\n"
     f"print(json.dumps([status, [m for m in {HEAVY!r} if m in sys.modules]]), file=sys.stderr)"
 )
-COMMANDS = ("pretrain", "prepare-data", "audit", "plan", "advise", "export", "levels", "run")
+COMMANDS = (
+    "pretrain", "prepare-data", "audit", "plan", "advise", "report", "compare", "export", "levels", "run"
+)  # fmt: skip
 
 
 def answer(folder: Path, *arguments: str) -> tuple[int, str, str, float]:
@@ -44,7 +46,7 @@ def test_help_is_the_command_s_own_and_fits_the_screen(command: str, tmp_path: P
     status, out, _, seconds = answer(tmp_path, command, "--help")
     assert status == 0 and f"nemo-lowprec {command}" in out and seconds < 1
     assert max(map(len, out.splitlines())) <= 80
-    if command in ("pretrain", "audit", "plan", "advise"):
+    if command in ("pretrain", "audit", "plan", "advise", "compare"):
         assert all(level in out for level in CHART)
 
 
@@ -81,6 +83,22 @@ MISTAKES = [
     ("run --yes trainer.max_step=5", "There is no setting 'trainer.max_step'. Did you mean 'max_steps'?"),
     ("run trainer.max_steps=5", "Add --yes: nemo_run asks whether to start, and there is no terminal"),
     ("prepare-data --out data --source nowhere", "nowhere does not exist"),
+    ("report nowhere", "nowhere does not exist"),
+    ("compare nowhere nowhere", "nowhere does not exist"),
+    ("compare precision=bf16_mixed,msamp_o9", "Unknown precision level 'msamp_o9'. Choose one of: fp16_amp, te_fp8,"),
+    ("compare precision=bf16_mixed", "compare needs two levels or more: precision=bf16_mixed,bf16_with_fp8_mixed"),
+    ("compare", "compare needs two levels or more"),
+    ("compare precision=bf16_mixed,msamp_o2 seeds=many", "seeds=many must be a number of seeds, or seeds with commas"),
+    ("compare precision=bf16_mixed,msamp_o2 seeds=0", "seeds=0 must be from 1 to 100 seeds"),
+    ("compare precision=bf16_mixed,msamp_o2 seeds=1,-4", "seeds=-4 must be an integer from 0 to 2**32 - 1"),
+    ("compare precision=bf16_mixed,msamp_o2 seed=1", "seed is not read by compare: use seeds=3, or seeds=1,2."),
+    ("compare precision=bf16_mixed,msamp_o2 model.lr=fast", "model.lr='fast' must be a number"),
+    ("compare precision=bf16_mixed,msamp_o2 sed=1", "There is no setting 'sed'. Did you mean 'seed'?"),
+    ("compare precision=bf16_mixed,msamp_o2 precision.fp8_margin=1", "bf16_mixed takes no 'fp8_margin'"),
+    ("compare precision=bf16_mixed,msamp_o2 data=text", "data.data_dir is missing: add data.data_dir=..."),
+    ("compare -m precision=bf16_mixed,msamp_o2", "compare trains every level with every seed without -m"),
+    ("compare . model.lr=1", "compare takes folders of runs, or settings of trainings: not . and model.lr=1."),
+    ("compare . --out", "--out needs the path of an HTML file"),
     ("export nowhere.ckpt out", "nowhere.ckpt does not exist"),
 ]
 

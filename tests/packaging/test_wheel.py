@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import write_run
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,3 +51,9 @@ def test_pretrain_and_recipes_work_from_the_wheel(site, tmp_path):
     recipe = "from nemo_lowprec.recipes import tiny, te_fp8; r = tiny.pretrain_recipe(dir='runs', name='t'); "
     out = run("-c", recipe + "r.trainer.plugins = te_fp8(); print(r.trainer.plugins)", cwd=tmp_path, path=site)
     assert "te_fp8" in out
+
+
+def test_a_report_is_written_from_the_wheel(site, tmp_path):
+    write_run(tmp_path / "run")
+    run("-m", "nemo_lowprec.cli", "report", "run", cwd=tmp_path, path=site)
+    assert "<style>:root" in (tmp_path / "run" / "report.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -38,9 +39,11 @@ def about_run(
     columns = options.level.columns(recipe is not None and recipe.fp8_params)
     params = list(model.parameters())
     cuda = torch.cuda.is_available()
+    seed = os.environ.get("PL_GLOBAL_SEED")  # of Lightning's seed_everything
     return {
         "format": FORMAT,
         "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "seed": None if seed is None else int(seed),
         "level": columns.pop("Level"),
         "options": options.given,
         "declared": columns,

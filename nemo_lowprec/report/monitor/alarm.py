@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemo_lowprec.lines import path_text
-from nemo_lowprec.options import Options
 from nemo_lowprec.report.advice.layers import modules_of
 from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, ratios, said
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
+from nemo_lowprec.report.monitor.subject import Subject
 
 # Steps for which an operand must lie beyond its bounds. Activations grow fast in the first steps of a training, and
 # gradients jump now and then: a scale of an earlier step then clips the values of one sample, and not of the next.
@@ -49,14 +49,13 @@ class Alarm:
     Each such operand is noted in the run's file, once in an attempt.
 
     Args:
-        model: has the layers.
-        options: of the level.
+        subject: has the layers, and the level's options.
         writer: of the run's file.
     """
 
-    def __init__(self, model: nn.Module, options: Options, writer: RunWriter) -> None:
-        self._model, self._options, self._writer = model, options, writer
-        self._has_one_scale = options.level.scaling in _PER_TENSOR
+    def __init__(self, subject: Subject, writer: RunWriter) -> None:
+        self._subject, self._writer = subject, writer
+        self._has_one_scale = subject.options.level.scaling in _PER_TENSOR
         self._open: dict[Row, Crossing] = {}
         self._noted: set[Row] = set()
         self._has_warned = False
@@ -107,13 +106,21 @@ class Alarm:
         return f"{layer}: its {kind} has {worst.text} since step {worst.since}{more}. {self._remedy(worst)} {report}"
 
     def _remedy(self, worst: Crossing) -> str:
-        own = self._options.chosen.get("skip") or ()
-        skip = [*([own] if isinstance(own, str) else own), *modules_of(self._model, [worst.row[0]])]
-        line = f"{self._options.level.name}(skip={json.dumps(skip)})"
+        options = self._subject.options
+        own = options.chosen.get("skip") or ()
+        skip = [*([own] if isinstance(own, str) else own), self._module_of(worst.row[0])]
+        line = f"{options.level.name}(skip={json.dumps(skip)})"
         if worst.is_large_weight:
             return f"Look at its initial values and at its learning rate; {line} keeps it in half precision."
         finer = ", or scale blocks of it, as bf16_with_fp8_subchannel_scaling_mixed does" if self._has_one_scale else ""
         return f"Keep it in half precision, {line}{finer}."
+
+    def _module_of(self, layer: str) -> str:
+        """The module of a layer. A layer of another process's part of a pipeline has the name of a module."""
+        for prefix, part in self._subject.parts().items():
+            if layer.startswith(prefix):
+                return modules_of(part, [layer.removeprefix(prefix)])[0]
+        return layer.partition(".")[2]
 
 
 def amax_ratios(rows: Sequence[Row], amaxes: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Sample
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.monitor.watch import Monitor, check_every
+from nemo_lowprec.strategies import MegatronStrategy
 
 
 class PrecisionMonitor(pl.Callback):
@@ -67,7 +68,7 @@ class PrecisionMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, LowPrecision)
-        subject = Subject(plugin.engine)
+        subject = _subject_of(trainer)
         self._losses, self._is_new = [], True
         if trainer.is_global_zero:
             self._writer = RunWriter(Path(self._folder or _folder_of(trainer)))
@@ -77,15 +78,10 @@ class PrecisionMonitor(pl.Callback):
             )  # fmt: skip
             self._writer.write("run", **record)
         self._heatmaps = LoggedHeatmaps(trainer.loggers)
-        told = [] if self._writer is None else self._told(trainer, pl_module, subject, self._writer)
+        told: list[Callable[[Sample], None]] = []
+        if self._writer is not None:
+            told = [partial(log_sample, trainer.loggers), self._heatmaps.add, Alarm(subject, self._writer).look]
         self._monitor = Monitor(subject, self._writer, self.every_n_steps, trainer.global_step, told)
-
-    def _told(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, subject: Subject, writer: RunWriter
-    ) -> list[Callable[[Sample], None]]:
-        """Those who are told of samples on the process that writes."""
-        alarm = Alarm(pl_module, subject.options, writer)
-        return [partial(log_sample, trainer.loggers), self._heatmaps.add, alarm.look]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
         self._audit.on_train_batch_start(trainer, pl_module, batch, i)
@@ -108,8 +104,14 @@ class PrecisionMonitor(pl.Callback):
         tokens = getattr(getattr(pl_module, "token_rate", None), "tokens", None)
         self._monitor.tokens = None if tokens is None else tokens * data_parallel_size(trainer)
         if self._losses and not is_mid_step(trainer):
-            self._monitor.add_loss(torch.stack([loss.float().reshape(()) for loss in self._losses]).mean())
+            losses = torch.stack([loss.float().reshape(()) for loss in self._losses])
+            # Lightning divides the losses by their number. A pipeline's last one stands for all.
+            self._monitor.add_loss(losses[-1] * len(losses) if self._is_pipelined(trainer) else losses.sum())
             self._losses = []
+
+    @staticmethod
+    def _is_pipelined(trainer: pl.Trainer) -> bool:
+        return isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy.engine.is_pipelined
 
     def _write_audit(self) -> None:
         report = self._audit.report
@@ -167,7 +169,18 @@ def _folder_of(trainer: pl.Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def _subject_of(trainer: pl.Trainer) -> Subject:
+    if isinstance(trainer.strategy, MegatronStrategy):
+        from nemo_lowprec.report.monitor.megatron_subject import MegatronSubject
+
+        return MegatronSubject(trainer.strategy.engine)
+    plugin: Any = trainer.precision_plugin
+    return Subject(plugin.engine)
+
+
 def _engine_of(trainer: pl.Trainer) -> str:
+    if isinstance(trainer.strategy, MegatronStrategy):
+        return "megatron"
     plugin: Any = trainer.precision_plugin
     if plugin.engine.columns.weights.is_sharded:
         return "fsdp2"

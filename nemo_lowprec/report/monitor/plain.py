@@ -37,7 +37,7 @@ class PlainMonitor:
             )  # fmt: skip
             self._writer.write("run", **record)
         self.path = Path(folder)
-        told = [] if self._writer is None else [Alarm(model, engine.options, self._writer).look]
+        told = [] if self._writer is None else [Alarm(subject, self._writer).look]
         self._monitor: Monitor | None = Monitor(subject, self._writer, every_n_steps, start, told)
 
     def add_loss(self, loss: Tensor) -> None:

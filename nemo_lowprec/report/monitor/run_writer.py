@@ -3,14 +3,14 @@
 A line that a kill has cut short is the last one of its attempt, and ``runs.py`` leaves it out. A run that resumes in
 the same folder goes on in the same file; nothing is overwritten. The records, named by their key ``record``:
 
-``run``         the first one of an attempt: ``format``, ``start`` (steps taken before it), ``time``, ``level``,
-                ``options``, ``declared`` (the chart's row, column to format), ``model``, ``parameters``, ``engine``,
-                ``processes``, ``device``, ``versions``, ``command``, ``every_n_steps``, ``layers``: names to reasons by
-                fate, as in ``Conversion`` (``low``, ``left``, ``half``, ``kept``, ``fused``)
+``run``         the first one of an attempt: ``format``, ``start`` (steps taken before it), ``time``, ``seed`` (null
+                where unknown), ``level``, ``options``, ``declared`` (the chart's row, column to format), ``model``,
+                ``parameters``, ``engine``, ``processes``, ``device``, ``versions``, ``command``, ``every_n_steps``,
+                ``layers``: names to reasons by fate, as in ``Conversion`` (``low``, ``left``, ``half``, ``kept``,
+                ``fused``)
 ``operands``    ``rows``: [layer, operand] for each row of the samples that follow
 ``params``      ``names``: for each row of the samples' parameters
-``audit``       ``findings`` and ``total_bytes`` by column, as ``Audit`` finds them in one step; ``traffic``: the
-                messages of that step
+``audit``       ``findings``, and ``total_bytes`` and ``places`` by column, as ``Audit`` finds them in one step
 ``steps``       ``loss``, one for each of the steps ``at``; and of the stretch of ``steps`` steps up to ``last`` its
                 ``seconds`` and ``tokens`` (null where nobody counts them); ``peak_bytes`` of the GPU so far
 ``sample``      ``step``, ``operands`` and ``params`` (metric to one number for each row; null where there is none),

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT
 
 Row = tuple[str, ...]  # (layer, operand), or (parameter,)
@@ -19,7 +22,8 @@ class Table:
 
     Attributes:
         rows: in the order of the model.
-        metrics: metric to the numbers of each row, one for each of ``Run.steps``; None where there is none.
+        metrics: metric to the numbers of each row, one for each of ``Run.steps``; None where there is none. Empty
+            without rows.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -28,6 +32,10 @@ class Table:
     def of(self, metric: str, row: Row) -> list[float | None]:
         """The numbers of one row."""
         return self.metrics[metric][row]
+
+    def matrix(self, metric: str) -> npt.NDArray[np.float64]:
+        """The numbers of all rows [rows, samples]; NaN where there is none."""
+        return np.array([self.metrics[metric][row] for row in self.rows], dtype=np.float64)
 
 
 @dataclass
@@ -41,7 +49,8 @@ class Run:
         operands: rows (layer, operand); metrics amax, scale, underflow, saturation, sqnr, binades, nonfinite.
         params: rows (name,); metrics lost, weight_sqnr, gradient_sqnr, first_sqnr, second_sqnr.
         samples: the ``sample`` records of ``steps``.
-        loss: of each step, where it is known.
+        loss: of each step, where it is known and finite.
+        nonfinite: the steps whose loss was infinite or NaN.
         rates: (last step, steps, seconds, tokens) of each stretch that was timed; tokens may be None.
         peak_bytes: of the GPU; None on a CPU.
         validations: (step, metrics).
@@ -57,6 +66,7 @@ class Run:
     params: Table = field(default_factory=Table)
     samples: list[dict[str, Any]] = field(default_factory=list)
     loss: dict[int, float] = field(default_factory=dict)
+    nonfinite: list[int] = field(default_factory=list)
     rates: list[tuple[int, int, float, int | None]] = field(default_factory=list)
     peak_bytes: int | None = None
     validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
@@ -72,7 +82,19 @@ class Run:
     @property
     def last_step(self) -> int:
         """The last step of which the file tells."""
-        return max([0, *self.steps, *self.loss, *(step for step, _ in self.validations)])
+        return max([0, *self.steps, *self.loss, *self.nonfinite, *(step for step, _ in self.validations)])
+
+    @property
+    def val_losses(self) -> list[tuple[int, float]]:
+        """(step, loss) of each validation whose loss is known and finite."""
+        found = [(step, metrics.get("val/loss")) for step, metrics in self.validations]
+        return [(step, loss) for step, loss in found if loss is not None]
+
+    @property
+    def nonfinite_from(self) -> int | None:
+        """The step from which on no loss is finite; None where the last one is."""
+        last = max(self.loss, default=0)
+        return min((step for step in self.nonfinite if step > last), default=None)
 
 
 def read_run(folder: str | Path) -> Run:
@@ -139,6 +161,7 @@ def _start(run: Run, tables: _Tables, record: dict[str, Any]) -> None:
     run.ended = False
     tables.samples = {step: sample for step, sample in tables.samples.items() if step <= start}
     run.loss = {step: loss for step, loss in run.loss.items() if step <= start}
+    run.nonfinite = [step for step in run.nonfinite if step <= start]
     run.rates = [rate for rate in run.rates if rate[0] <= start]
     run.validations = [found for found in run.validations if found[0] <= start]
     run.warnings = [found for found in run.warnings if found["step"] <= start]
@@ -155,7 +178,9 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
         }
         tables.samples[record["step"]] = record
     elif kind == "steps":
-        run.loss |= {step: loss for step, loss in zip(record["at"], record["loss"], strict=True) if loss is not None}
+        pairs = list(zip(record["at"], record["loss"], strict=True))
+        run.loss |= {step: loss for step, loss in pairs if loss is not None}
+        run.nonfinite += [step for step, loss in pairs if loss is None]
         if record["steps"]:
             run.rates.append((record["last"], record["steps"], record["seconds"], record["tokens"]))
         if record["peak_bytes"] is not None:
@@ -174,7 +199,7 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
 
 def _table(part: str, samples: list[dict[str, Any]]) -> Table:
     rows = list(dict.fromkeys(row for sample in samples for numbers in sample[part].values() for row in numbers))
-    names = list(dict.fromkeys(metric for sample in samples for metric in sample[part]))
+    names = list(dict.fromkeys(metric for sample in samples for metric in sample[part])) if rows else []
     metrics = {
         name: {row: [sample[part].get(name, {}).get(row) for sample in samples] for row in rows} for name in names
     }

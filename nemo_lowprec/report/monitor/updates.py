@@ -52,12 +52,16 @@ class UpdateErrors:
         self._open = []
 
     @torch.no_grad()
-    def before(self, optimizer: Optimizer) -> None:
-        """Read the parameters that ``optimizer`` is about to update."""
+    def before(self, optimizer: Optimizer, grad_scale: Tensor | None) -> None:
+        """Read the parameters that ``optimizer`` is about to update.
+
+        Args:
+            grad_scale: by what the gradients are still to be divided, FP32 scalar; None for nothing.
+        """
         for group in optimizer.param_groups:
             params = [p for p in group["params"] if p.grad is not None and p in optimizer.state and id(p) in self._row]
             if params:
-                self._open.append(_Step(optimizer, group, params, self._sampler(params)))
+                self._open.append(_Step(optimizer, group, params, self._sampler(params), grad_scale))
 
     def _sampler(self, params: list[Any]) -> Sampler:
         shapes = tuple(local_shard(p).shape for p in params)
@@ -79,14 +83,21 @@ class UpdateErrors:
 class _Step:
     """One step of the parameters of a group that have a gradient, and had one in an earlier step."""
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], params: list[Any], sampler: Sampler) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        params: list[Any],
+        sampler: Sampler,
+        grad_scale: Tensor | None,
+    ) -> None:
         self.params, self._sampler, self._state = params, sampler, optimizer.state
         self._gradients = self._read([p.grad for p in params])
         self._before = self._read(self._updated())
         self._exact: list[Tensor | None] = [None, None]
         if isinstance(optimizer, LowBitStates):
             self._names = optimizer.moments(group)
-            self._exact = self._moments_by_reference(optimizer, group)
+            self._exact = self._moments_by_reference(optimizer, group, grad_scale)
 
     def _read(self, tensors: Sequence[Any]) -> Tensor:
         return self._sampler.read([None if t is None else local_shard(t) for t in tensors])
@@ -104,10 +115,12 @@ class _Step:
         name = self._names[index]
         return [self._state[param].get(name) for param in self.params]
 
-    def _moments_by_reference(self, optimizer: LowBitStates, group: dict[str, Any]) -> list[Tensor | None]:
+    def _moments_by_reference(
+        self, optimizer: LowBitStates, group: dict[str, Any], grad_scale: Tensor | None
+    ) -> list[Tensor | None]:
         """The moments after the step before they are rounded; None for moments that the rule does not have."""
         exact = [self._read(self._moments(i)) if i < len(self._names) else None for i in range(2)]
-        inputs = replace(optimizer._inputs(group, getattr(optimizer, "grad_scale", None)), stochastic=False)
+        inputs = replace(optimizer._inputs(group, grad_scale), stochastic=False)
         # The count of steps is in no moment but the first step's.
         count = torch.ones((), dtype=torch.float32)
         update = Update(self._before.clone(), self._gradients, count, exact[0], exact[1], None, 0)

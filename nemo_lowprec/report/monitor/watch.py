@@ -19,6 +19,7 @@ from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
 from nemo_lowprec.report.monitor.sample import Row, Sample, operands_of, params_of
 from nemo_lowprec.report.monitor.shared import Reading, names_of_all
 from nemo_lowprec.report.monitor.subject import Subject
+from nemo_lowprec.report.monitor.te_operands import TEOperands
 from nemo_lowprec.report.monitor.updates import UpdateErrors
 from nemo_lowprec.report.monitor.wire import WireErrors
 
@@ -63,6 +64,9 @@ class Monitor(Observer):
         self._params = names_of_all(list(params))
         ordered = [params.get(name) for name in self._params]
         self._operands = OperandErrors(names_of_all(subject.layers()), subject.device)
+        layers, recipe = subject.te_layers(), subject.options.recipe
+        has_te = bool(layers) and recipe is not None
+        self._te = TEOperands(layers, recipe, self._operands, subject.device) if has_te else None  # type: ignore[arg-type]
         self._gradients = GradientErrors(ordered, subject.device)
         self._updates = UpdateErrors(ordered, subject.device)
         self._wire = WireErrors(subject.device)
@@ -85,7 +89,8 @@ class Monitor(Observer):
     def before_update(self, optimizer: Optimizer) -> None:
         if self._is_open:
             self._norm = self.subject.grad_norm(optimizer)
-            self._updates.before(optimizer)
+            for stepper in self.subject.steppers(optimizer):
+                self._updates.before(stepper, self.subject.grad_scale(optimizer))
 
     def after_update(self, optimizer: Optimizer) -> None:
         self._write_pending()
@@ -151,6 +156,8 @@ class Monitor(Observer):
         self._wire.clear()
         for observer in (self._operands, self._gradients, self._wire):
             self._window.enter_context(self.subject.observers.watched_by(observer))
+        if self._te is not None:
+            self._te.watch(self._window)
 
     def _end_window(self) -> None:
         self._window.close()

@@ -1,0 +1,1 @@
+"""Runs of several levels side by side: what a level loses, and what it gains."""

@@ -1,0 +1,70 @@
+"""A comparison in words: for each level what the terminal and the page say of it."""
+
+from __future__ import annotations
+
+from nemo_lowprec.report.compare.comparison import Comparison, Outcome
+from nemo_lowprec.report.page.words import OPERANDS, size
+
+HEADINGS = ("Level", "Seeds", "Loss", "Gap", "Leaves band", "Tokens/s", "Peak", "Bytes/param")
+
+
+def cells(found: Outcome) -> list[str]:
+    """The row of a level in the table, by ``HEADINGS``."""
+    gap = "–" if found.gap is None else _signed(found.gap)
+    gap += "" if found.gap_half is None else f"\n±{found.gap_half:.4f}"
+    return [
+        found.group.label,
+        str(len(found.group.runs)),
+        "not finite" if found.final is None else f"{found.final:.4f}",
+        gap,
+        "–" if found.leaves is None else f"{found.leaves:,}",
+        "–" if found.tokens_per_second is None else f"{found.tokens_per_second:,.0f}",
+        "–" if found.peak_bytes is None else size(found.peak_bytes),
+        "–" if found.bytes_per_param is None else f"{found.bytes_per_param:.2f}",
+    ]
+
+
+def sentences(comparison: Comparison) -> list[tuple[str, str, bool]]:
+    """For each level but the reference: its label, what is said of it, and whether it is safe."""
+    reference = comparison.outcomes[0]
+    found = []
+    for outcome in comparison.outcomes[1:]:
+        safe = outcome.nonfinite_from is None and (outcome.leaves is None or (outcome.gap or 0) < 0)
+        parts = [_loss(outcome), _band(outcome, comparison.band), _speed(outcome, reference)]
+        found.append((outcome.group.label, " ".join(part for part in parts if part), safe))
+    return found
+
+
+def _loss(outcome: Outcome) -> str:
+    if outcome.gap is None:
+        return f"The loss is infinite or NaN from step {outcome.nonfinite_from:,} on."
+    gap = _signed(outcome.gap)
+    if outcome.gap_half is None:
+        return f"The loss is {gap} beside the reference; one pair of runs gives no confidence interval."
+    zero = "zero lies within" if abs(outcome.gap) <= outcome.gap_half else "zero lies outside"
+    return f"The loss is {gap} ± {outcome.gap_half:.4f} beside the reference: {zero} the 95 % interval."
+
+
+def _band(outcome: Outcome, band: bool) -> str:
+    if not band:
+        return "The reference has one seed, and so no band to leave."
+    if outcome.leaves is None:
+        return "It stays in the band of the reference's seeds."
+    fall = outcome.fall
+    text = f"It leaves the band of the reference's seeds at step {outcome.leaves:,}"
+    if fall is None:
+        return f"{text}."
+    operand = OPERANDS.get(fall.operand, fall.operand)
+    return (
+        f"{text}; there the SQNR of {fall.layer} ({operand}) fell most, from {fall.before:.1f} to {fall.after:.1f} dB."
+    )
+
+
+def _speed(outcome: Outcome, reference: Outcome) -> str:
+    if outcome.tokens_per_second is None or reference.tokens_per_second is None:
+        return ""
+    return f"It trains {outcome.tokens_per_second / reference.tokens_per_second:.2f} × as fast."
+
+
+def _signed(number: float) -> str:
+    return f"{number:+.4f}".replace("-", "−")
