@@ -25,7 +25,7 @@ _TAKEN = {
     "seed": "seeds=3, or seeds=1,2",
     "ckpt_path": "output_dir=FOLDER of an earlier comparison, which goes on",
     "hydra.run.dir": "output_dir=FOLDER",
-    "monitor": "nothing: every run is monitored",
+    "monitor": "monitor.every_n_steps=10; every run is monitored",
 }
 
 
@@ -130,7 +130,8 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _check_composed(found: CompareLine, level: str) -> None:
     """Check the settings of a level's trainings before the first one begins."""
     line = found.line
-    whole = replace(line, overrides=(*line.overrides, f"precision={level}", f"output_dir={found.output_dir}"))
+    own = (f"precision={level}", f"output_dir={found.output_dir}", "monitor=on")
+    whole = replace(line, overrides=(*line.overrides, *own))
     search = f"hydra.searchpath=[{', '.join(f'file://{folder.absolute()}' for folder in line.folders or ())}]"
     register_levels()
     try:
