@@ -128,13 +128,12 @@ def test_the_smallest_ratio_since_the_beginning_orders_layers(watched: Watched) 
     assert said.startswith("1: its input has underflow 30.0 %")
 
 
-def test_values_that_are_not_finite_come_before_all_others_but_a_large_weight(watched: Watched) -> None:
+def test_values_that_are_not_finite_come_before_errors_of_rounding(watched: Watched) -> None:
     found = BAD | {("3", "input"): {"nonfinite": 7.0}}
-    large = {("1", "weight"): {"amax": 1e4}}
     assert watched.said(sample(10, found), sample(20, found))[0].startswith("3: its input has 7 values infinite or NaN")
 
 
-def test_a_large_weight_comes_first_with_a_remedy_of_its_own(watched: Watched) -> None:
+def test_a_large_weight_comes_before_all_others_with_a_remedy_of_its_own(watched: Watched) -> None:
     found = BAD | {("3", "input"): {"nonfinite": 7.0}, ("1", "weight"): {"amax": 2e4}}
     (said,) = watched.said(sample(10, found), sample(20, found))
     assert said.startswith("1: its weight has an amax 20,000 times that of the median layer since step 10, and 2 more")
