@@ -15,8 +15,10 @@ a scale per tensor, as badly as follows:
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from nemo_lowprec.formats.errors import Errors
+if TYPE_CHECKING:
+    from nemo_lowprec.formats.errors import Errors
 
 MIN_SQNR = 20.0  # dB
 MAX_UNDERFLOW = 5.0  # percent of the values that are not zero

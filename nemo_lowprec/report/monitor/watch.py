@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
+from nemo_lowprec.report.monitor.numbers import rounded
 from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
-from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
+from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample, operands_of, params_of
 from nemo_lowprec.report.monitor.shared import Reading, names_of_all
 from nemo_lowprec.report.monitor.subject import Subject
