@@ -9,6 +9,7 @@ Every level of the precision chart is a function of this package that returns a 
 from typing import Any
 
 from nemo_lowprec.chart import CHART, PrecisionLevel, get_level
+from nemo_lowprec.lazy import lazily
 
 __version__ = "0.1.0"
 
@@ -30,34 +31,26 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "Audit": "report.audit",
+    "PrecisionMonitor": "report.monitor.callback",
+    "advise": "report.advice.advise",
+    "assert_level": "report.assertion",
+    "clip_grad_norm_": "grads",
+    "initialize": "msamp",
+    "monitor": "report.monitor.plain",
+    "prepare": "loops",
+}
+_find, _ = lazily(__name__, _HOMES)
+
+
 def __getattr__(name: str) -> Any:
-    # Lightning takes seconds to import; the chart alone should not.
     if name in CHART or name == "LowPrecision":
         import nemo_lowprec.strategies  # noqa: F401  (registers their names with Lightning)
         from nemo_lowprec.plugins import LEVELS, LowPrecision
 
         return LEVELS[name] if name in CHART else LowPrecision
-    if name == "initialize":
-        from nemo_lowprec.msamp import initialize
-
-        return initialize
-    if name == "prepare":
-        from nemo_lowprec.loops import prepare
-
-        return prepare
-    if name in ("PrecisionMonitor", "monitor"):
-        from nemo_lowprec.report import monitor as room
-
-        return getattr(room, name)
-    if name == "clip_grad_norm_":
-        from nemo_lowprec.grads import clip_grad_norm_
-
-        return clip_grad_norm_
-    if name in ("Audit", "advise", "assert_level"):
-        from nemo_lowprec import report
-
-        return getattr(report, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _find(name)
 
 
 def __dir__() -> list[str]:

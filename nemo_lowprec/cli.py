@@ -106,7 +106,7 @@ def _inspect(arguments: Sequence[str]) -> None:
 
     from rich.console import Console
 
-    from nemo_lowprec.report import inspect_checkpoint
+    from nemo_lowprec.report.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(options.checkpoint)
     if options.json:
@@ -123,7 +123,7 @@ def _doctor(arguments: Sequence[str]) -> None:
 
     from rich.console import Console
 
-    from nemo_lowprec.report import examine
+    from nemo_lowprec.report.doctor import examine
 
     with redirect_stdout(sys.stderr):  # Megatron-core prints while it is imported
         found = examine()

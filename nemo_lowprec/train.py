@@ -19,7 +19,7 @@ from nemo_lowprec.display import own_display
 from nemo_lowprec.lines import one_line, pair_lines, path_text
 from nemo_lowprec.models.throughput import data_parallel_size
 from nemo_lowprec.quiet import quiet
-from nemo_lowprec.report.monitor import PrecisionMonitor, check_level
+from nemo_lowprec.report.monitor.callback import PrecisionMonitor, check_level
 
 _LIGHTNING_PATHS = ("last", "hpc")  # words that Lightning takes in place of a path without an earlier fit
 _IN_FOLDERS = (".metadata", "metadata.json", "meta.pt", "common.pt")  # files of a checkpoint folder

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from nemo_lowprec.chart import get_level
-from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT, RunWriter, rounded
+from nemo_lowprec.report.monitor.numbers import rounded
+from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT, RunWriter
 
 __all__ = ["OPERANDS", "layer_names", "tear_last_line", "write_run"]
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 _EARLIER = "; an earlier checkpoint is as it was."
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -26,13 +24,21 @@ class NotWrittenError(RuntimeError, OSError):
     """A file or folder could not be written: a full disk, no permission. An earlier file or folder is unchanged."""
 
 
+def _failures(error: BaseException) -> list[BaseException] | None:
+    """The failures of processes in torch's CheckpointException, which is no Exception; None for any other error."""
+    module = sys.modules.get("torch.distributed.checkpoint.api")  # who raises one has imported it
+    if module is None or not isinstance(error, module.CheckpointException):
+        return None
+    return [failure[0] for failure in error.failures.values()]
+
+
 def system_error(error: BaseException | None, depth: int = 8) -> OSError | None:
     """The system's error behind an error of torch: in its context, or among the failures of other processes."""
     if error is None or not depth:
         return None
-    if isinstance(error, CheckpointException):
-        found = (system_error(failure[0], depth - 1) for failure in error.failures.values())
-        return next(filter(None, found), None)
+    failures = _failures(error)
+    if failures is not None:
+        return next(filter(None, (system_error(failure, depth - 1) for failure in failures)), None)
     if isinstance(error, OSError):
         return error
     return system_error(error.__cause__, depth - 1) or system_error(error.__context__, depth - 1)
@@ -56,8 +62,8 @@ def raise_not_written(path: str | os.PathLike[str], error: BaseException, kept: 
         cause = found.strerror or str(found)
     elif "(os error " in str(error):  # of libraries written in Rust: safetensors, tokenizers
         cause = str(error)
-    elif isinstance(error, CheckpointException):  # a BaseException, and the callers expect an Exception
-        cause = next((str(failure[0]).partition("\n")[0] for failure in error.failures.values()), "torch failed")
+    elif (failures := _failures(error)) is not None:  # the callers expect an Exception
+        cause = next((str(failure).partition("\n")[0] for failure in failures), "torch failed")
     else:
         return
     raise NotWrittenError(f"{path} could not be written: {cause}{kept}") from error
@@ -68,8 +74,9 @@ def writing(path: str | os.PathLike[str], kept: str = _EARLIER) -> Iterator[None
     """Call ``raise_not_written`` for the errors of the block, which writes ``path``."""
     try:
         yield
-    except (Exception, CheckpointException) as error:
-        raise_not_written(path, error, kept)
+    except BaseException as error:
+        if isinstance(error, Exception) or _failures(error) is not None:
+            raise_not_written(path, error, kept)
         raise
 
 

@@ -21,7 +21,9 @@ from nemo_lowprec.conf.plan_job import build_on_meta, is_on_megatron
 from nemo_lowprec.lines import one_line
 from nemo_lowprec.models.saved_weights import open_checkpoint
 from nemo_lowprec.plugins import LowPrecision
-from nemo_lowprec.report import GIB, Advice, advise, levels_here, memory_of
+from nemo_lowprec.report.advice.advice import Advice
+from nemo_lowprec.report.advice.advise import advise, levels_here
+from nemo_lowprec.report.plan.gpu_memory import GIB, memory_of
 
 _BYTES = 4  # of a parameter of the model, and of the copy whose operands are looked at
 

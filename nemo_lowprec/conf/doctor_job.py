@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.plan_job import build_on_meta, is_on_megatron
-from nemo_lowprec.report import DoctorReport, examine
+from nemo_lowprec.report.doctor import DoctorReport, examine
 
 
 def doctor_job(cfg: DictConfig, json_to: TextIO | None = None) -> DoctorReport:

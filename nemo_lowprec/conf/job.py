@@ -19,7 +19,8 @@ from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
 from nemo_lowprec.display import own_display
 from nemo_lowprec.quiet import quiet
-from nemo_lowprec.report import Audit, AuditReport
+from nemo_lowprec.report.audit import Audit
+from nemo_lowprec.report.findings import AuditReport
 from nemo_lowprec.train import PretrainResult, pretrain
 
 

@@ -14,7 +14,10 @@ from nemo_lowprec.conf.check import check_config
 from nemo_lowprec.conf.command_line import one_sentence
 from nemo_lowprec.conf.job import own_words
 from nemo_lowprec.models import get_preset
-from nemo_lowprec.report import GIB, STRATEGIES, Plan, PlanChoice, memory_here, memory_of, plan_training
+from nemo_lowprec.report.plan.choices import PlanChoice
+from nemo_lowprec.report.plan.gpu_memory import GIB, memory_here, memory_of
+from nemo_lowprec.report.plan.layout import STRATEGIES
+from nemo_lowprec.report.plan.plan import Plan, plan_training
 
 _MEGATRON_MODEL = "nemo_lowprec.models.MegatronGPT"
 _PLANNED = "single_device, ddp, lowprec_ddp or lowprec_sharded"

@@ -8,7 +8,8 @@ from functools import partial
 from nemo_lowprec.conf.combinations import described
 from nemo_lowprec.conf.command_line import CommandLine
 from nemo_lowprec.conf.plan_job import planned
-from nemo_lowprec.report import Plan, PlanChoices, PlanRequest, plan_requests
+from nemo_lowprec.report.plan.choices import PlanChoices, PlanRequest, plan_requests
+from nemo_lowprec.report.plan.plan import Plan
 
 
 def plans_job(

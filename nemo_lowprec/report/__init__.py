@@ -1,53 +1,39 @@
 """Reports on a run, its checkpoints and its machine.
 
 The plan tells memory and traffic beforehand, the advice which level to take, the audit compares a step with what the
-level declares, the inspection shows what a checkpoint holds, and the doctor what a machine runs.
+level declares, the monitor shows what low precision does to each layer, the inspection what a checkpoint holds, and the
+doctor what a machine runs.
 """
 
-from nemo_lowprec.report.advice.advice import Advice, LevelAdvice
-from nemo_lowprec.report.advice.advise import advise, levels_here
-from nemo_lowprec.report.assertion import assert_level
-from nemo_lowprec.report.audit import Audit, AuditReport, Finding
-from nemo_lowprec.report.doctor import DoctorReport, examine
-from nemo_lowprec.report.inspection import Inspection, inspect_checkpoint
-from nemo_lowprec.report.plan.choices import (
-    PlanChoice,
-    PlanChoices,
-    PlanRequest,
-    RefusedChoice,
-    plan_choices,
-    plan_requests,
-)
-from nemo_lowprec.report.plan.columns import PlannedColumn
-from nemo_lowprec.report.plan.gpu_memory import GIB, memory_here, memory_of
-from nemo_lowprec.report.plan.layout import STRATEGIES
-from nemo_lowprec.report.plan.plan import Plan, PlannedTraffic, plan_training
+from nemo_lowprec.lazy import lazily
 
-__all__ = [
-    "GIB",
-    "STRATEGIES",
-    "Advice",
-    "Audit",
-    "AuditReport",
-    "DoctorReport",
-    "Finding",
-    "Inspection",
-    "LevelAdvice",
-    "Plan",
-    "PlanChoice",
-    "PlanChoices",
-    "PlanRequest",
-    "PlannedColumn",
-    "PlannedTraffic",
-    "RefusedChoice",
-    "advise",
-    "assert_level",
-    "examine",
-    "inspect_checkpoint",
-    "levels_here",
-    "memory_here",
-    "memory_of",
-    "plan_choices",
-    "plan_requests",
-    "plan_training",
-]
+_HOMES = {
+    "Advice": "advice.advice",
+    "Audit": "audit",
+    "AuditReport": "findings",
+    "DoctorReport": "doctor.doctor",
+    "Finding": "findings",
+    "GIB": "plan.gpu_memory",
+    "Inspection": "inspection.inspection",
+    "LevelAdvice": "advice.advice",
+    "Plan": "plan.plan",
+    "PlanChoice": "plan.choices",
+    "PlanChoices": "plan.choices",
+    "PlanRequest": "plan.choices",
+    "PlannedColumn": "plan.columns",
+    "PlannedTraffic": "plan.plan",
+    "RefusedChoice": "plan.choices",
+    "STRATEGIES": "plan.layout",
+    "advise": "advice.advise",
+    "assert_level": "assertion",
+    "examine": "doctor.doctor",
+    "inspect_checkpoint": "inspection.inspection",
+    "levels_here": "advice.advise",
+    "memory_here": "plan.gpu_memory",
+    "memory_of": "plan.gpu_memory",
+    "plan_choices": "plan.choices",
+    "plan_requests": "plan.choices",
+    "plan_training": "plan.plan",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from nemo_lowprec.formats.errors import Errors
+if TYPE_CHECKING:
+    from nemo_lowprec.formats.errors import Errors
+
+Numbers = npt.NDArray[np.float64]
 
 MIN_SQNR = 20.0  # dB
 MAX_UNDERFLOW = 5.0  # percent of the values that are not zero
@@ -39,27 +43,27 @@ _WORDS = {
 }
 
 
-def ratios(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def ratios(metrics: Mapping[str, Numbers]) -> dict[str, Numbers]:
     """How far each row lies beyond the bound of each metric: above 1 where the bound is crossed.
 
     A ratio of SQNR is one of amplitudes of the noise; values that are not finite lie infinitely far beyond.
 
     Args:
-        metrics: ``nonfinite``, ``sqnr``, ``underflow``, ``saturation`` and perhaps ``amax_ratio`` to FP64 [rows]; NaN
-            where a row has no number.
+        metrics: ``nonfinite``, ``sqnr``, ``underflow``, ``saturation`` and perhaps ``amax_ratio`` to one number for
+            each row; NaN where there is none.
     """
     found = {
-        "nonfinite": torch.where(metrics["nonfinite"] > 0, math.inf, 0.0),
+        "nonfinite": np.where(metrics["nonfinite"] > 0, math.inf, 0.0),
         "sqnr": 10 ** ((MIN_SQNR - metrics["sqnr"]) / 20),
         "underflow": metrics["underflow"] / MAX_UNDERFLOW,
         "saturation": metrics["saturation"] / MAX_SATURATION,
     }
     if "amax_ratio" in metrics:
         found["amax_ratio"] = metrics["amax_ratio"] / MAX_AMAX_RATIO
-    return {metric: ratio.nan_to_num(nan=0.0, posinf=math.inf) for metric, ratio in found.items()}
+    return {metric: np.where(np.isnan(ratio), 0.0, ratio) for metric, ratio in found.items()}
 
 
-def said(metrics: Mapping[str, Tensor], row: int) -> list[str]:
+def said(metrics: Mapping[str, Numbers], row: int) -> list[str]:
     """What of one row lies beyond its bound, in words such as "SQNR 12.3 dB"; empty for nothing."""
     beyond_one = [metric for metric, ratio in ratios(metrics).items() if ratio[row] > 1]
     return [_WORDS[metric].format(float(metrics[metric][row])) for metric in beyond_one]
@@ -72,12 +76,9 @@ def crossed(errors: Errors) -> list[str]:
 
 def beyond(errors: Errors) -> float:
     """How far ``errors`` lies beyond its bounds: the largest ratio, above 1 where one is crossed."""
-    return max(float(ratio) for ratio in ratios(_metrics_of(errors)).values())
+    return max(float(ratio[0]) for ratio in ratios(_metrics_of(errors)).values())
 
 
-def _metrics_of(errors: Errors) -> dict[str, Tensor]:
+def _metrics_of(errors: Errors) -> dict[str, Numbers]:
     numbers = {metric: getattr(errors, metric) for metric in ("nonfinite", "sqnr", "underflow", "saturation")}
-    return {
-        metric: torch.tensor([math.nan if number is None else number], dtype=torch.float64, device="cpu")
-        for metric, number in numbers.items()
-    }
+    return {metric: np.array([math.nan if n is None else n], dtype=np.float64) for metric, n in numbers.items()}

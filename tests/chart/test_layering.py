@@ -13,7 +13,7 @@ import nemo_lowprec
 ROOT = Path(nemo_lowprec.__file__).parent
 COLUMNS = {"compute", "comm", "weights", "grads", "optim"}
 FLOORS = [
-    {"chart", "arguments", "column", "compat", "options", "formats", "lines", "observers", "quiet"},
+    {"chart", "arguments", "column", "compat", "options", "formats", "lazy", "lines", "observers", "quiet"},
     {"kernels"},
     {"tensors"},
     COLUMNS,

@@ -1,15 +1,19 @@
 """The monitor of Transformer Engine's own layers: in a model of the user's, and in Megatron-core's."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
-from nemo_lowprec import CHART, monitor, prepare
+from nemo_lowprec import CHART, PrecisionMonitor
 from nemo_lowprec.compat.transformer_engine import import_te
 from nemo_lowprec.compute.backends import te as backend
+from nemo_lowprec.plugins import LEVELS as LEVEL_PLUGINS
 from nemo_lowprec.report.monitor import read_run
 from nemo_lowprec.report.monitor.operands import KINDS
 from tests.megatron_cases import OWN, results
+from tests.support import trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -19,16 +23,23 @@ MEGATRON = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_mixed+fp8_params
 LEAST = {"input": 26, "weight": 26, "grad_output": 18}  # dB; E4M3 gives Gaussian data 31.5, and E5M2 25.6
 
 
-class Model(nn.Module):
-    def __init__(self, te, norm):
+class Model(pl.LightningModule):
+    def __init__(self, norm):
         super().__init__()
-        options = {"params_dtype": torch.float32}
+        te, options = import_te(), {"params_dtype": torch.float32}
         self.first = te.Linear(128, 256, **options)
         self.middle = te.LayerNormLinear(256, 256, normalization=norm, zero_centered_gamma=norm == "RMSNorm", **options)
         self.last = nn.Linear(256, 128)
+        self.losses = []
 
-    def forward(self, x):
-        return self.last(nn.functional.gelu(self.middle(self.first(x))))
+    def training_step(self, batch, index):
+        x = self.last(nn.functional.gelu(self.middle(self.first(batch))))
+        loss = x.float().pow(2).mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
@@ -36,29 +47,18 @@ class Model(nn.Module):
 def test_layers_of_transformer_engine(level, norm, tmp_path):
     if backend._import_error():
         pytest.skip("needs Transformer Engine")
-    te, losses = import_te(), []
-    for folder in (None, tmp_path):
+    losses = []
+    data = torch.randn(7, 256, 128, generator=torch.Generator().manual_seed(1))
+    for watches in (False, True):
         torch.manual_seed(0)
-        model = Model(te, norm).cuda()
-        model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), level)
-        watch = None if folder is None else monitor(model, folder, 3)
-        generator = torch.Generator("cuda").manual_seed(1)
-        found = []
-        for _ in range(7):
-            x = torch.randn(256, 128, device="cuda", generator=generator)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = model(x).float().pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach())
-            if watch is not None:
-                watch.add_loss(loss)
-        if watch is not None:
-            watch.close()
-        losses.append(torch.stack(found).tolist())
+        model = Model(norm)
+        callbacks = [PrecisionMonitor(3, tmp_path)] if watches else []
+        options = {"accelerator": "gpu", "max_steps": 7}
+        trainer(LEVEL_PLUGINS[level](), *callbacks, **options).fit(model, DataLoader(list(data), batch_size=None))
+        losses.append(torch.stack(model.losses).tolist())
     assert losses[0] == losses[1]
     run = read_run(tmp_path)
+    assert run.steps == [2, 3, 6] and list(run.loss.values()) == pytest.approx(losses[0], rel=1e-4)
     assert {("first", kind) for kind in KINDS} | {("middle", kind) for kind in KINDS} <= set(run.operands.rows)
     for layer in ("first", "middle"):
         for kind, least in LEAST.items():

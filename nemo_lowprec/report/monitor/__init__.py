@@ -1,7 +1,14 @@
 """What low precision does to a model while the model trains: statistics of layers, parameters and messages."""
 
-from nemo_lowprec.report.monitor.callback import PrecisionMonitor, check_level
-from nemo_lowprec.report.monitor.plain import PlainMonitor, monitor
-from nemo_lowprec.report.monitor.runs import Run, Table, read_run
+from nemo_lowprec.lazy import lazily
 
-__all__ = ["PlainMonitor", "PrecisionMonitor", "Run", "Table", "check_level", "monitor", "read_run"]
+_HOMES = {
+    "PlainMonitor": "plain",
+    "PrecisionMonitor": "callback",
+    "Run": "runs",
+    "Table": "runs",
+    "monitor": "plain",
+    "read_run": "runs",
+}
+__all__ = list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -7,12 +7,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from nemo_lowprec.lines import path_text
 from nemo_lowprec.report.advice.layers import modules_of
-from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, ratios, said
+from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, Numbers, ratios, said
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
 from nemo_lowprec.report.monitor.subject import Subject
@@ -66,7 +65,7 @@ class Alarm:
             return
         metrics, beyond = self._judged(sample)
         is_open: dict[Row, Crossing] = {}
-        for i in (beyond > 1).nonzero().flatten().tolist():
+        for i in np.flatnonzero(beyond > 1).tolist():
             row = sample.rows[i]
             found = self._open.get(row) or Crossing(row, sample.step, float("inf"))
             found.beyond = min(found.beyond, float(beyond[i]))
@@ -81,12 +80,13 @@ class Alarm:
             self._has_warned = True
             warnings.warn(self._sentences(lasting), stacklevel=2)
 
-    def _judged(self, sample: Sample) -> tuple[dict[str, Tensor], Tensor]:
+    def _judged(self, sample: Sample) -> tuple[dict[str, Numbers], Numbers]:
         """The metrics that have bounds, and for each row the largest ratio to a bound."""
-        metrics = {name: sample.operands[name] for name in ("nonfinite", "sqnr", "underflow", "saturation")}
+        numbers = {name: sample.operands[name].numpy() for name in sample.operands}
+        metrics = {name: numbers[name] for name in ("nonfinite", "sqnr", "underflow", "saturation")}
         if self._has_one_scale:
-            metrics["amax_ratio"] = amax_ratios(sample.rows, sample.operands["amax"])
-        return metrics, torch.stack(list(ratios(metrics).values())).amax(0)
+            metrics["amax_ratio"] = amax_ratios(sample.rows, numbers["amax"])
+        return metrics, np.stack(list(ratios(metrics).values())).max(axis=0)
 
     def _note(self, crossings: Sequence[Crossing], step: int) -> None:
         for found in crossings:
@@ -123,16 +123,16 @@ class Alarm:
         return layer.partition(".")[2]
 
 
-def amax_ratios(rows: Sequence[Row], amaxes: Tensor) -> Tensor:
+def amax_ratios(rows: Sequence[Row], amaxes: Numbers) -> Numbers:
     """The amax of each input and weight over the median of the layers; NaN for output gradients and few layers.
 
     Args:
         rows: (layer, operand).
-        amaxes: FP64 [rows].
+        amaxes: of the rows.
     """
-    found = torch.full_like(amaxes, torch.nan)
+    found = np.full_like(amaxes, np.nan)
     for kind in ("input", "weight"):
         at = [i for i, (_, operand) in enumerate(rows) if operand == kind and amaxes[i] > 0]
         if len(at) >= _MIN_LAYERS:
-            found[at] = amaxes[at] / amaxes[at].median()
+            found[at] = amaxes[at] / np.median(amaxes[at])
     return found

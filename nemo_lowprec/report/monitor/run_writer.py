@@ -26,9 +26,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 FILE = "monitor.jsonl"
 FORMAT = 1
 
@@ -62,14 +59,3 @@ def _ends_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) == b"\n"
-
-
-def rounded(numbers: Tensor, digits: int = 4) -> list[float | None]:
-    """FP64 numbers of ``digits`` significant digits; None for numbers that are not finite, which JSON has not."""
-    finite = numbers.isfinite()
-    size = torch.where(finite & (numbers != 0), numbers.abs(), 1.0)
-    places = digits - 1 - size.log10().floor()
-    # A whole number over or times a power of ten is the float nearest to the decimal number, which JSON writes as such.
-    up, down = 10.0 ** places.clamp(min=0), 10.0 ** (-places).clamp(min=0)
-    found = ((torch.where(finite, numbers, 0.0) * up / down).round() * down / up).tolist()
-    return [number if there else None for number, there in zip(found, finite.tolist(), strict=True)]

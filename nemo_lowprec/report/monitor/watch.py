@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
+from nemo_lowprec.report.monitor.numbers import rounded
 from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
-from nemo_lowprec.report.monitor.run_writer import RunWriter, rounded
+from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample, operands_of, params_of
 from nemo_lowprec.report.monitor.shared import Reading, names_of_all
 from nemo_lowprec.report.monitor.subject import Subject
@@ -59,6 +60,7 @@ class Monitor(Observer):
     ) -> None:
         self.subject, self._writer, self._every, self._start, self._told = subject, writer, every_n_steps, start, told
         self.steps, self._skipped_steps = start, 0
+        self._is_updating, self._skips = False, False
         self.tokens: int | None = None
         params = subject.params()
         self._params = names_of_all(list(params))
@@ -87,6 +89,7 @@ class Monitor(Observer):
     # What the engine tells
 
     def before_update(self, optimizer: Optimizer) -> None:
+        self._is_updating = True
         if self._is_open:
             self._norm = self.subject.grad_norm(optimizer)
             for stepper in self.subject.steppers(optimizer):
@@ -94,6 +97,7 @@ class Monitor(Observer):
 
     def after_update(self, optimizer: Optimizer) -> None:
         self._write_pending()
+        self._is_updating = False
         self.steps += 1
         if self._is_open:
             self._updates.after()
@@ -102,11 +106,15 @@ class Monitor(Observer):
         if not self._is_open:  # else other optimizers step before the sample ends
             self._last = optimizer
             self._open_if_due()
+        self._skips = False
 
     def step(self, optimizer: Optimizer, skipped: bool) -> None:
         self._skipped_steps += skipped
-        if skipped and self._pending is not None:
+        if self._is_updating:
+            self._skips = skipped
+        elif skipped and self._pending is not None:  # on a GPU the outcome is known later
             self._pending.skipped = True
+            self._pending.skipped_steps += 1
 
     # What the loop tells
 
@@ -187,9 +195,8 @@ class Monitor(Observer):
         sums = [operands.sums, gradients.sums, self._updates.sums, self._wire.sums, losses, one]
         maxima = [_as_maxima(operands.extremes), norm]
         at, self._losses = [number for number, _ in self._losses], []
-        return _Pending(
-            step, at, Reading(sums, maxima, self.subject.observers), self._stretch.cut(self.steps, self.tokens)
-        )
+        reading, stretch = Reading(sums, maxima, self.subject.observers), self._stretch.cut(self.steps, self.tokens)
+        return _Pending(step, at, reading, stretch, self._skips, self._skipped_steps)
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -212,7 +219,7 @@ class Monitor(Observer):
             float(norm),
             self.subject.loss_scale,
             pending.skipped,
-            self._skipped_steps,
+            pending.skipped_steps,
         )
         if self._writer is not None:
             self._write_sample(self._writer, sample)
@@ -257,13 +264,15 @@ class _Pending:
         reading: the numbers.
         stretch: of the steps since the last reading, as the file has it.
         skipped: whether the step was skipped.
+        skipped_steps: skipped steps up to this one.
     """
 
     step: int | None
     at: list[int]
     reading: Reading
     stretch: dict[str, Any]
-    skipped: bool = False
+    skipped: bool
+    skipped_steps: int
 
 
 class _Stretch:

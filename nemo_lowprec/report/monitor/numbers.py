@@ -1,0 +1,17 @@
+"""Numbers as JSON has them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rounded(numbers: Tensor, digits: int = 4) -> list[float | None]:
+    """FP64 numbers of ``digits`` significant digits; None for numbers that are not finite, which JSON has not."""
+    finite = numbers.isfinite()
+    size = torch.where(finite & (numbers != 0), numbers.abs(), 1.0)
+    places = digits - 1 - size.log10().floor()
+    # A whole number over or times a power of ten is the float nearest to the decimal number, which JSON writes as such.
+    up, down = 10.0 ** places.clamp(min=0), 10.0 ** (-places).clamp(min=0)
+    found = ((torch.where(finite, numbers, 0.0) * up / down).round() * down / up).tolist()
+    return [number if there else None for number, there in zip(found, finite.tolist(), strict=True)]
