@@ -19,9 +19,10 @@ from nemo_run.config import get_type_namespace
 
 from nemo_lowprec.chart import CHART
 from nemo_lowprec.lines import nearest
+from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.run_arguments import check_level, check_level_argument, split_call, split_setting
 
-_KINDS: dict[str, type] = {"model": LightningModule, "trainer.strategy": Strategy}
+_KINDS: dict[str, type] = {"model": LightningModule, "trainer.strategy": Strategy, "monitor": PrecisionMonitor}
 
 
 def check_names(recipe: fdl.Buildable, settings: Sequence[str]) -> None:
@@ -121,14 +122,15 @@ def _arguments(function: Callable[..., Any]) -> list[str] | None:
 
 
 def _check_factory(path: str, value: str) -> None:
-    """Check the name of a model's or a strategy's factory, and the arguments in brackets after the name."""
+    """Check the name of a factory of ``_KINDS``, and the arguments in brackets after the name."""
     call = split_call(value)
-    if path not in _KINDS or call is None or "." in call[0]:
+    if path not in _KINDS or call is None or "." in call[0] or call[0].isdecimal():
         return
     name, arguments = call
     kind = get_type_namespace(_KINDS[path])
     factories = {keys[-1]: factory for keys, factory in catalogue.REGISTRY.items() if keys[0] == kind}
-    words = ["auto", *StrategyRegistry.available_strategies()] if path == "trainer.strategy" else []
+    strategies = ["auto", *StrategyRegistry.available_strategies()]
+    words = {"trainer.strategy": strategies, "monitor": ["True", "False"]}.get(path, [])
     if name not in factories:
         if arguments or name not in words:
             word = path.rpartition(".")[2]

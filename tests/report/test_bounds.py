@@ -2,12 +2,22 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from nemo_lowprec.formats import E4M3, E5M2, cast, decode
 from nemo_lowprec.formats.errors import Errors, add_errors, clipped_beyond, new_sums
-from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR, beyond, crossed
+from nemo_lowprec.report.bounds import (
+    MAX_AMAX_RATIO,
+    MAX_SATURATION,
+    MAX_UNDERFLOW,
+    MIN_SQNR,
+    beyond,
+    crossed,
+    ratios,
+    said,
+)  # fmt: skip
 
 GAUSSIAN = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
 
@@ -67,3 +77,20 @@ def of(**changed):
 def test_what_is_crossed_is_said_and_by_how_much(errors, words, ratio):
     assert crossed(errors) == words and beyond(errors) == pytest.approx(ratio)
     assert (beyond(errors) > 1) == bool(words)
+
+
+def test_ratios_of_many_rows_are_those_of_each():
+    rows = [of(), of(sqnr=None), of(sqnr=5.0), of(underflow=50.0, saturation=0.1), of(nonfinite=3)]
+    names = ("nonfinite", "sqnr", "underflow", "saturation")
+    numbers = {
+        n: np.array([math.nan if (v := getattr(row, n)) is None else v for row in rows], dtype=float) for n in names
+    }
+    assert np.stack(list(ratios(numbers).values())).max(axis=0).tolist() == [beyond(row) for row in rows]
+    assert [said(numbers, i) for i in range(len(rows))] == [crossed(row) for row in rows]
+
+
+def test_an_amax_far_above_the_median_layer_s_is_a_crossing():
+    numbers = {name: np.zeros(2) for name in ("nonfinite", "underflow", "saturation")} | {"sqnr": np.full(2, 31.0)}
+    numbers["amax_ratio"] = np.array([MAX_AMAX_RATIO / 2, 1234.5 * 2])
+    assert ratios(numbers)["amax_ratio"].tolist() == [0.5, pytest.approx(24.69)]
+    assert said(numbers, 0) == [] and said(numbers, 1) == ["an amax 2,469 times that of the median layer"]
