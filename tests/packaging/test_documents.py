@@ -22,6 +22,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
+import nemo_lowprec
+from nemo_lowprec.report.monitor import read_run
 from tests.commands import answer
 from tests.documents import ROOT, Block, block, blocks, inline_commands
 from tests.processes import of_a_shell
@@ -73,6 +75,9 @@ HERE = {
     ("advising.rst", "import nemo_lowprec\n\nadvice"),
     ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
     ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
+    ("watching.rst", "nemo-lowprec pretrain monitor=on"),
+    ("watching.rst", "from nemo_lowprec import PrecisionMonitor"),
+    ("watching.rst", "model, optimizer = nemo_lowprec.prepare("),
     ("watching.rst", "nemo-lowprec inspect"),
     ("watching.rst", "nemo-lowprec doctor"),
     ("watching.rst", "from lightning.pytorch import Trainer"),
@@ -268,6 +273,34 @@ def test_several_processes_of_one_machine(place: Path) -> None:
     assert "Pretraining" in run(line, place, [*SHORT, *SMALL])
 
 
+@pytest.mark.parametrize("line", block("watching.rst", "nemo-lowprec pretrain monitor=on").lines)
+def test_a_run_is_monitored(line: str, place: Path) -> None:
+    before = set(place.rglob("monitor.jsonl"))
+    sizes = [
+        "model.config=" + json.dumps(SIZES),
+        *SMALL[len(SIZES) :],
+        "trainer.max_steps=2",
+        "trainer.accelerator=cpu",
+    ]
+    more = sizes if " run " in line else [*SHORT[1:], *SMALL, "trainer.max_steps=2"]
+    run(line, place, more)
+    found = [read_run(path.parent) for path in set(place.rglob("monitor.jsonl")) - before]
+    assert len(found) == (2 if "," in line else 1)
+    assert all(one.steps == [2] and one.ended for one in found)
+
+
+def test_a_monitor_among_callbacks_and_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"MyModel": Lit, "my_data": batches, "Trainer": lambda **given: Trainer(**given | QUIET | {"max_steps": 2})}
+    python(block("watching.rst", "from nemo_lowprec import PrecisionMonitor"), **names)
+    assert read_run(tmp_path).steps == [2]
+    model = nn.Linear(32, 32)
+    names = {"nemo_lowprec": nemo_lowprec, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    names |= {"batches": batches(), "loss_of": lambda model, batch: model(batch).float().square().mean()}
+    python(block("watching.rst", "model, optimizer = nemo_lowprec.prepare("), **names)
+    assert read_run("runs/first").steps == [2] and read_run("runs/first").ended
+
+
 def test_a_checkpoint_is_inspected_and_the_machine_is_looked_at(tmp_path: Path) -> None:
     lit = trained(tmp_path / "last.ckpt", "bf16_with_fp8_mixed")
     for line in block("watching.rst", "nemo-lowprec inspect").lines:
@@ -276,6 +309,9 @@ def test_a_checkpoint_is_inspected_and_the_machine_is_looked_at(tmp_path: Path) 
     machine, model = block("watching.rst", "nemo-lowprec doctor").lines
     assert "bf16_with_nvfp4_mixed" in run_at_once(machine, tmp_path, [])
     assert "GEMMs of one layer" in run_at_once(model, tmp_path, [])
+
+
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
 
 
 class Lit(LightningModule):
@@ -302,8 +338,7 @@ def trained(path: Path, level: str) -> Lit:
 
     lit = Lit()
     saver = ModelCheckpoint(path.parent, path.stem, every_n_train_steps=2)
-    quiet: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-    trainer = Trainer(plugins=LowPrecision(level), callbacks=[saver], max_steps=2, **quiet)
+    trainer = Trainer(plugins=LowPrecision(level), callbacks=[saver], max_steps=2, **QUIET)
     trainer.fit(lit, batches())
     return lit
 
