@@ -5,7 +5,7 @@ The errors may come from one pass of a batch (``operands.py``) or from whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_lowprec.formats.errors import Errors
@@ -51,17 +51,3 @@ def lowest(errors: Mapping[Rounded, Errors], scaling: str) -> dict[str, float]:
         if one.sqnr is not None:
             found[key.kind] = min(one.sqnr, found.get(key.kind, one.sqnr))
     return found
-
-
-def patterns_of(layers: Sequence[str], converted: Iterable[str]) -> list[str]:
-    """Names and globs that ``skip`` takes for exactly these layers of the ``converted`` ones.
-
-    ``*.NAME`` stands for all layers whose last name is NAME, where there are several.
-    """
-    wanted, found = set(layers), []
-    for name in dict.fromkeys(layer.rpartition(".")[2] for layer in layers):
-        alike = [layer for layer in converted if layer.endswith(f".{name}")]
-        if len(alike) > 1 and wanted.issuperset(alike):
-            found.append(f"*.{name}")
-            wanted -= set(alike)
-    return found + [layer for layer in layers if layer in wanted]
