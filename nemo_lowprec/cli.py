@@ -162,7 +162,12 @@ def _compare(arguments: Sequence[str]) -> None:
 
 
 def _advise(arguments: Sequence[str]) -> None:
-    """print which level fits, expected times and the layers to keep back, without training; takes Hydra overrides"""
+    """print which level fits, expected times, layers to keep back; takes Hydra overrides, or a monitored run"""
+    if len(arguments) == 1 and Path(arguments[0]).exists():
+        from nemo_lowprec.report.advice.of_run import advise_run
+
+        print("\n".join(advise_run(arguments[0]).lines()))
+        return
     _hydra("advise", arguments)
 
 

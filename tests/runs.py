@@ -114,6 +114,7 @@ def _about(row: Any, layers: list[str], start: int, every: int, seed: int) -> di
         "seed": seed,
         "level": row.name,
         "options": "fp8_amax_history_len=16" if row.has_fp8 else "",
+        "arguments": {"fp8_amax_history_len": 16} if row.has_fp8 else {},
         "declared": {name: cell for name, cell in row.columns(False).items() if name != "Level"},
         "model": "CausalLM",
         "parameters": 101_234_176,

@@ -25,6 +25,7 @@ _HOMES = {
     "RefusedChoice": "plan.choices",
     "STRATEGIES": "plan.layout",
     "advise": "advice.advise",
+    "advise_run": "advice.of_run",
     "assert_level": "assertion",
     "examine": "doctor.doctor",
     "inspect_checkpoint": "inspection.inspection",

@@ -21,10 +21,11 @@ from nemo_lowprec.options import Recipe
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report import advise, plan_training
 from nemo_lowprec.report.advice import operands
-from nemo_lowprec.report.advice.layers import kept_back, patterns_of
+from nemo_lowprec.report.advice.layers import kept_back
 from nemo_lowprec.report.advice.measuring import time_level
 from nemo_lowprec.report.advice.operands import SCALINGS, OperandErrors, Rounded, way_of
 from nemo_lowprec.report.advice.passes import half_copy, look
+from nemo_lowprec.report.advice.paste import patterns_of
 from nemo_lowprec.report.advice.times import StepTimes
 from nemo_lowprec.report.bounds import MIN_SQNR
 from tests.auto import MADE_UP, made_up_times

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +12,11 @@ from rich.table import Table
 
 from nemo_lowprec.lines import bytes_text, pair_lines, signed_bytes_text, text_lines
 from nemo_lowprec.report.advice.layers import KeptBack
+from nemo_lowprec.report.advice.paste import hydra_line, python_line, with_skip
 from nemo_lowprec.report.bounds import MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
 from nemo_lowprec.report.plan.choices import PlanChoice
 from nemo_lowprec.report.plan.columns import OF_CHART
 
-_HYDRA = {"None": "null", "True": "true", "False": "false"}
 _SHOWN = 12  # layers in a list for people
 
 
@@ -50,23 +48,12 @@ class LevelAdvice:
     @property
     def python(self) -> str:
         """The argument of a Trainer: ``plugins=bf16_with_fp8_mixed(skip=["head"])``."""
-        options = ", ".join(f"{name}={json.dumps(v) if name == 'skip' else repr(v)}" for name, v in self._arguments)
-        return f"plugins={self.choice.plan.level.name}({options})"
+        return python_line(self.choice.plan.level.name, with_skip(self.options, self.skip))
 
     @property
     def hydra(self) -> str:
         """The same as overrides of ``nemo-lowprec pretrain``, as a shell reads them."""
-        words = [f"precision={self.choice.plan.level.name}"]
-        for name, value in self._arguments:
-            text = f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
-            words.append(f"precision.{name}={_HYDRA.get(text, text)}")
-        return " ".join(map(shlex.quote, words))
-
-    @property
-    def _arguments(self) -> list[tuple[str, Any]]:
-        own = self.options.get("skip") or ()
-        skip = [*([own] if isinstance(own, str) else own), *self.skip]
-        return list((self.options | ({"skip": skip} if skip else {})).items())
+        return hydra_line(self.choice.plan.level.name, with_skip(self.options, self.skip))
 
     @property
     def _cost(self) -> tuple[float, ...]:

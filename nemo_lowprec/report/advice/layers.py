@@ -5,7 +5,7 @@ The errors may come from one pass of a batch (``operands.py``) or from whatever 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,6 +53,7 @@ def lowest(errors: Mapping[Rounded, Errors], scaling: str) -> dict[str, float]:
         if one.sqnr is not None:
             found[key.kind] = min(one.sqnr, found.get(key.kind, one.sqnr))
     return found
+<<<<<<< HEAD
 
 
 def modules_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
@@ -73,3 +74,5 @@ def patterns_of(layers: Sequence[str], converted: Iterable[str]) -> list[str]:
             found.append(f"*.{name}")
             wanted -= set(alike)
     return found + [layer for layer in layers if layer in wanted]
+=======
+>>>>>>> main

@@ -18,6 +18,7 @@ from nemo_lowprec.compute import Conversion
 from nemo_lowprec.options import Options
 from nemo_lowprec.report.monitor.run_writer import FORMAT
 
+_PLAIN = (str, int, float, bool, tuple, type(None))
 _PACKAGES = (
     "nemo-lowprec", "torch", "lightning", "transformers", "transformer-engine", "megatron-core", "triton",
 )  # fmt: skip
@@ -46,6 +47,7 @@ def about_run(
         "seed": None if seed is None else int(seed),
         "level": columns.pop("Level"),
         "options": options.given,
+        "arguments": {n: v if isinstance(v, _PLAIN) else repr(v) for n, v in options.chosen.items()},
         "declared": columns,
         "model": type(model).__name__,
         "parameters": sum(param.numel() for param in params),

@@ -15,6 +15,7 @@ from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, Numbers, ratios, said
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
 from nemo_lowprec.report.monitor.subject import Subject
+from nemo_lowprec.report.page.words import OPERANDS
 
 # Steps for which an operand must lie beyond its bounds. Activations grow fast in the first steps of a training, and
 # gradients jump now and then: a scale of an earlier step then clips the values of one sample, and not of the next.
@@ -102,8 +103,7 @@ class Alarm:
         others = len({found.row[0] for found in crossings} - {layer})
         more = f", and {others:,} more layer{'s lie' if others > 1 else ' lies'} beyond a bound" if others else ""
         report = f"nemo-lowprec report {path_text(self._writer.path.parent)} shows all layers."
-        kind = operand.replace("_", " ")
-        return f"{layer}: its {kind} has {worst.text} since step {worst.since}{more}. {self._remedy(worst)} {report}"
+        return f"{layer}: its {OPERANDS[operand]} has {worst.text} since step {worst.since}{more}. {self._remedy(worst)} {report}"
 
     def _remedy(self, worst: Crossing) -> str:
         options = self._subject.options

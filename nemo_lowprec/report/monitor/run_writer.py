@@ -4,10 +4,10 @@ A line that a kill has cut short is the last one of its attempt, and ``runs.py``
 the same folder goes on in the same file; nothing is overwritten. The records, named by their key ``record``:
 
 ``run``         the first one of an attempt: ``format``, ``start`` (steps taken before it), ``time``, ``seed`` (null
-                where unknown), ``level``, ``options``, ``declared`` (the chart's row, column to format), ``model``,
-                ``parameters``, ``engine``, ``processes``, ``device``, ``versions``, ``command``, ``every_n_steps``,
-                ``layers``: names to reasons by fate, as in ``Conversion`` (``low``, ``left``, ``half``, ``kept``,
-                ``fused``)
+                where unknown), ``level``, ``options`` (as text), ``arguments`` (the same by name), ``declared`` (the
+                chart's row, column to format), ``model``, ``parameters``, ``engine``, ``processes``, ``device``,
+                ``versions``, ``command``, ``every_n_steps``, ``layers``: names to reasons by fate, as in
+                ``Conversion`` (``low``, ``left``, ``half``, ``kept``, ``fused``)
 ``operands``    ``rows``: [layer, operand] for each row of the samples that follow
 ``params``      ``names``: for each row of the samples' parameters
 ``audit``       ``findings``, and ``total_bytes`` and ``places`` by column, as ``Audit`` finds them in one step

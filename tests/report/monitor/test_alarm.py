@@ -121,6 +121,11 @@ def test_there_is_one_warning_a_run_and_each_operand_is_noted_once(watched: Watc
     assert [record[:3] for record in watched.noted()] == [(20, "2", "input"), (50, "0", "weight")]
 
 
+def test_an_output_gradient_is_called_so(watched: Watched) -> None:
+    bad = {("0", "grad_output"): {"underflow": 40.0}}
+    assert watched.said(sample(10, bad), sample(20, bad))[0].startswith("0: its output gradient has underflow 40.0 %")
+
+
 def test_the_smallest_ratio_since_the_beginning_orders_layers(watched: Watched) -> None:
     """A peak of one sample is no reason to name a layer first."""
     first = {("0", "input"): {"underflow": 6.0}, ("1", "input"): {"underflow": 30.0}}
