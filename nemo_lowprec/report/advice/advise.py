@@ -14,15 +14,11 @@ from nemo_lowprec.compute import choose_backend
 from nemo_lowprec.compute.gemm_times import times_of
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.advice.advice import Advice, LevelAdvice
-<<<<<<< HEAD
-from nemo_lowprec.report.advice.layers import KeptBack, kept_back, lowest, modules_of, patterns_of
-=======
 from nemo_lowprec.report.advice.layers import KeptBack, kept_back, lowest
->>>>>>> main
 from nemo_lowprec.report.advice.measuring import time_level, time_plain
 from nemo_lowprec.report.advice.operands import SCALINGS, way_of
 from nemo_lowprec.report.advice.passes import Seen, device_of, look, on_copy, on_device, random_states_kept, without_log
-from nemo_lowprec.report.advice.paste import patterns_of
+from nemo_lowprec.report.advice.paste import modules_of, patterns_of
 from nemo_lowprec.report.advice.times import StepTimes
 from nemo_lowprec.report.plan.choices import PlanChoice
 from nemo_lowprec.report.plan.gpu_memory import memory_here, memory_of

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
-
 from nemo_lowprec.formats.errors import Errors
 from nemo_lowprec.report.advice.operands import Rounded, by_scaling
 from nemo_lowprec.report.bounds import beyond, crossed
@@ -53,26 +51,3 @@ def lowest(errors: Mapping[Rounded, Errors], scaling: str) -> dict[str, float]:
         if one.sqnr is not None:
             found[key.kind] = min(one.sqnr, found.get(key.kind, one.sqnr))
     return found
-<<<<<<< HEAD
-
-
-def modules_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
-    """The modules of ``layers``: ``skip`` takes the names of modules, and a module may hold several weights."""
-    modules = dict(model.named_modules())
-    return list(dict.fromkeys(name if name in modules else name.rpartition(".")[0] for name in layers))
-
-
-def patterns_of(layers: Sequence[str], converted: Iterable[str]) -> list[str]:
-    """Names and globs that ``skip`` takes for exactly these layers of the ``converted`` ones.
-
-    ``*.NAME`` stands for all layers whose last name is NAME, where there are several.
-    """
-    wanted, found = set(layers), []
-    for name in dict.fromkeys(layer.rpartition(".")[2] for layer in layers):
-        alike = [layer for layer in converted if layer.endswith(f".{name}")]
-        if len(alike) > 1 and wanted.issuperset(alike):
-            found.append(f"*.{name}")
-            wanted -= set(alike)
-    return found + [layer for layer in layers if layer in wanted]
-=======
->>>>>>> main

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _HYDRA = {"None": "null", "True": "true", "False": "false"}
 
@@ -30,6 +33,12 @@ def hydra_line(level: str, options: Mapping[str, Any]) -> str:
         text = f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
         words.append(f"precision.{name}={_HYDRA.get(text, text)}")
     return " ".join(map(shlex.quote, words))
+
+
+def modules_of(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """The modules of ``layers``: ``skip`` takes the names of modules, and a module may hold several weights."""
+    modules = dict(model.named_modules())
+    return list(dict.fromkeys(name if name in modules else name.rpartition(".")[0] for name in layers))
 
 
 def patterns_of(layers: Sequence[str], converted: Iterable[str]) -> list[str]:

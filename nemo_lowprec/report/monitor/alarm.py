@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nemo_lowprec.lines import path_text
-from nemo_lowprec.report.advice.layers import modules_of
+from nemo_lowprec.report.advice.paste import modules_of, python_line, with_skip
 from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, Numbers, ratios, said
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
@@ -103,13 +102,12 @@ class Alarm:
         others = len({found.row[0] for found in crossings} - {layer})
         more = f", and {others:,} more layer{'s lie' if others > 1 else ' lies'} beyond a bound" if others else ""
         report = f"nemo-lowprec report {path_text(self._writer.path.parent)} shows all layers."
-        return f"{layer}: its {OPERANDS[operand]} has {worst.text} since step {worst.since}{more}. {self._remedy(worst)} {report}"
+        says = f"{layer}: its {OPERANDS[operand]} has {worst.text} since step {worst.since}{more}."
+        return f"{says} {self._remedy(worst)} {report}"
 
     def _remedy(self, worst: Crossing) -> str:
         options = self._subject.options
-        own = options.chosen.get("skip") or ()
-        skip = [*([own] if isinstance(own, str) else own), self._module_of(worst.row[0])]
-        line = f"{options.level.name}(skip={json.dumps(skip)})"
+        line = python_line(options.level.name, with_skip(options.chosen, [self._module_of(worst.row[0])]))
         if worst.is_large_weight:
             return f"Look at its initial values and at its learning rate; {line} keeps it in half precision."
         finer = ", or scale blocks of it, as bf16_with_fp8_subchannel_scaling_mixed does" if self._has_one_scale else ""

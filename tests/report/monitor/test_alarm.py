@@ -39,7 +39,7 @@ class Watched:
 
     def __init__(self, folder: Path, level: str = "bf16_with_fp8_mixed", **options) -> None:
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
-        model, _ = prepare(model, torch.optim.AdamW(model.parameters()), level, backend="reference", **options)
+        model, _ = prepare(model, torch.optim.AdamW(model.parameters()), level, **options)
         self.path = folder / FILE
         self.alarm = Alarm(Subject(Engine.of(model)), RunWriter(folder))
 
@@ -68,8 +68,8 @@ def test_the_warning_names_layer_operand_numbers_and_remedies(watched: Watched, 
     (said,) = watched.said(*(sample(step, worse) for step in (2, 50)))
     assert said == (
         "2: its input has underflow 40.0 % since step 2, and 2 more layers lie beyond a bound. Keep it in half "
-        'precision, bf16_with_fp8_mixed(skip=["2"]), or scale blocks of it, as bf16_with_fp8_subchannel_scaling_mixed '
-        f"does. nemo-lowprec report {tmp_path} shows all layers."
+        'precision, plugins=bf16_with_fp8_mixed(skip=["2"]), or scale blocks of it, as '
+        f"bf16_with_fp8_subchannel_scaling_mixed does. nemo-lowprec report {tmp_path} shows all layers."
     )
     assert watched.noted() == [
         (50, "1", "grad_output", "SQNR 19.0 dB since step 2"),
