@@ -56,7 +56,7 @@ def as_with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_are_those_of_the_readme() -> None:
     groups = {choice.partition("=")[0] for choice in CHOICES}
-    assert groups == {"model", "data", "trainer", "strategy", "logger", "experiment"}
+    assert groups == {"model", "data", "trainer", "strategy", "logger", "monitor", "experiment"}
 
 
 @pytest.mark.parametrize("choice", CHOICES)

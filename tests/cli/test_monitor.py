@@ -1,11 +1,14 @@
 """The group ``monitor`` of ``nemo-lowprec pretrain``."""
 
+import inspect
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from nemo_lowprec.cli import main
-from nemo_lowprec.report.monitor import read_run
+from nemo_lowprec.conf.choices import CONF_DIR
+from nemo_lowprec.report.monitor import PrecisionMonitor, read_run
 from tests.cli.test_cli import TINY
 
 
@@ -38,6 +41,13 @@ def test_runs_of_a_sweep_have_a_file_each(tiny: list[str], tmp_path: Path) -> No
 def test_a_run_is_not_monitored_by_itself(tiny: list[str], tmp_path: Path) -> None:
     assert main(["pretrain", *tiny, "trainer.max_steps=1", "logger=none"]) == 0
     assert not list(tmp_path.rglob("monitor.jsonl"))
+
+
+def test_the_choice_on_lists_the_arguments_and_defaults_of_the_callback() -> None:
+    listed = OmegaConf.load(CONF_DIR / "monitor" / "on.yaml")
+    arguments = inspect.signature(PrecisionMonitor).parameters
+    assert {*arguments, "_target_"} == set(listed)
+    assert listed.every_n_steps == arguments["every_n_steps"].default
 
 
 def test_help_lists_the_group_of_pretrain_alone(capsys: pytest.CaptureFixture) -> None:
