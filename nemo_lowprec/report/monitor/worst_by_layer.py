@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
-from nemo_lowprec.report.monitor.sample import Row, Sample
+from nemo_lowprec.report.monitor.sample import Sample
 
 _COLUMNS = 200
 _LAYERS = 1000
@@ -21,20 +21,25 @@ class WorstByLayer:
     1000 layers, neighbours share a row in the same way.
 
     Attributes:
-        layers: names in the order of the model.
         steps: of each column the first sampled step.
     """
 
     def __init__(self) -> None:
-        self.layers: list[str] = []
+        self._places: dict[str, int] = {}  # of layers
         self.steps: list[int] = []
         self._columns: dict[str, list[Tensor]] = {metric: [] for metric in LOWEST_IS_WORST}  # FP64 [layers] each
         self._samples = 1  # of a column
         self._in_last = 0  # samples in the last column
 
+    @property
+    def layers(self) -> list[str]:
+        """Names in the order of the model."""
+        return list(self._places)
+
     def add(self, sample: Sample) -> None:
         """Note one sample."""
-        rows = self._rows_of(sample.rows)
+        places = [self._places.setdefault(layer, len(self._places)) for layer, _ in sample.rows]
+        rows = torch.tensor(places, dtype=torch.int64, device="cpu")
         begins = self._in_last % self._samples == 0
         if begins and len(self.steps) == _COLUMNS:
             self._halve()
@@ -43,9 +48,7 @@ class WorstByLayer:
             self._in_last = 0
         self._in_last += 1
         for metric, columns in self._columns.items():
-            column = torch.full((len(self.layers),), torch.nan, dtype=torch.float64, device="cpu")
-            for row, number in zip(rows, sample.operands[metric], strict=True):
-                column[row] = _worst(metric, column[row], number)
+            column = self._worst_operands(metric, rows, sample.operands[metric])
             if begins:
                 columns.append(column)
             else:
@@ -53,23 +56,26 @@ class WorstByLayer:
 
     def table(self, metric: str) -> tuple[list[str], Tensor]:
         """Names of at most 1000 rows, and their numbers FP64 [rows, columns]; NaN where there is none."""
-        columns = [_padded(column, len(self.layers)) for column in self._columns[metric]]
+        layers = self.layers
+        columns = [_padded(column, len(layers)) for column in self._columns[metric]]
         whole = torch.stack(columns, dim=1) if columns else torch.zeros(0, 0, dtype=torch.float64, device="cpu")
-        size = -(-len(self.layers) // _LAYERS) or 1
+        size = -(-len(layers) // _LAYERS) or 1
         parts = [_worst_of(metric, part) for part in whole.split(size)] if columns else []
-        return self.layers[::size], torch.stack(parts) if parts else whole
+        return layers[::size], torch.stack(parts) if parts else whole
 
-    def _rows_of(self, rows: Sequence[Row]) -> list[int]:
-        for layer, _ in rows:
-            if layer not in self.layers:
-                self.layers.append(layer)
-        places = {layer: i for i, layer in enumerate(self.layers)}
-        return [places[layer] for layer, _ in rows]
+    def _worst_operands(self, metric: str, rows: Tensor, numbers: Tensor) -> Tensor:
+        """The worst number of each layer; NaN where a layer has none."""
+        lowest = LOWEST_IS_WORST[metric]
+        none = math.inf if lowest else -math.inf
+        column = torch.full((len(self._places),), none, dtype=torch.float64, device="cpu")
+        known = torch.where(numbers.isnan(), none, numbers)
+        column.scatter_reduce_(0, rows, known, "amin" if lowest else "amax")
+        return torch.where(column == none, torch.nan, column)
 
     def _halve(self) -> None:
         """Merge each column with the next one."""
         for metric, columns in self._columns.items():
-            padded = [_padded(column, len(self.layers)) for column in columns]
+            padded = [_padded(column, len(self._places)) for column in columns]
             columns[:] = [_worst(metric, *pair) for pair in zip(padded[::2], padded[1::2], strict=True)]
         self.steps = self.steps[::2]
         self._samples *= 2
