@@ -1,6 +1,6 @@
 """Text in 80 columns."""
 
-from nemo_lowprec.lines import WIDTH, name_lines, pair_lines, text_lines
+from nemo_lowprec.lines import WIDTH, name_lines, pair_lines, path_text, text_lines
 
 LONG = ".".join(f"part_number_{i}" for i in range(12))
 
@@ -39,3 +39,9 @@ def test_a_path_is_never_broken():
 def test_text_hangs():
     lines = text_lines("word " * 40, hanging=2)
     assert lines[0].startswith("word") and all(line.startswith("  word") for line in lines[1:])
+
+
+def test_a_path_in_the_current_folder_is_shown_relative_to_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_text(tmp_path / "runs" / "first") == path_text("runs/first") == "runs/first"
+    assert path_text(tmp_path.parent) == str(tmp_path.parent)

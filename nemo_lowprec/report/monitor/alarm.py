@@ -60,7 +60,7 @@ class Alarm:
         self._has_warned = False
 
     def look(self, sample: Sample) -> None:
-        """Judge a sample. A step that was skipped says nothing: its gradients had another loss scale."""
+        """Judge a sample. A step that was skipped says nothing: its gradients were not finite."""
         if sample.skipped:
             return
         metrics, beyond = self._judged(sample)
