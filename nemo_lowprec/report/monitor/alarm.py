@@ -16,9 +16,9 @@ from nemo_lowprec.report.monitor.sample import Row, Sample
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.page.words import OPERANDS
 
-# Steps for which an operand must lie beyond its bounds. Activations grow fast in the first steps of a training, and
-# gradients jump now and then: a scale of an earlier step then clips the values of one sample, and not of the next.
-_LASTS = 10
+# Steps for which an operand must lie beyond its bounds. Under delayed scaling the activations of a new model outgrow
+# their scales, for ten steps in a row in the main job; and gradients jump now and then, for a step.
+_LASTS = 20
 _PER_TENSOR = ("delayed", "current")
 _MIN_LAYERS = 3  # of fewer layers a median says nothing
 
@@ -43,7 +43,7 @@ class Crossing:
 
 
 class Alarm:
-    """Warns once of layers whose operands lie beyond the bounds of ``report/bounds.py`` for ten steps or more.
+    """Warns once of layers whose operands lie beyond the bounds of ``report/bounds.py`` for twenty steps or more.
 
     Each such operand is noted in the run's file, once in an attempt.
 

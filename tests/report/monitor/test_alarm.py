@@ -79,7 +79,7 @@ def test_the_warning_names_layer_operand_numbers_and_remedies(watched: Watched, 
 
 
 def test_layers_that_are_skipped_already_stay_in_the_line_to_paste(tmp_path: Path) -> None:
-    (said,) = Watched(tmp_path, skip=["0"]).said(sample(2, BAD), sample(20, BAD))
+    (said,) = Watched(tmp_path, skip=["0"]).said(sample(2, BAD), sample(30, BAD))
     assert 'bf16_with_fp8_mixed(skip=["0", "2"])' in said
 
 
@@ -87,70 +87,70 @@ def test_layers_that_are_skipped_already_stay_in_the_line_to_paste(tmp_path: Pat
     ("steps", "warns"),
     [
         ((2,), False),
-        ((2, 10), False),  # eight steps apart: the scales are still new
-        ((2, 12), True),
-        (tuple(range(20, 30)), False),
-        (tuple(range(20, 31)), True),
+        ((2, 10, 20), False),  # while the scales are new
+        ((2, 10, 22), True),
+        (tuple(range(30, 50)), False),
+        (tuple(range(30, 51)), True),
         ((50, 100), True),
     ],
 )
-def test_one_sample_is_no_warning_and_ten_steps_are(watched: Watched, steps: Sequence[int], warns: bool) -> None:
+def test_one_sample_is_no_warning_and_twenty_steps_are(watched: Watched, steps: Sequence[int], warns: bool) -> None:
     assert len(watched.said(*(sample(step, BAD) for step in steps))) == warns
     assert bool(watched.path.read_text()) == warns
 
 
 def test_a_good_sample_in_between_begins_anew(watched: Watched) -> None:
-    assert not watched.said(sample(10, BAD), sample(20, {}), sample(30, BAD))
-    assert watched.said(sample(40, BAD))
+    assert not watched.said(sample(20, BAD), sample(40, {}), sample(60, BAD))
+    assert watched.said(sample(80, BAD))
 
 
 def test_another_operand_of_the_layer_does_not_go_on_where_the_first_was(watched: Watched) -> None:
-    assert not watched.said(sample(10, BAD), sample(20, {("2", "weight"): {"underflow": 40.0}}))
+    assert not watched.said(sample(20, BAD), sample(40, {("2", "weight"): {"underflow": 40.0}}))
 
 
 def test_a_skipped_step_neither_counts_nor_begins_anew(watched: Watched) -> None:
     infinite = {row: {"nonfinite": 3.0} for row in ROWS}
-    assert not watched.said(*(sample(step, infinite, skipped=True) for step in (2, 50, 100)))
-    assert watched.said(sample(110, BAD), sample(115, infinite, skipped=True), sample(120, BAD))
+    assert not watched.said(*(sample(step, infinite, skipped=True) for step in (4, 100, 200)))
+    assert watched.said(sample(220, BAD), sample(230, infinite, skipped=True), sample(240, BAD))
 
 
 def test_there_is_one_warning_a_run_and_each_operand_is_noted_once(watched: Watched) -> None:
     other = {("0", "weight"): {"sqnr": 3.0}}
-    assert len(watched.said(*(sample(step, BAD) for step in (10, 20, 30)))) == 1
-    assert not watched.said(*(sample(step, BAD | other) for step in (40, 50, 60)))
-    assert [record[:3] for record in watched.noted()] == [(20, "2", "input"), (50, "0", "weight")]
+    assert len(watched.said(*(sample(step, BAD) for step in (20, 40, 60)))) == 1
+    assert not watched.said(*(sample(step, BAD | other) for step in (80, 100, 120)))
+    assert [record[:3] for record in watched.noted()] == [(40, "2", "input"), (100, "0", "weight")]
 
 
 def test_an_output_gradient_is_called_so(watched: Watched) -> None:
     bad = {("0", "grad_output"): {"underflow": 40.0}}
-    assert watched.said(sample(10, bad), sample(20, bad))[0].startswith("0: its output gradient has underflow 40.0 %")
+    assert watched.said(sample(20, bad), sample(40, bad))[0].startswith("0: its output gradient has underflow 40.0 %")
 
 
 def test_the_smallest_ratio_since_the_beginning_orders_layers(watched: Watched) -> None:
     """A peak of one sample is no reason to name a layer first."""
     first = {("0", "input"): {"underflow": 6.0}, ("1", "input"): {"underflow": 30.0}}
     second = {("0", "input"): {"underflow": 90.0}, ("1", "input"): {"underflow": 30.0}}
-    (said,) = watched.said(sample(10, first), sample(20, second))
+    (said,) = watched.said(sample(20, first), sample(40, second))
     assert said.startswith("1: its input has underflow 30.0 %")
 
 
 def test_values_that_are_not_finite_come_before_errors_of_rounding(watched: Watched) -> None:
     found = BAD | {("3", "input"): {"nonfinite": 7.0}}
-    assert watched.said(sample(10, found), sample(20, found))[0].startswith("3: its input has 7 values infinite or NaN")
+    assert watched.said(sample(20, found), sample(40, found))[0].startswith("3: its input has 7 values infinite or NaN")
 
 
 def test_a_large_weight_comes_before_all_others_with_a_remedy_of_its_own(watched: Watched) -> None:
     found = BAD | {("3", "input"): {"nonfinite": 7.0}, ("1", "weight"): {"amax": 2e4}}
-    (said,) = watched.said(sample(10, found), sample(20, found))
-    assert said.startswith("1: its weight has an amax 20,000 times that of the median layer since step 10, and 2 more")
+    (said,) = watched.said(sample(20, found), sample(40, found))
+    assert said.startswith("1: its weight has an amax 20,000 times that of the median layer since step 20, and 2 more")
     assert "Look at its initial values and at its learning rate;" in said and "scale blocks" not in said
 
 
 def test_where_blocks_have_scales_of_their_own_large_layers_are_no_reason(tmp_path: Path) -> None:
     watched = Watched(tmp_path, "bf16_with_fp8_subchannel_scaling_mixed")
     large = {("1", kind): {"amax": 1e4} for kind in KINDS}
-    assert not watched.said(sample(10, large), sample(20, large))
-    (said,) = watched.said(sample(30, BAD), sample(40, BAD))
+    assert not watched.said(sample(20, large), sample(40, large))
+    (said,) = watched.said(sample(60, BAD), sample(80, BAD))
     assert "scale blocks" not in said and 'bf16_with_fp8_subchannel_scaling_mixed(skip=["2"])' in said
 
 
@@ -165,8 +165,8 @@ def test_amaxes_are_compared_with_the_median_of_their_operand() -> None:
 
 def test_a_resumed_run_keeps_one_warning_of_an_operand(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
-    for start in (0, 30):
+    for start in (0, 40):
         writer.write("run", format=1, start=start)
         watched = Watched(tmp_path)
-        assert len(watched.said(sample(start + 10, BAD), sample(start + 20, BAD))) == 1
-    assert [(found["step"], found["layer"]) for found in read_run(tmp_path).warnings] == [(20, "2")]
+        assert len(watched.said(sample(start + 10, BAD), sample(start + 30, BAD))) == 1
+    assert [(found["step"], found["layer"]) for found in read_run(tmp_path).warnings] == [(30, "2")]

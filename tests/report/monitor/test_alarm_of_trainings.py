@@ -50,7 +50,7 @@ def outliers(layer: nn.Module) -> None:
     layer.register_forward_pre_hook(one_channel)
 
 
-def said_of(level: str, data_dir: Path, folder: Path, *callbacks: Callback, steps: int = 14) -> list[str]:
+def said_of(level: str, data_dir: Path, folder: Path, *callbacks: Callback, steps: int = 24) -> list[str]:
     """What a monitored training warns of."""
     seed_everything(3, verbose=False)
     data = TextDataModule(data_dir, seq_length=32, micro_batch_size=4, validation_samples=8)

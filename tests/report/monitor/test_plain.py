@@ -62,7 +62,7 @@ def test_a_context_closes_the_file_and_says_whether_the_loop_has_ended(tmp_path)
 
 def test_a_loop_warns_of_the_layer_that_is_served_badly(tmp_path):
     with pytest.warns(UserWarning, match=r"^0: its input has .* since step \d+.*\(.*skip=\[\"0\"\]\)"):
-        train(tmp_path, steps=16, spoil=True)
+        train(tmp_path, steps=26, spoil=True)
     assert ("0", "input") in {(found["layer"], found["operand"]) for found in read_run(tmp_path).warnings}
 
 
