@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from torch.optim import Optimizer
 
 from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
-from nemo_lowprec.report.monitor.numbers import rounded
 from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
+from nemo_lowprec.report.monitor.records import Records
 from nemo_lowprec.report.monitor.run_writer import RunWriter
-from nemo_lowprec.report.monitor.sample import Row, Sample, operands_of, params_of
+from nemo_lowprec.report.monitor.sample import Sample, operands_of, params_of
 from nemo_lowprec.report.monitor.shared import Reading, names_of_all
+from nemo_lowprec.report.monitor.stretch import Stretch
 from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.monitor.te_operands import TEOperands
 from nemo_lowprec.report.monitor.updates import UpdateErrors
@@ -58,7 +58,8 @@ class Monitor(Observer):
         start: int = 0,
         told: Sequence[Callable[[Sample], None]] = (),
     ) -> None:
-        self.subject, self._writer, self._every, self._start, self._told = subject, writer, every_n_steps, start, told
+        self.subject, self._every, self._start, self._told = subject, every_n_steps, start, told
+        self._records = Records(writer)
         self.steps, self._skipped_steps = start, 0
         self._is_updating, self._skips = False, False
         self.tokens: int | None = None
@@ -78,12 +79,10 @@ class Monitor(Observer):
         self._norm: Tensor | None = None
         self._losses: list[tuple[int, Tensor]] = []  # with the numbers of their steps
         self._pending: _Pending | None = None
-        self._stretch = _Stretch(start)
-        self._rows: Sequence[Row] = ()  # as written
+        self._stretch = Stretch(start)
         self._subscription = ExitStack()
         self._subscription.enter_context(subject.observers.watched_by(self))
-        if writer is not None:
-            writer.write("params", names=self._params)
+        self._records.params(self._params)
         self._open_if_due()
 
     # What the engine tells
@@ -132,9 +131,8 @@ class Monitor(Observer):
 
     def validated(self, metrics: dict[str, float]) -> None:
         """Write the metrics of a validation after the last step."""
-        if self._writer is not None and metrics:
-            numbers = rounded(torch.tensor(list(metrics.values()), dtype=torch.float64, device="cpu"), 6)
-            self._writer.write("validation", step=self.steps, metrics=dict(zip(metrics, numbers, strict=True)))
+        if metrics:
+            self._records.validation(self.steps, metrics)
 
     def close(self, finished: bool) -> None:
         """Write what is left, and watch no longer; a collective where all processes have ``finished``.
@@ -148,8 +146,8 @@ class Monitor(Observer):
         if finished and self._losses:
             self._pending = self._reading(None)
             self._write_pending()
-        if finished and self._writer is not None:
-            self._writer.write("end", step=self.steps)
+        if finished:
+            self._records.end(self.steps)
 
     # Samples
 
@@ -203,8 +201,7 @@ class Monitor(Observer):
         if pending is None:
             return
         operands, gradients, updates, wire, losses, processes, extremes, norm = pending.reading.read()
-        if self._writer is not None:
-            self._write_steps(pending, losses / processes)
+        self._records.steps(pending.at, losses / processes, pending.stretch, self.subject.device)
         if pending.step is None:
             return
         extremes[:, 1] = -extremes[:, 1]
@@ -221,37 +218,9 @@ class Monitor(Observer):
             pending.skipped,
             pending.skipped_steps,
         )
-        if self._writer is not None:
-            self._write_sample(self._writer, sample)
+        self._records.sample(sample)
         for told in self._told:
             told(sample)
-
-    def _write_steps(self, pending: _Pending, losses: Tensor) -> None:
-        assert self._writer is not None
-        on_gpu = self.subject.device.type == "cuda"
-        self._writer.write(
-            "steps",
-            at=pending.at,
-            loss=rounded(losses, 6),
-            **pending.stretch,
-            peak_bytes=torch.cuda.max_memory_allocated(self.subject.device) if on_gpu else None,
-        )
-
-    def _write_sample(self, writer: RunWriter, sample: Sample) -> None:
-        if sample.rows != self._rows:
-            self._rows = sample.rows
-            writer.write("operands", rows=sample.rows)
-        wire, norm = rounded(torch.tensor([sample.wire_sqnr, sample.grad_norm], dtype=torch.float64, device="cpu"))
-        writer.write(
-            "sample",
-            step=sample.step,
-            operands={metric: rounded(numbers) for metric, numbers in sample.operands.items()},
-            params={metric: rounded(numbers) for metric, numbers in sample.params.items()},
-            wire={"sqnr": wire},
-            grad_norm=norm,
-            loss_scale=sample.loss_scale,
-            skipped_steps=sample.skipped_steps,
-        )
 
 
 @dataclass
@@ -273,36 +242,6 @@ class _Pending:
     stretch: dict[str, Any]
     skipped: bool
     skipped_steps: int
-
-
-class _Stretch:
-    """The time that the steps since the last reading have taken on the host."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._tokens, self._since = steps, 0, time.perf_counter()
-        self._paused_at: float | None = None
-
-    def pause(self) -> None:
-        if self._paused_at is None:
-            self._paused_at = time.perf_counter()
-
-    def resume(self) -> None:
-        if self._paused_at is not None:
-            self._since += time.perf_counter() - self._paused_at
-            self._paused_at = None
-
-    def cut(self, steps: int, tokens: int | None) -> dict[str, Any]:
-        """The last stretch, of which ``steps`` is the last step; the next one begins."""
-        self.resume()
-        now = time.perf_counter()
-        found = {
-            "last": steps,
-            "steps": steps - self._steps,
-            "seconds": round(now - self._since, 4),
-            "tokens": None if tokens is None else tokens - self._tokens,
-        }
-        self._steps, self._tokens, self._since = steps, tokens or 0, now
-        return found
 
 
 def _as_maxima(extremes: Tensor) -> Tensor:
