@@ -98,12 +98,12 @@ def _run(
 
     Args:
         command, arguments: as for ``run_job``.
-        line: what to compose.
+        line: the command line to compose.
         job: called once, or with ``-m`` once for each combination.
         apart: whether everything but the job's own report goes to stderr.
 
     Returns:
-        What ``job`` has returned; None with ``-m``.
+        The value that ``job`` has returned; None with ``-m``.
     """
     results: list[Any] = []
     failures: list[Exception] = []

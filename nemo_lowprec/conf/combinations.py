@@ -37,7 +37,7 @@ def combinations(line: CommandLine) -> list[CommandLine]:
 
 
 def described(line: CommandLine, whole: CommandLine) -> tuple[str, tuple[str, ...], str]:
-    """What sets one of the ``combinations`` of ``whole`` apart.
+    """Name one of the ``combinations`` of ``whole`` by the choices that differ.
 
     Returns:
         The level, empty where the command line names none; overrides that a table has no column for; machines,

@@ -24,7 +24,7 @@ def plans_job(
 
     Raises:
         ValueError: ``fits`` is no memory of a GPU, or no command line can be planned.
-        TypeError: the same, for a setting that no command line takes.
+        TypeError: no command line takes one of the settings.
     """
     found = plan_requests([PlanRequest(*described(line, whole), partial(run, line, planned)) for line in lines], fits)
     found.print()

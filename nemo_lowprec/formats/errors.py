@@ -1,4 +1,4 @@
-"""What rounding to a format does to a tensor: values that became zero, values that were clipped, and the noise.
+"""Errors of rounding a tensor to a format: values that became zero, values that were clipped, and the noise.
 
 ``add_errors`` is the definition; the kernel in kernels/ is tested against it. The sums of several tensors, calls and
 processes add up, and ``Errors`` reads them.

@@ -1,9 +1,9 @@
 """Sums of the errors of rounding, added up on a GPU in one launch, without a host sync.
 
-The sums are those of ``formats.errors.add_errors``, which adds in FP64; here a program adds up to some ten thousand
-values in FP32 before it adds in FP64. Of a matrix with more than ``_ALL`` values, ``nonzero``, ``underflowed``,
-``signal``, ``noise`` and ``amin`` are those of every n-th tile: the kernel would have to compute more than the memory
-delivers. ``count``, ``saturated``, ``nonfinite`` and ``amax``, which single values may change, are those of all values.
+``formats.errors.add_errors`` defines the sums, and adds in FP64; here a program adds up to some ten thousand values in
+FP32 before it adds in FP64. In a matrix with more than ``_ALL`` values, every n-th tile alone counts for ``nonzero``,
+``underflowed``, ``signal``, ``noise`` and ``amin``: the arithmetic of all tiles takes longer than reading them. All
+values count for ``count``, ``saturated``, ``nonfinite`` and ``amax``, which a single value may change.
 Importing this file needs Triton.
 """
 

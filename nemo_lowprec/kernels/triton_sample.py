@@ -61,7 +61,7 @@ class SampleReader:
     def read(
         self, data: Sequence[Tensor], exponents: Sequence[Tensor] | None, factors: Sequence[Tensor] | None, out: Tensor
     ) -> None:
-        """Fill the rows of ``out``, FP32 [rows, width], contiguous; what lies behind a shorter sample stays.
+        """Fill the rows of ``out``, FP32 [rows, width], contiguous. The row of a short sample keeps its rest.
 
         Args:
             data: contiguous, of one dtype.

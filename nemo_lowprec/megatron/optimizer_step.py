@@ -39,7 +39,7 @@ class Stepper:
         parts: the distributed optimizer of the parameters, and a second one of the experts' parameters, if any.
         grad_norm: L2 norm of the last step's true gradients before clipping, FP32 scalar on the device; None before
             the first step.
-        divisor: by what the last step has divided the gradients, FP32 scalar on the device: loss scale and clipping.
+        divisor: of the gradients in the last step, FP32 scalar on the device: loss scale and clipping.
     """
 
     def __init__(

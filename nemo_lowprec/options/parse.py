@@ -20,7 +20,7 @@ class Options:
     """The checked arguments of a level, sorted by the column that reads them.
 
     Attributes:
-        chosen: the arguments that the user has given, without those that have their default's value; lists as tuples.
+        chosen: the arguments that the user has given and that differ from their defaults; lists as tuples.
     """
 
     level: PrecisionLevel

@@ -15,16 +15,15 @@ a scale per tensor, as badly as follows:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
+
+from nemo_lowprec.report.curves import Numbers
 
 if TYPE_CHECKING:
     from nemo_lowprec.formats.errors import Errors
-
-Numbers = npt.NDArray[np.float64]
 
 MIN_SQNR = 20.0  # dB
 MAX_UNDERFLOW = 5.0  # percent of the values that are not zero
@@ -33,6 +32,10 @@ MAX_SATURATION = 0.3  # percent of all values
 # values of the usual size then lose 6.6 of the 15 binades in which E4M3 keeps all its bits. Output gradients are no
 # sign: they grow and fade with the depth of a model.
 MAX_AMAX_RATIO = 100.0
+PER_TENSOR = ("delayed", "current")  # ways of scaling with one scale for a whole tensor
+_MIN_LAYERS = 3  # of fewer layers a median says nothing
+
+METRICS = ("nonfinite", "sqnr", "underflow", "saturation")
 
 _WORDS = {
     "nonfinite": "{:,.0f} values infinite or NaN",
@@ -44,17 +47,16 @@ _WORDS = {
 
 
 def ratios(metrics: Mapping[str, Numbers]) -> dict[str, Numbers]:
-    """How far each row lies beyond the bound of each metric: above 1 where the bound is crossed.
+    """How far each number lies beyond its metric's bound: above 1 where the bound is crossed.
 
-    A ratio of SQNR is one of amplitudes of the noise; values that are not finite lie infinitely far beyond.
+    A ratio of SQNR is a ratio of the noise's powers; values that are not finite lie infinitely far beyond.
 
     Args:
-        metrics: ``nonfinite``, ``sqnr``, ``underflow``, ``saturation`` and perhaps ``amax_ratio`` to one number for
-            each row; NaN where there is none.
+        metrics: names of ``METRICS`` and perhaps ``amax_ratio``, each to numbers of one shape; NaN for no number.
     """
     found = {
         "nonfinite": np.where(metrics["nonfinite"] > 0, math.inf, 0.0),
-        "sqnr": 10 ** ((MIN_SQNR - metrics["sqnr"]) / 20),
+        "sqnr": 10 ** ((MIN_SQNR - metrics["sqnr"]) / 10),
         "underflow": metrics["underflow"] / MAX_UNDERFLOW,
         "saturation": metrics["saturation"] / MAX_SATURATION,
     }
@@ -63,14 +65,35 @@ def ratios(metrics: Mapping[str, Numbers]) -> dict[str, Numbers]:
     return {metric: np.where(np.isnan(ratio), 0.0, ratio) for metric, ratio in found.items()}
 
 
+def amax_ratios(rows: Sequence[tuple[str, ...]], amaxes: Numbers) -> Numbers:
+    """Each amax over the median of the layers' amaxes of the same operand, for inputs and weights.
+
+    Args:
+        rows: (layer, operand).
+        amaxes: [rows] of one sample, or [rows, samples]; zero and NaN stand for an unknown amax.
+
+    Returns:
+        Of the shape of ``amaxes``; NaN for output gradients, for unknown amaxes, and in a sample of fewer than three
+        layers.
+    """
+    found = np.full_like(amaxes, np.nan)
+    for kind in ("input", "weight"):
+        at = [i for i, (_, operand) in enumerate(rows) if operand == kind]
+        if at:
+            known = np.ma.masked_invalid(np.where(amaxes[at] > 0, amaxes[at], np.nan))
+            is_enough = known.count(axis=0) >= _MIN_LAYERS
+            found[at] = np.where(is_enough, (known / np.ma.median(known, axis=0)).filled(np.nan), np.nan)
+    return found
+
+
 def said(metrics: Mapping[str, Numbers], row: int) -> list[str]:
-    """What of one row lies beyond its bound, in words such as "SQNR 12.3 dB"; empty for nothing."""
+    """Words such as "SQNR 12.3 dB" for each metric of ``row`` that lies beyond its bound."""
     beyond_one = [metric for metric, ratio in ratios(metrics).items() if ratio[row] > 1]
     return [_WORDS[metric].format(float(metrics[metric][row])) for metric in beyond_one]
 
 
 def crossed(errors: Errors) -> list[str]:
-    """What of ``errors`` lies beyond its bound, in words."""
+    """Words for each metric of ``errors`` that lies beyond its bound."""
     return said(_metrics_of(errors), 0)
 
 
@@ -80,5 +103,5 @@ def beyond(errors: Errors) -> float:
 
 
 def _metrics_of(errors: Errors) -> dict[str, Numbers]:
-    numbers = {metric: getattr(errors, metric) for metric in ("nonfinite", "sqnr", "underflow", "saturation")}
+    numbers = {metric: getattr(errors, metric) for metric in METRICS}
     return {metric: np.array([math.nan if n is None else n], dtype=np.float64) for metric, n in numbers.items()}

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def outputs_of(module: Any, batch: Any) -> Any:
-    """What a forward pass of ``batch`` gives: a loss, or the outputs of a module that computes no loss.
+    """Run a forward pass of ``batch``; the loss, or the outputs of a module that computes no loss.
 
     Args:
         module: a language model of this package, a LightningModule, or any other module.
-        batch: what ``training_step`` takes; of a module without one, the argument of its forward pass, or a tuple or
-            a dict of them.
+        batch: the argument of ``training_step``. Of a module without a ``training_step``: the argument of its forward
+            pass, or a tuple or a dict of arguments.
     """
     if hasattr(module, "_loss_sum"):
         total, count = module._loss_sum(batch)
@@ -27,7 +27,7 @@ def outputs_of(module: Any, batch: Any) -> Any:
 
 
 def forward_of(module: Any, arguments: Any) -> Any:
-    """What the forward pass gives for its one argument, or for a tuple or a dict of them."""
+    """The result of the forward pass for its one argument, or for a tuple or a dict of arguments."""
     if isinstance(arguments, dict):
         return module(**arguments)
     return module(*arguments) if isinstance(arguments, (tuple, list)) else module(arguments)

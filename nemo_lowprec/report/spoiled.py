@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, MAX_SATURATION, MAX_UNDERFLOW, MIN_SQNR
+from nemo_lowprec.chart import get_level
+from nemo_lowprec.report.bounds import (
+    MAX_AMAX_RATIO,
+    MAX_SATURATION,
+    MAX_UNDERFLOW,
+    METRICS,
+    MIN_SQNR,
+    PER_TENSOR,
+    amax_ratios,
+    ratios,
+)
 from nemo_lowprec.report.curves import Numbers
 from nemo_lowprec.report.monitor.runs import Run
 
@@ -16,7 +25,7 @@ _BOUNDS = {
     "sqnr": MIN_SQNR,
     "underflow": MAX_UNDERFLOW,
     "saturation": MAX_SATURATION,
-    "amax": MAX_AMAX_RATIO,
+    "amax_ratio": MAX_AMAX_RATIO,
 }
 _WINDOW = 5  # samples: a layer that crosses a bound in one or two of them is not named
 
@@ -27,9 +36,9 @@ class Crossing:
 
     Attributes:
         layer, operand: of the model.
-        metric: ``sqnr``, ``underflow``, ``saturation``, ``nonfinite`` or ``amax``.
-        value: the worst median over five samples in a row; of amax its ratio to the median of all layers.
-        bound: that the metric has crossed.
+        metric: of ``bounds.METRICS``, or ``amax_ratio``.
+        value: the worst median over five samples in a row.
+        bound: of the metric.
         first_step: the first sampled step beyond the bound.
         beyond: how far, in dB; infinite for values that are not finite.
     """
@@ -45,30 +54,31 @@ class Crossing:
 
 def crossings(run: Run) -> list[Crossing]:
     """The crossings of a run, the farthest beyond its bound first."""
-    found = []
-    for metric, bound in _BOUNDS.items():
-        if metric not in run.operands.metrics:
-            continue
-        sign = -1 if metric == "sqnr" else 1
-        values = _amax_ratios(run) if metric == "amax" else run.operands.matrix(metric)
-        known = np.where(np.isnan(values), bound, values)  # where there is no number, nothing is crossed
-        windows = np.lib.stride_tricks.sliding_window_view(known, min(_WINDOW, known.shape[1]), axis=1)
-        worst = sign * (sign * np.median(windows, axis=-1)).max(axis=-1)
-        for index in np.flatnonzero(sign * (worst - bound) > 0):
-            value = float(worst[index])
-            first = run.steps[int(np.argmax(sign * (known[index] - bound) > 0))]
-            beyond = bound - value if metric == "sqnr" else 10 * math.log10(value / bound) if bound else math.inf
-            layer, operand = run.operands.rows[index]
-            found.append(Crossing(layer, operand, metric, value, bound, first, beyond))
+    operands = run.operands
+    if not set(METRICS) <= operands.metrics.keys():
+        return []  # a level without FP8 GEMMs
+    metrics = {metric: operands.matrix(metric) for metric in METRICS}
+    if get_level(run.about["level"]).scaling in PER_TENSOR:
+        metrics["amax_ratio"] = amax_ratios(operands.rows, operands.matrix("amax"))
+    worst = {metric: _worst(values, metric) for metric, values in metrics.items()}
+    of_samples, found = ratios(metrics), []
+    for metric, of_rows in ratios(worst).items():
+        for index in np.flatnonzero(of_rows > 1):
+            layer, operand = operands.rows[index]
+            first = run.steps[int(np.argmax(of_samples[metric][index] > 1))]
+            value, beyond = float(worst[metric][index]), float(10 * np.log10(of_rows[index]))
+            found.append(Crossing(layer, operand, metric, value, _BOUNDS[metric], first, beyond))
     return sorted(found, key=lambda crossing: -crossing.beyond)
 
 
-def _amax_ratios(run: Run) -> Numbers:
-    """The amax of each input and weight over the median of all layers in the same sample; NaN for output gradients."""
-    amaxes, ratios = run.operands.matrix("amax"), np.full((len(run.operands.rows), len(run.steps)), np.nan)
-    for operand in ("input", "weight"):
-        rows = [index for index, (_, of_row) in enumerate(run.operands.rows) if of_row == operand]
-        if rows:
-            known = np.ma.masked_invalid(np.where(amaxes[rows] > 0, amaxes[rows], np.nan))
-            ratios[rows] = (known / np.ma.median(known, axis=0)).filled(np.nan)
-    return ratios
+def _worst(values: Numbers, metric: str) -> Numbers:
+    """Of each row the median of the window that lies farthest beyond the bound; [rows].
+
+    Args:
+        values: [rows, samples] of ``metric``. A sample without a number counts as one at the bound.
+    """
+    sign = -1 if metric == "sqnr" else 1
+    known = np.where(np.isnan(values), _BOUNDS[metric], values)
+    windows = np.lib.stride_tricks.sliding_window_view(known, min(_WINDOW, known.shape[1]), axis=1)
+    worst: Numbers = sign * (sign * np.median(windows, axis=-1)).max(axis=-1)
+    return worst

@@ -5,17 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_lowprec.cli import main
 from nemo_lowprec.conf import advise_job
 from nemo_lowprec.models import CausalLM
 from tests.auto import made_up_times
+from tests.called import printed, refusal
 
+pytestmark = pytest.mark.usefixtures("nowhere")
 LEVELS = "precision=bf16_mixed,bf16_with_fp8_current_scaling_mixed"
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def arguments(data_dir: Path, *overrides: str) -> list[str]:
@@ -29,17 +25,13 @@ def arguments(data_dir: Path, *overrides: str) -> list[str]:
 
 
 def advised(capsys: pytest.CaptureFixture, data_dir: Path, *overrides: str) -> str:
-    assert main(arguments(data_dir, *overrides)) == 0
+    out = printed(capsys, *arguments(data_dir, *overrides))
     assert not [path for path in Path.cwd().iterdir() if path.suffix != ".ckpt"]
-    out: str = capsys.readouterr().out
     return out
 
 
 def refused(capsys: pytest.CaptureFixture, data_dir: Path, *overrides: str) -> str:
-    assert main(arguments(data_dir, *overrides)) == 2
-    error: str = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    return error
+    return refusal(capsys, *arguments(data_dir, *overrides))
 
 
 def test_levels_errors_and_the_line_to_paste(capsys: pytest.CaptureFixture, data_dir: Path) -> None:

@@ -7,22 +7,19 @@ import pytest
 
 from nemo_lowprec.cli import main
 from nemo_lowprec.conf.job import _processes
+from tests.called import printed, refusal
 
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("nowhere")
 
 
 def planned(capsys: pytest.CaptureFixture, *overrides: str) -> str:
-    assert main(["plan", *overrides]) == 0
+    out = printed(capsys, "plan", *overrides)
     assert not list(Path.cwd().iterdir())
-    return " ".join(capsys.readouterr().out.split())  # a title is as wide as its table
+    return " ".join(out.split())  # a title is as wide as its table
 
 
 def refused(capsys: pytest.CaptureFixture, *overrides: str) -> str:
-    assert main(["plan", *overrides]) == 2
-    return capsys.readouterr().err
+    return refusal(capsys, "plan", *overrides)
 
 
 def test_one_process_is_a_single_device(capsys: pytest.CaptureFixture) -> None:

@@ -4,28 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from nemo_lowprec.cli import main
 from nemo_lowprec.conf.combinations import combinations, described
 from nemo_lowprec.conf.command_line import CommandLine
+from tests.called import printed, refusal
 
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("nowhere")
 
 
 def planned(capsys: pytest.CaptureFixture, *overrides: str) -> str:
-    assert main(["plan", *overrides]) == 0
+    out = printed(capsys, "plan", *overrides)
     assert not list(Path.cwd().iterdir())
-    out: str = capsys.readouterr().out
     return out
 
 
 def refused(capsys: pytest.CaptureFixture, *overrides: str) -> str:
-    assert main(["plan", *overrides]) == 2
-    error: str = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    return error
+    return refusal(capsys, "plan", *overrides)
 
 
 def rows(out: str) -> list[list[str]]:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nemo_lowprec
+from nemo_lowprec.report.findings import LevelDiffersError
 from nemo_lowprec.report.monitor import read_run
 from tests.commands import answer
 from tests.documents import ROOT, Block, block, blocks, inline_commands
@@ -343,12 +344,31 @@ def trained(path: Path, level: str) -> Lit:
     return lit
 
 
-def test_a_test_of_one_s_own() -> None:
+class FullMoments(Lit):
+    """Its first moments become FP32 after the second step, which no level with FP8 states declares."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.trainer.global_step == nemo_lowprec.Audit.STEP:  # counted when this returns
+            for parameter, state in self.trainer.optimizers[0].state.items():
+                state["exp_avg"] = torch.zeros(parameter.shape, dtype=torch.float32)
+
+
+def test_a_test_of_one_s_own_passes_and_fails_as_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     count = sum(p.numel() for p in Lit().parameters())
     names = {"MyModel": Lit, "my_data": batches, "number_of_parameters": count}
-    python(block("watching.rst", "from lightning.pytorch import Trainer"), **names)[
-        "test_my_model_trains_at_its_level"
-    ]()
+    test = block("watching.rst", "from lightning.pytorch import Trainer")
+
+    def run(**changed: Any) -> None:
+        python(test, **(names | changed))["test_my_model_trains_at_its_level"]()
+
+    run()
+    with pytest.raises(AssertionError, match=r"Optimizer states of converted: .* declared, .* found"):
+        run(MyModel=FullMoments)
+    with pytest.raises(AssertionError) as error:
+        run(number_of_parameters=count // 2)
+    assert not isinstance(error.value, LevelDiffersError)  # the bytes of the optimizer states are too many
 
 
 def test_an_audit_is_json_with_a_status(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ def of(**changed):
 @pytest.mark.parametrize(
     ("errors", "words", "ratio"),
     [
-        (of(), [], 10 ** ((MIN_SQNR - 31) / 20)),
+        (of(), [], 10 ** ((MIN_SQNR - 31) / 10)),
         (of(sqnr=None), [], 0.0),
-        (of(sqnr=MIN_SQNR - 20), ["SQNR 0.0 dB"], 10.0),
+        (of(sqnr=MIN_SQNR - 20), ["SQNR 0.0 dB"], 100.0),
         (of(underflow=2 * MAX_UNDERFLOW), ["underflow 10.0 %"], 2.0),
         (of(saturation=3 * MAX_SATURATION), ["saturation 0.9 %"], 3.0),
         (of(nonfinite=3), ["3 values infinite or NaN"], math.inf),

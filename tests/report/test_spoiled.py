@@ -54,7 +54,7 @@ def test_an_amax_far_above_those_of_the_other_layers_is_named(run: Run, operand:
     median = statistics.median(amaxes[layer, operand][0] for layer in LAYERS)
     amaxes[LAYERS[3], operand] = [1e4 * median] * len(run.steps)
     found = [(c.layer, c.operand, c.metric) for c in crossings(run)]
-    assert found == [(LAYERS[3], operand, "amax")] * crosses
+    assert found == [(LAYERS[3], operand, "amax_ratio")] * crosses
     for other in LAYERS[4:]:  # all of them are as large
         amaxes[other, operand] = [1e4 * median] * len(run.steps)
     assert crossings(run) == []

@@ -49,7 +49,7 @@ class CapturedPass:
         pool: of the model.
         is_whole: whether the block is a whole model, of which the host may read what it makes of constants alone.
         observers: of the engine; they are told in the capture, where their kernels are captured, too.
-        beside: a pass of the same block with whose graphs those of this pass take turns: both have the same memory.
+        beside: another pass of the same block. The graphs of the two passes take turns, and share their memory.
 
     Raises:
         Unfit: the block did what a graph cannot do.

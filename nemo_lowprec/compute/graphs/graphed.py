@@ -199,7 +199,7 @@ class GraphedForward:
     ) -> CapturedPass | None:  # fmt: skip
         """A captured pass that tells ``observers``; None where the pass runs without a graph.
 
-        The first observed pass is one of those, and compiles the kernels of the observers.
+        The first observed pass runs without a graph, and compiles the kernels of the observers.
         """
         others = self._passes.get(key)
         if not others:

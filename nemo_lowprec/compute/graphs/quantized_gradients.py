@@ -19,7 +19,7 @@ from nemo_lowprec.tensors.reused_gradients import Holders
 
 
 class QuantizedGradients:
-    """The gradients in FP8 of those of ``params`` whose gradients are stored so.
+    """The FP8 gradients of ``params``; a parameter whose gradient is stored otherwise is left out.
 
     Args:
         observers: of the engine, which are told of gradients when they are quantized.

@@ -22,7 +22,7 @@ _SHOWN = 12  # layers in a list for people
 
 @dataclass(frozen=True)
 class LevelAdvice:
-    """What is to be expected of one level.
+    """Memory, time and layers to keep back at one level.
 
     Attributes:
         choice: its plan, and the GPU's memory.
@@ -57,7 +57,7 @@ class LevelAdvice:
 
     @property
     def _cost(self) -> tuple[float, ...]:
-        """What orders levels: fit, then time; without times FP8 GEMMs, few layers kept back, precise storage."""
+        """The sort key of levels: fit, then time; without times FP8 GEMMs, few layers kept back, precise storage."""
         plan = self.choice.plan
         has_fp8 = plan.level.has_fp8 and self.share <= 0.5
         without = (not has_fp8, self.share, -sum(plan.column(name).bytes for name in OF_CHART))
@@ -84,7 +84,7 @@ class Advice:
 
     @classmethod
     def of(cls, levels: Sequence[LevelAdvice], **rest: object) -> Advice:
-        """The advice of ``levels`` in order: those that fit first, by time or, where times are unknown, by storage."""
+        """The advice of ``levels``, sorted: levels that fit come first, by time; by storage where times are unknown."""
         return cls(tuple(sorted(levels, key=lambda level: level._cost)), **rest)  # type: ignore[arg-type]
 
     @property
@@ -144,7 +144,7 @@ class Advice:
         return [*found, "Take", f"  {best.python}", f"  {best.hydra}"]
 
     def _kept_lines(self) -> list[str]:
-        """The layers to keep back, those first that lie furthest beyond a bound."""
+        """The layers to keep back, the layer furthest beyond a bound first."""
         layers: dict[str, list[KeptBack]] = {}
         for kept in self.kept_back.values():
             for one in kept:

@@ -35,15 +35,15 @@ def advise(
     """Tell which level fits a GPU, how long a step takes at each level, and which layers FP8 would serve badly.
 
     Nothing is trained: passes run on copies, and neither the model nor its gradients, its mode or random states change.
-    Memory is that of ``plan_training`` on one GPU. Errors of operands are those of one forward and backward pass of
-    ``batch``, rounded by the reference definitions (``report/advice/operands.py``). Times need a GPU: they are those of
-    ``report/advice/times.py``, with two short measurements.
+    ``plan_training`` gives the memory on one GPU. One forward and backward pass of ``batch`` gives the operands, and
+    the reference definitions give the errors (``report/advice/operands.py``). Times need a GPU:
+    ``report/advice/times.py`` computes times from two short measurements.
 
     Args:
         model: a LightningModule, a model of transformers, or any module whose forward pass returns the loss; not
             converted. Without values (on torch's meta device) there is a plan, and nothing else.
-        batch: what ``training_step`` takes; of a module without one, the argument of its forward pass, or a tuple or a
-            dict of them. Tensors on any device.
+        batch: the argument of ``training_step``. Of a module without a ``training_step``: the argument of its forward
+            pass, or a tuple or a dict of arguments. Tensors on any device.
         levels: levels by their names, or as plugins, which may have options. None for all that can run here.
         gpu_memory: GiB of the GPU, or ``H100`` or ``H200``; None for that of this machine.
 
@@ -88,7 +88,7 @@ def levels_here(device: torch.device) -> list[str]:
 def _plans(
     model: nn.Module, batch: Any, precisions: dict[str, LowPrecision], memory: int | None, device: torch.device
 ) -> tuple[dict[str, PlanChoice], dict[str, str]]:
-    """The plans of the levels on one GPU, and the sentences of those that refuse the model."""
+    """The plans of the levels on one GPU, and for each level that refuses the model its sentence."""
     choices: dict[str, PlanChoice] = {}
     refused: dict[str, str] = {}
     failed: Exception | None = None
@@ -114,7 +114,7 @@ def _is_empty(model: nn.Module) -> bool:
 def _look(
     model: nn.Module, batch: Any, device: torch.device, precisions: dict[str, LowPrecision]
 ) -> tuple[Seen | None, list[str]]:
-    """What a pass of the batch shows, and a sentence where there is none."""
+    """The findings of a pass of the batch, and a sentence where no pass is possible."""
     if _is_empty(model):
         return None, ["The model's weights have no values here: neither SQNR nor times."]
     recipes = [precision.parsed.recipe for precision in precisions.values()]
@@ -166,6 +166,10 @@ def _times(
 
 
 def _layers(kept: Mapping[str, list[KeptBack]], precision: LowPrecision) -> list[str]:
-    """The layers that a level should keep back, by those to keep back in each way of scaling."""
+    """The layers that a level should keep back.
+
+    Args:
+        kept: way of scaling to the layers to keep back under it.
+    """
     recipe = precision.parsed.recipe
     return [] if recipe is None else [one.layer for one in kept.get(way_of(recipe), [])]

@@ -20,7 +20,7 @@ class KeptBack:
     Attributes:
         layer: its name.
         scaling: of ``way_of``.
-        reason: the operands and what they cross: "input: SQNR 12.3 dB".
+        reason: each operand with its metrics beyond a bound: "input: SQNR 12.3 dB".
         beyond: how far its worst operand lies beyond a bound (``bounds.beyond``).
     """
 

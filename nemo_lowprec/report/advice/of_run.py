@@ -17,7 +17,7 @@ _SHOWN = 12  # layers in the list
 
 @dataclass(frozen=True)
 class RunAdvice:
-    """What a run says about its level.
+    """Advice about the level of a monitored run.
 
     Attributes:
         run: the history.
@@ -69,6 +69,6 @@ def advise_run(folder: str | Path) -> RunAdvice:
         raise ValueError(f"{folder} has a run without samples yet: its second step is the first one that is sampled.")
     if not run.operands.rows:
         raise ValueError(f"{folder} is a run at {run.about['level']}, which quantizes no operands.")
-    found = [crossing for crossing in crossings(run) if crossing.metric != "amax"]
+    found = [crossing for crossing in crossings(run) if crossing.metric != "amax_ratio"]
     kept = {entry["layer"]: entry["said"] for entry in spoiled(found)}
     return RunAdvice(run, kept, tuple(patterns_of(list(kept), run.about["layers"]["low"])))

@@ -32,9 +32,9 @@ from nemo_lowprec.formats import (
 from nemo_lowprec.formats.errors import Errors, add_errors, clipped_beyond, new_sums
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.options import Recipe
+from nemo_lowprec.report.bounds import PER_TENSOR
 from nemo_lowprec.tensors import QuantizedTensor
 
-PER_TENSOR = ("delayed", "current")
 SCALINGS = (*PER_TENSOR, "rowwise", "blockwise")  # whose errors are looked at
 _PARTS = 8  # of a tensor's rows, of which all but the last one make up the history of delayed scaling
 _ELEMENTS = 2**24  # of which errors are added at a time

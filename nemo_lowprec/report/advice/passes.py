@@ -36,7 +36,7 @@ _LEVEL = "te_fp8"  # whose FP32 weights hold any value, and which needs no maste
 
 @dataclass(frozen=True)
 class Seen:
-    """What one pass has shown.
+    """The findings of one pass.
 
     Attributes:
         errors: by layer, operand and way of scaling.
@@ -72,7 +72,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def half_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of ``model`` on ``device`` with parameters in BF16; those of batch norms and buffers keep their dtype."""
+    """A copy of ``model`` on ``device`` with parameters in BF16; batch norms and buffers keep their dtype."""
     kept = {id(p) for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters(recurse=False)}
 
     def form(tensor: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def half_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def on_copy(model: nn.Module, device: torch.device, run: Callable[[nn.Module], T]) -> T | None:
-    """What ``run`` returns for a ``half_copy`` of ``model``, which is freed; None where the GPU lacks the memory."""
+    """The result of ``run`` on a ``half_copy`` of ``model``, freed afterwards; None where the GPU lacks the memory."""
     result = None
     with suppress(torch.OutOfMemoryError):
         result = run(half_copy(model, device))

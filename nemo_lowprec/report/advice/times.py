@@ -26,7 +26,7 @@ _KEPT = ("Master weight", "Optimizer states")  # read and written in a step
 
 @dataclass(frozen=True)
 class Rest:
-    """What is not the linear layers' time and not the optimizer's, µs of a step.
+    """The time of a step, in µs, outside the linear layers and the optimizer.
 
     Attributes:
         half: of levels with half GEMMs.
@@ -50,7 +50,7 @@ class StepTimes:
         self._times, self._seen, self._device = times, seen, device
 
     def rest(self, plain: float, step: float = 0.0, options: Options | None = None, plan: Plan | None = None) -> Rest:
-        """The rest, by what was measured.
+        """The rest, from measured times.
 
         Args:
             plain: forward and backward of the model with BF16 weights.
@@ -68,7 +68,7 @@ class StepTimes:
         return other + self.linear(options, kept_back) + self.optimizer(plan)
 
     def linear(self, options: Options, kept_back: Container[str] = ()) -> float:
-        """Of the layers that a level may convert: in FP8 those that gain, but for ``kept_back``."""
+        """The time of the layers that a level may convert: in FP8 a layer that gains and is not in ``kept_back``."""
         return self._linear(stored_form(options.level, options.recipe), options, kept_back)
 
     def optimizer(self, plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""What each level of a comparison loses beside the reference, and what it gains."""
+"""Losses and gains of each level of a comparison beside the reference."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
 
 
 def pairs(group: Group, reference: Group) -> list[tuple[int, int]]:
-    """Indices of the runs to be compared: those of the same seed; in their order where no seed is in both groups."""
+    """Index pairs of runs to be compared: runs of one seed; runs in their order where no seed is in both groups."""
     places = {seed: index for index, seed in enumerate(reference.seeds) if seed is not None}
     same = [(index, places[seed]) for index, seed in enumerate(group.seeds) if seed in places]
     return same or [(index, index) for index in range(min(len(group.runs), len(reference.runs)))]

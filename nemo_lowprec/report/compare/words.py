@@ -1,4 +1,4 @@
-"""A comparison in words: for each level what the terminal and the page say of it."""
+"""A comparison in words, for the terminal and for the page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cells(found: Outcome) -> list[str]:
 
 
 def sentences(comparison: Comparison) -> list[tuple[str, str, bool]]:
-    """For each level but the reference: its label, what is said of it, and whether it is safe."""
+    """For each level but the reference: its label, a sentence about it, and whether it is safe."""
     reference = comparison.outcomes[0]
     found = []
     for outcome in comparison.outcomes[1:]:

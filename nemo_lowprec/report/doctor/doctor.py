@@ -1,4 +1,4 @@
-"""``examine``: what this machine runs, and whether FP8 pays for a model on it."""
+"""``examine``: the levels that this machine runs, and whether FP8 pays for a model on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nemo_lowprec.report.plan.activations import Sample
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What this machine runs.
+    """A machine, the levels that it runs, and the times of a model's GEMMs.
 
     Attributes:
         machine: GPUs, driver, libraries and packages.

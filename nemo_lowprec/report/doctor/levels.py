@@ -1,4 +1,4 @@
-"""What each level of the chart runs on here: the backend of its GEMMs, and the engines that can train it."""
+"""How each level of the chart runs here: the backend of its GEMMs, and the engines that can train it."""
 
 from __future__ import annotations
 

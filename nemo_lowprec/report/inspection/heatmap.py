@@ -28,11 +28,11 @@ _ORDER = ("input", "weight", "grad_output")
 
 
 class _Row(NamedTuple):
-    """One layer, or layers after each other with the same amaxes: those that read one tensor, such as q, k and v.
+    """One layer, or layers after each other with the same amaxes: layers that read one tensor, such as q, k and v.
 
     Attributes:
         name: of the first layer, shortened, with the number of the others.
-        layers: how many they are.
+        layers: the number of layers.
         amaxes: of each layer.
         cells: log2 of the largest amax of the steps of each cell, None where all are zero.
     """
@@ -48,7 +48,7 @@ def heatmaps(histories: Sequence[AmaxHistory], all_rows: bool = False) -> Group:
 
     Args:
         histories: from ``histories_of``.
-        all_rows: whether every layer is shown. Otherwise an operand has up to 16 rows: those whose amaxes are farthest
+        all_rows: whether every layer is shown. Otherwise an operand has up to 16 rows: the rows with amaxes farthest
             from the median of the operand's rows at the same step.
     """
     known = sorted(histories, key=lambda h: _ORDER.index(h.operand))  # stable: the model's order within an operand

@@ -60,7 +60,7 @@ class SavedColumn:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one checkpoint holds.
+    """The content of one checkpoint.
 
     Attributes:
         path: of the file or the folder.

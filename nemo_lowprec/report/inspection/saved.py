@@ -106,7 +106,7 @@ def _state_in(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(innermost key, value) of what optimizers save, whose state dicts are nested as each optimizer likes."""
+    """(innermost key, value) of an optimizer's state dict, whose nesting each optimizer chooses."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _named(value, str(key))

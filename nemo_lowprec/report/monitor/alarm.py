@@ -10,7 +10,8 @@ import numpy as np
 
 from nemo_lowprec.lines import path_text
 from nemo_lowprec.report.advice.paste import modules_of, python_line, with_skip
-from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, Numbers, ratios, said
+from nemo_lowprec.report.bounds import MAX_AMAX_RATIO, METRICS, PER_TENSOR, amax_ratios, ratios, said
+from nemo_lowprec.report.curves import Numbers
 from nemo_lowprec.report.monitor.run_writer import RunWriter
 from nemo_lowprec.report.monitor.sample import Row, Sample
 from nemo_lowprec.report.monitor.subject import Subject
@@ -19,8 +20,6 @@ from nemo_lowprec.report.page.words import OPERANDS
 # Steps for which an operand must lie beyond its bounds. Under delayed scaling the activations of a new model outgrow
 # their scales, for ten steps in a row in the main job; and gradients jump now and then, for a step.
 _LASTS = 20
-_PER_TENSOR = ("delayed", "current")
-_MIN_LAYERS = 3  # of fewer layers a median says nothing
 
 
 @dataclass
@@ -29,10 +28,10 @@ class Crossing:
 
     Attributes:
         row: its layer and kind.
-        since: the first sampled step of those in a row.
+        since: the sampled step from which on the operand has lain beyond a bound.
         beyond: the smallest ratio to a bound since that step.
-        text: what has crossed its bound in the last sample.
-        is_large_weight: whether the weight's amax is far above those of the other layers.
+        text: the metrics beyond their bounds in the last sample.
+        is_large_weight: whether the operand is a weight with an amax far above the median layer's.
     """
 
     row: Row
@@ -54,7 +53,7 @@ class Alarm:
 
     def __init__(self, subject: Subject, writer: RunWriter) -> None:
         self._subject, self._writer = subject, writer
-        self._has_one_scale = subject.options.level.scaling in _PER_TENSOR
+        self._has_one_scale = subject.options.level.scaling in PER_TENSOR
         self._open: dict[Row, Crossing] = {}
         self._noted: set[Row] = set()
         self._has_warned = False
@@ -83,7 +82,7 @@ class Alarm:
     def _judged(self, sample: Sample) -> tuple[dict[str, Numbers], Numbers]:
         """The metrics that have bounds, and for each row the largest ratio to a bound."""
         numbers = {name: sample.operands[name].numpy() for name in sample.operands}
-        metrics = {name: numbers[name] for name in ("nonfinite", "sqnr", "underflow", "saturation")}
+        metrics = {name: numbers[name] for name in METRICS}
         if self._has_one_scale:
             metrics["amax_ratio"] = amax_ratios(sample.rows, numbers["amax"])
         return metrics, np.stack(list(ratios(metrics).values())).max(axis=0)
@@ -96,7 +95,7 @@ class Alarm:
             self._noted.add(found.row)
 
     def _sentences(self, crossings: Sequence[Crossing]) -> str:
-        """The warning. A weight that is far too large comes first: what follows in the model may be its doing."""
+        """The warning. A weight that is far too large comes first: such a weight may spoil the layers behind it."""
         worst = max(crossings, key=lambda found: (found.is_large_weight, found.beyond))
         layer, operand = worst.row
         others = len({found.row[0] for found in crossings} - {layer})
@@ -119,18 +118,3 @@ class Alarm:
             if layer.startswith(prefix):
                 return modules_of(part, [layer.removeprefix(prefix)])[0]
         return layer.partition(".")[2]
-
-
-def amax_ratios(rows: Sequence[Row], amaxes: Numbers) -> Numbers:
-    """The amax of each input and weight over the median of the layers; NaN for output gradients and few layers.
-
-    Args:
-        rows: (layer, operand).
-        amaxes: of the rows.
-    """
-    found = np.full_like(amaxes, np.nan)
-    for kind in ("input", "weight"):
-        at = [i for i, (_, operand) in enumerate(rows) if operand == kind and amaxes[i] > 0]
-        if len(at) >= _MIN_LAYERS:
-            found[at] = amaxes[at] / np.median(amaxes[at])
-    return found

@@ -1,4 +1,4 @@
-"""What the monitor reads of a model on Megatron-core's engine.
+"""Layers, parameters and steps of a model on Megatron-core's engine, as the monitor reads them.
 
 Each process steps flat shards of the parameters. A pipeline's stages have layers of the same names: with several
 stages, or several parts on a stage, names begin with the number of the part.

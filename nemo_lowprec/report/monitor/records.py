@@ -14,7 +14,7 @@ from nemo_lowprec.report.monitor.sample import Row, Sample
 
 
 class Records:
-    """Writes what a monitor has seen; nothing on a process without a ``writer``.
+    """Writes the samples of a monitor into the run's file; writes nothing on a process without a ``writer``.
 
     Args:
         writer: of the run's file, on the process that writes; None on the others.

@@ -1,4 +1,4 @@
-"""What the monitor reads of an engine: its layers, its parameters, its steps."""
+"""Layers, parameters and steps of an engine, as the monitor reads them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class TEOperands:
 
 
 def _normalized(layer: Any, x: Tensor) -> Tensor:
-    """What the norm in front of a ``te.LayerNormLinear`` hands to its GEMM."""
+    """The input of a ``te.LayerNormLinear``'s GEMM: the output of its norm."""
     is_layer = layer.normalization == "LayerNorm"
     kind = NormKind(tuple(layer.layer_norm_weight.shape), layer.eps, is_layer, layer.zero_centered_gamma)
     weight = layer.layer_norm_weight

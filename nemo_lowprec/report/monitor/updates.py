@@ -1,4 +1,4 @@
-"""What rounding takes from the updates of parameters, from their weights and from their optimizer states.
+"""The errors of rounding in the updates of parameters, in their weights and in their optimizer states.
 
 The numbers are those of a sample of each parameter (``sampled.py``), before and after one step.
 """

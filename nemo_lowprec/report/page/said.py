@@ -1,4 +1,4 @@
-"""What a run's page says in words and tables."""
+"""The words and tables of a run's page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _crossing(crossing: Crossing) -> str:
     operand = OPERANDS[crossing.operand]
     if crossing.metric == "nonfinite":
         return f"{crossing.value:,.0f} values of the {operand} are infinite or NaN"
-    if crossing.metric == "amax":
+    if crossing.metric == "amax_ratio":
         return f"amax of the {operand} {crossing.value:,.0f} × the median of all layers (bound {crossing.bound:,.0f} ×)"
     title, unit = METRICS[crossing.metric]
     return f"{title} of the {operand} {amount(crossing.value, unit)} (bound {amount(crossing.bound, unit)})"
@@ -88,7 +88,7 @@ def _figures(run: Run) -> list[tuple[str, str, str]]:
 
 
 def _traffic(audit: dict[str, Any]) -> dict[str, Any] | None:
-    """What the audit has found of the column Comm; None where nothing was sent."""
+    """The audit's findings on the column Comm; None where nothing was sent."""
     found = [finding for finding in audit["findings"] if finding["column"] == "Comm"]
     return {"findings": found, "total": size(audit["total_bytes"]["Comm"])} if found else None
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from nemo_lowprec import prepare
 from nemo_lowprec.engine import Engine
-from nemo_lowprec.report.monitor.alarm import Alarm, amax_ratios
+from nemo_lowprec.report.bounds import amax_ratios
+from nemo_lowprec.report.monitor.alarm import Alarm
 from nemo_lowprec.report.monitor.operands import KINDS
 from nemo_lowprec.report.monitor.run_writer import FILE, RunWriter
 from nemo_lowprec.report.monitor.runs import read_run
