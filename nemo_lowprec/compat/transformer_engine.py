@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # A library comes after those that it needs.
@@ -49,6 +50,15 @@ def _cudnn_of_torch() -> Path | None:
 def quantizer_of(weight: Any) -> Any:
     """The quantizer that writes ``weight``."""
     return weight._get_quantizer()
+
+
+def without_amax(quantizer: Any) -> Any:
+    """A copy of ``quantizer`` that leaves the amaxes alone from which delayed scaling takes its next scale."""
+    copy = quantizer.copy()
+    amax = getattr(copy, "amax", None)  # none of a quantizer of blocks
+    if amax is not None:
+        copy.amax = torch.zeros_like(amax)
+    return copy
 
 
 def fp8_data(weight: Any) -> Tensor | None:

@@ -29,6 +29,22 @@ def test_the_parts_of_a_quantized_weight():
     assert compat.fp8_data(values) is None
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_quantizer_without_amax():
+    te = pytest.importorskip("transformer_engine.pytorch")
+    values = torch.randn(32, 32, device="cuda", dtype=torch.bfloat16)
+    scale, amax = torch.full((1,), 8.0, device="cuda"), torch.zeros(1, device="cuda")
+    delayed = te.Float8Quantizer(scale, amax, te.DType.kFloat8E4M3)
+    read = compat.without_amax(delayed).quantize(values)
+    assert not amax.any()
+    written = delayed.quantize(values)
+    assert torch.equal(read.dequantize(), written.dequantize()) and amax == values.abs().max()
+    blocks = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True)
+    read, written = compat.without_amax(blocks).quantize(values), blocks.quantize(values)
+    assert torch.equal(read.dequantize(), written.dequantize())
+
+
 def test_the_import_leaves_the_environment_as_it_was(monkeypatch, tmp_path):
     """Whatever the import does. A folder stands for the package that torch's wheels take cuDNN from."""
     monkeypatch.delenv("CUDNN_HOME", raising=False)

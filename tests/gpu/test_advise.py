@@ -33,6 +33,7 @@ def batch_of(rows=4, tokens=1024):
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
 
 
+@pytest.mark.usefixtures("measured_times")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nothing_of_the_model_and_of_the_gpu_changes(device):
     model, batch = llama(device), batch_of()

@@ -8,22 +8,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from nemo_lowprec import prepare
-from nemo_lowprec.compute import gemm_plans, gemm_times
+from nemo_lowprec.compute import gemm_plans
 from nemo_lowprec.compute.graphs.graphed import GraphedForward
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.usefixtures("measured_times"),
+]
 
-TIMES = dict(gemm_times.FAMILIES)
 LEVELS = ["bf16_with_fp8_mixed", "te_fp8", "msamp_o2", "msamp_o3"]
-
-
-@pytest.fixture(autouse=True)
-def _everything_is_converted(monkeypatch):
-    monkeypatch.setattr(gemm_times, "FAMILIES", TIMES)
-    if gemm_times.times_of(torch.device("cuda")) is None:
-        pytest.skip("this GPU's speeds are not known")
-
-
 WIDTH, ROWS = 128, 8192
 SMALL = {f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")}
 

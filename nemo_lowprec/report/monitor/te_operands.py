@@ -1,7 +1,7 @@
 """Errors of the operands of Transformer Engine's own linear layers, which announce nothing.
 
-While a step is sampled, hooks read the input, the weight and the output gradient of each layer, and quantize copies by
-the layer's own quantizers, with the scales that the layer has used. Layers that are read are ``te.Linear`` and
+While a step is sampled, hooks read the input, the weight and the output gradient of each layer, and quantize them by
+copies of the layer's quantizers, with the scales that the layer has used. Layers that are read are ``te.Linear`` and
 ``te.LayerNormLinear`` and their subclasses, Megatron-core's among them. Nobody sees the inner values of
 ``te.LayerNormMLP``.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_lowprec.compat.transformer_engine import fp8_data, import_te
+from nemo_lowprec.compat.transformer_engine import fp8_data, import_te, without_amax
 from nemo_lowprec.compute.autocast import AutocastOff
 from nemo_lowprec.compute.backends import find_backend
 from nemo_lowprec.compute.backends.base import NormKind, plain_norm
@@ -78,7 +78,8 @@ class TEOperands:
         half = values.reshape(-1, values.shape[-1])
         if half.dtype == torch.float32:
             half = half.to(torch.bfloat16)
-        self._errors.quantized(name, kind, half, quantizer.quantize(half.contiguous()), self._backend)
+        operand = without_amax(quantizer).quantize(half.contiguous())
+        self._errors.quantized(name, kind, half, operand, self._backend)
 
 
 def _normalized(layer: Any, x: Tensor) -> Tensor:
