@@ -171,6 +171,19 @@ def _advise(arguments: Sequence[str]) -> None:
     _hydra("advise", arguments)
 
 
+def _profile(arguments: Sequence[str]) -> None:
+    """measure where the time of a step goes, layer by layer, beside the same model in BF16; takes Hydra overrides"""
+    if {"-h", "--help"} & set(arguments) or any(word.startswith("into=") for word in arguments):
+        _hydra("profile", arguments)
+        return
+    from nemo_lowprec.conf.profile_line import ProfileLine
+
+    line = ProfileLine.of(arguments)
+    from nemo_lowprec.conf.profile_both import profile_both
+
+    profile_both(line)
+
+
 def _hydra(command: str, arguments: Sequence[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         from nemo_lowprec.conf.help import help_of
@@ -217,6 +230,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
         _advise,
         _report,
         _compare,
+        _profile,
         _inspect,
         _doctor,
         _export,

@@ -31,9 +31,11 @@ class Observer:
             kernels that read the tensors and write memory which lives as long as the subscriber; they are called in the
             capture alone, and their kernels run in every observed pass. Passes that another subscriber observes run
             without graphs.
+        of_all_passes: whether passes are observed though the subscriber wants neither ``quantized`` nor ``gradient``.
     """
 
     capturable = False
+    of_all_passes = False
 
     def quantized(self, layer: str, kind: str, values: Tensor, operand: Any, backend: Any) -> None:
         """An operand of a GEMM is ready: once in forward, and again where backward quantizes the operand again.
@@ -160,7 +162,8 @@ class Observers:
             base = getattr(Observer, event)
             wanted = [one for one in self._subscribers if getattr(type(one), event) is not base]
             setattr(self, event, tuple(getattr(one, event) for one in wanted))
-        self.of_passes = tuple({see.__self__: None for see in (*self.quantized, *self.gradient)})  # type: ignore[attr-defined]
+        seeing = {see.__self__ for see in (*self.quantized, *self.gradient)}  # type: ignore[attr-defined]
+        self.of_passes = tuple(one for one in self._subscribers if one in seeing or one.of_all_passes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()  # a copy of a model belongs to no engine

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -118,3 +118,22 @@ def mark_wrapped(step: Any) -> None:
 def is_wrapped(step: Any) -> bool:
     """Whether a scheduler has wrapped ``step``."""
     return hasattr(step, "_wrapped_by_lr_sched")
+
+
+@contextmanager
+def around_calls(around: Callable[[nn.Module], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Context in which each call of a module runs within ``around(module)``.
+
+    Unlike hooks, which a fused parent of the module looks for, nobody sees it.
+    """
+    call = nn.Module.__call__
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with around(module):
+            return call(module, *args, **kwargs)
+
+    nn.Module.__call__ = run  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]

@@ -32,8 +32,10 @@ _JOBS = {
     "plan": ("nemo_lowprec.conf.plan_job", "plan_job"),
     "advise": ("nemo_lowprec.conf.advise_job", "advise_job"),
     "doctor": ("nemo_lowprec.conf.doctor_job", "doctor_job"),
+    "profile": ("nemo_lowprec.conf.profile_job", "profile_job"),
 }
-_WRITES_NOTHING = ("plan", "advise", "doctor")
+_RUNS_NOTHING = ("plan", "advise", "doctor")
+_WRITES_NOTHING = (*_RUNS_NOTHING, "profile")
 _WITH_JSON, _JSON = ("audit", "doctor"), "--json"
 _NOTHING_WRITTEN = ("hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout")
 
@@ -45,7 +47,7 @@ def run_job(command: str, arguments: Sequence[str]) -> None:
     level.
 
     Args:
-        command: ``pretrain``, ``audit``, ``plan``, ``advise`` or ``doctor``.
+        command: ``pretrain``, ``audit``, ``plan``, ``advise``, ``doctor`` or ``profile``.
         arguments: Hydra's flags, and overrides such as ``precision=fp16_mixed``; for ``audit`` and ``doctor`` also
             ``--json``.
 
@@ -120,7 +122,7 @@ def _run(
         one = nullcontext(own) if not line.is_multirun else one_run(own[: len(own) - len(arguments)], line.flags)
         try:
             with one as argv, _arguments(argv):
-                check_values(cfg, complete=command not in _WRITES_NOTHING)
+                check_values(cfg, complete=command not in _RUNS_NOTHING)
                 result = job(cfg)
             results.append(result)
             return result

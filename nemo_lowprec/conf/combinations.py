@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override
 from nemo_lowprec.arguments import AtLeast1, check_value
 from nemo_lowprec.conf.command_line import CommandLine
 
-OWN = {"plan": ("fits",), "advise": ("gpu_memory",)}  # settings of a command that no config has
+OWN = {"plan": ("fits",), "advise": ("gpu_memory",), "profile": ("into",)}  # settings of a command that no config has
 _COUNTS = ("nodes", "gpus", "trainer.num_nodes", "trainer.devices")
 
 

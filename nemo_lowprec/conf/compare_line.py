@@ -10,15 +10,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
 from nemo_lowprec.arguments import Seed, check_value
-from nemo_lowprec.conf.check import check_values
-from nemo_lowprec.conf.choices import CONF_DIR, register_levels
 from nemo_lowprec.conf.command_line import CommandLine
-from nemo_lowprec.conf.overrides import check_overrides, explain, with_plus
+from nemo_lowprec.conf.composed import check_composed
+from nemo_lowprec.conf.overrides import check_overrides, with_plus
 
 _OWN = ("precision", "seeds", "output_dir")
 _TAKEN = {
@@ -108,7 +103,7 @@ def _trainings(line: CommandLine, out: Path | None, by_nemo_run: bool) -> Compar
     line = with_plus(replace(line, overrides=others))
     found = CompareLine((), levels, _seeds(given.get("seeds", "1")), Path(folder), line, out, by_nemo_run)
     for level in levels:
-        _check_composed(found, level)
+        check_composed(line, f"precision={level}", f"output_dir={folder}", "monitor=on")
     return found
 
 
@@ -125,17 +120,3 @@ def _seeds(text: str) -> tuple[int, ...]:
     for number in numbers:
         check_value("seeds", number, Seed)
     return tuple(dict.fromkeys(numbers))
-
-
-def _check_composed(found: CompareLine, level: str) -> None:
-    """Check the settings of a level's trainings before the first one begins."""
-    line = found.line
-    own = (f"precision={level}", f"output_dir={found.output_dir}", "monitor=on")
-    whole = replace(line, overrides=(*line.overrides, *own))
-    search = f"hydra.searchpath=[{', '.join(f'file://{folder.absolute()}' for folder in line.folders or ())}]"
-    register_levels()
-    try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            check_values(compose("config", overrides=[search, *whole.overrides]))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, whole) from error

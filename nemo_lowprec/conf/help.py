@@ -37,7 +37,9 @@ _OF_ADVISE = {
     "precision=A,B": "the levels to compare; all without",
     "ckpt_path=last.ckpt": "weights to look at; new ones without",
 }
-_OWN = {"plan": _OF_PLAN, "advise": _OF_ADVISE, "compare": _OF_COMPARE, "audit": _JSON, "doctor": _JSON}
+_OF_PROFILE = {"out=FOLDER": "keeps the profiles; in a run's folder they are a part of its report"}
+_OWN = {"plan": _OF_PLAN, "advise": _OF_ADVISE, "compare": _OF_COMPARE, "audit": _JSON, "doctor": _JSON,
+        "profile": _OF_PROFILE | _JSON}  # fmt: skip
 _EXAMPLES = {
     "pretrain": (
         "nemo-lowprec pretrain",
@@ -49,6 +51,10 @@ _EXAMPLES = {
     "compare": (
         "nemo-lowprec compare precision=bf16_mixed,bf16_with_fp8_mixed seeds=3",
         "nemo-lowprec compare outputs/run1 outputs/run2",
+    ),
+    "profile": (
+        "nemo-lowprec profile",
+        "nemo-lowprec profile model=llama_100m data.seq_length=2048 precision=msamp_o2 out=outputs/profile",
     ),
     "plan": (
         "nemo-lowprec plan model=llama3_70b precision=msamp_o3 gpus=8",
@@ -73,6 +79,11 @@ _ABOUT = {
         "Trains a model at several levels with several seeds, one after the other, and compares the losses, the speed "
         "and the memory: a table, and a page to open in a browser. Or compares runs that are there."
     ),
+    "profile": (
+        "Trains a few steps at a level, and the same model in BF16, and prints what GEMMs, quantization, attention, "
+        "elementwise kernels, the optimizer and communication take, and how long the GPU waits for the host; the same "
+        "for each kind of layer; and the layers that are better left in BF16. No checkpoint is written."
+    ),
     "plan": (
         "Prints the bytes that each process holds and sends in a training step, by column. Makes no weights, reads no "
         "data, needs no GPU, and writes nothing."
@@ -93,7 +104,7 @@ def help_of(command: str) -> str:
     """The text of ``nemo-lowprec COMMAND --help``.
 
     Args:
-        command: ``pretrain``, ``audit``, ``plan``, ``advise``, ``doctor`` or ``compare``.
+        command: ``pretrain``, ``audit``, ``plan``, ``advise``, ``doctor``, ``compare`` or ``profile``.
     """
     left_out = {"pretrain": (), "compare": (*_OF_PRETRAIN, *_OF_ONE_RUN)}.get(command, _OF_PRETRAIN)
     groups = {group: ", ".join(choices_of(group)) for group in GROUPS if group not in left_out}

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import hydra
 from hydra.utils import instantiate
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, open_dict
@@ -81,6 +81,20 @@ def pretrain_job(cfg: DictConfig) -> PretrainResult:
     return pretrain(**build(cfg), ckpt_path=cfg.ckpt_path, monitor=monitor)
 
 
+def train_shortly(cfg: DictConfig, steps: int, callback: Callback) -> Trainer:
+    """Train some steps with one callback. Nothing is written: no log, no checkpoint; nothing is validated."""
+    check_config(cfg)
+    seed_everything(cfg.seed, verbose=False)
+    with open_dict(cfg.trainer):
+        cfg.trainer.update(max_steps=steps, num_sanity_val_steps=0, limit_val_batches=0, logger=False)
+    parts = build(cfg)
+    trainer = parts["trainer"]
+    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)] + [callback]
+    with quiet(), own_display(trainer):
+        trainer.fit(parts["model"], datamodule=parts["data"])
+    return trainer  # type: ignore[no-any-return]
+
+
 def audit_job(cfg: DictConfig, json_to: TextIO | None = None) -> AuditReport:
     """Trains two steps and prints, for each column, the format that the level declares and the format found.
 
@@ -91,17 +105,8 @@ def audit_job(cfg: DictConfig, json_to: TextIO | None = None) -> AuditReport:
     Raises:
         LevelDiffersError: a column was found in another format than the chart declares.
     """
-    check_config(cfg)
-    seed_everything(cfg.seed, verbose=False)
     audit = Audit()
-    with open_dict(cfg.trainer):
-        # An audit writes nothing: no logger, no checkpoint, no validation.
-        cfg.trainer.update(max_steps=audit.STEP + 1, num_sanity_val_steps=0, limit_val_batches=0, logger=False)
-    parts = build(cfg)
-    trainer = parts["trainer"]
-    trainer.callbacks = [c for c in trainer.callbacks if not isinstance(c, Checkpoint)] + [audit]
-    with quiet(), own_display(trainer):
-        trainer.fit(parts["model"], datamodule=parts["data"])
+    trainer = train_shortly(cfg, audit.STEP + 1, audit)
     report = audit.report
     assert report is not None
     if trainer.is_global_zero and json_to is not None:

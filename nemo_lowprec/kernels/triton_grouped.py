@@ -128,7 +128,7 @@ def zero_rest(out_ptr, tiles_ptr, experts, rows, outs, BN: tl.constexpr, PROGRAM
 
 
 @triton.jit
-def _rows_kernel(
+def _grouped_rows_kernel(
     a_desc, b_desc, out_ptr, tiles_ptr, total_ptr, owners_ptr, a_scale_ptr, b_scale_ptr, rows, experts, outs,
     contracted, row_step, col_step,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr,
@@ -165,7 +165,7 @@ def rows_gemm(
     out = torch.empty(rows, outs, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
-        _rows_kernel[(programs,)](
+        _grouped_rows_kernel[(programs,)](
             described(a, TILE), described(weight.data, bn), out, tables.tiles, tables.total, tables.owners, scale_inv,
             weight.scale_inv, rows, len(tables.tiles) // 4, outs, contracted, weight.row_step, weight.col_step,
             BM=TILE, BN=bn, BK=_K, PROGRAMS=programs, EXACT=exact, num_warps=8,
@@ -175,7 +175,7 @@ def rows_gemm(
 
 
 @triton.jit
-def _weights_kernel(
+def _grouped_weights_kernel(
     a_desc, b_desc, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr, experts, rows, cols,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -211,7 +211,7 @@ def weights_gemm(
     out = torch.empty(experts, rows, cols, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
-        _weights_kernel[(programs,)](
+        _grouped_weights_kernel[(programs,)](
             described(a, TILE), described(b, bn), out, tables.tiles, a_scale_inv, b_scale_inv, experts, rows, cols,
             BM=TILE, BN=bn, BK=TILE, PROGRAMS=programs, EXACT=exact, num_warps=16 if exact else 8, num_stages=3,
         )  # fmt: skip

@@ -97,7 +97,7 @@ def quantize(
 
 
 @triton.jit
-def _rows_in_blocks_kernel(
+def _grouped_rows_in_blocks_kernel(
     a_desc, b_desc, out_ptr, tiles_ptr, total_ptr, owners_ptr, a_scale_ptr, b_scale_ptr, rows, experts, outs,
     contracted, row_step, col_step, b_line,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -129,7 +129,7 @@ def rows_gemm(
     out = torch.empty(rows, outs, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
-        _rows_in_blocks_kernel[(programs,)](
+        _grouped_rows_in_blocks_kernel[(programs,)](
             described(a, TILE), described(weight.data, BLOCK), out, tables.tiles, tables.total, tables.owners, a_scale,
             weight.scale_inv, rows, len(tables.tiles) // 4, outs, contracted, weight.row_step, weight.col_step,
             weight.scale_inv.stride(0), BM=TILE, BN=BLOCK, BK=BLOCK, PROGRAMS=programs, num_warps=8, num_stages=4,
@@ -138,7 +138,7 @@ def rows_gemm(
 
 
 @triton.jit
-def _weights_in_blocks_kernel(
+def _grouped_weights_in_blocks_kernel(
     a_desc, b_desc, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr, experts, rows, cols,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
@@ -169,7 +169,7 @@ def weights_gemm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, tables:
     out = torch.empty(experts, rows, cols, dtype=dtype, device=a.device)
     programs = multiprocessors(a.get_device())
     with torch.cuda.device(a.device):
-        _weights_in_blocks_kernel[(programs,)](
+        _grouped_weights_in_blocks_kernel[(programs,)](
             described(a, TILE), described(b, BLOCK), out, tables.tiles, a_scale, b_scale, experts, rows, cols,
             BM=TILE, BN=BLOCK, BK=TILE, PROGRAMS=programs, num_warps=8, num_stages=3,
         )  # fmt: skip

@@ -23,7 +23,7 @@ _COPY_BLOCKS, _COPY_WARPS = 32, 4
 
 
 @triton.jit
-def _copy_kernel(
+def _wire_copy_kernel(
     tensor_of_ptr, grid_ptr, first_ptr, address_ptr, wire_ptr, chunk,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def _copy_kernel(
 
 
 @triton.jit(do_not_specialize=["inverse"])
-def _mean_kernel(
+def _wire_mean_kernel(
     received_ptr, own_ptr, out_ptr, chunk, inverse, WORLD: tl.constexpr, OWN: tl.constexpr, TOP: tl.constexpr,
     MANTISSA: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +104,7 @@ class FusedPacker:
         device = messages.device
         addresses = self._pointers.get([rows[i] for i in self._full], device)
         with torch.cuda.device(device):
-            _copy_kernel[(self._tiles.tiles,)](
+            _wire_copy_kernel[(self._tiles.tiles,)](
                 self._tiles.tensor_of, self._tiles.grid, self._first, addresses, messages, self._layout.chunk,
                 PACK=packs, ALIGNED=self._tiles.aligned and self._pointers.aligned, BLOCKS=_COPY_BLOCKS,
                 num_warps=_COPY_WARPS,
@@ -117,7 +117,7 @@ def mean(received: Tensor, layout: Any, out: Tensor, own: tuple[int, Tensor] | N
     index, message = own or (-1, received)
     assert layout.chunk % _BLOCKS == 0 and received.is_contiguous() and message.is_contiguous() and out.is_contiguous()
     with torch.cuda.device(received.device):
-        _mean_kernel[(layout.chunk // _BLOCKS,)](
+        _wire_mean_kernel[(layout.chunk // _BLOCKS,)](
             received, message, out, layout.chunk, 1.0 / layout.world, WORLD=layout.world, OWN=index, TOP=top,
             MANTISSA=mantissa, BLOCKS=_BLOCKS, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

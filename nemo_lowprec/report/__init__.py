@@ -1,8 +1,8 @@
 """Reports on a run, its checkpoints and its machine.
 
 The plan tells memory and traffic beforehand, the advice which level to take, the audit compares a step with what the
-level declares, the monitor shows what low precision does to each layer, the inspection what a checkpoint holds, and the
-doctor what a machine runs.
+level declares, the monitor shows what low precision does to each layer, the inspection what a checkpoint holds, the
+profile where the time of a step goes, and the doctor what a machine runs.
 """
 
 from nemo_lowprec.lazy import lazily
@@ -24,6 +24,8 @@ _HOMES = {
     "PlannedTraffic": "plan.plan",
     "RefusedChoice": "plan.choices",
     "STRATEGIES": "plan.layout",
+    "StepProfile": "profile.step_profile",
+    "StepProfiler": "profile.callback",
     "advise": "advice.advise",
     "advise_run": "advice.of_run",
     "assert_level": "assertion",

@@ -68,12 +68,12 @@ class PrecisionMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         plugin = trainer.precision_plugin
         assert isinstance(plugin, LowPrecision)
-        subject = _subject_of(trainer)
+        subject = subject_of(trainer)
         self._losses, self._is_new = [], True
         if trainer.is_global_zero:
-            self._writer = RunWriter(Path(self._folder or _folder_of(trainer)))
+            self._writer = RunWriter(Path(self._folder or folder_of(trainer)))
             record = about_run(
-                pl_module, plugin.parsed, subject.conversion, _engine_of(trainer),
+                pl_module, plugin.parsed, subject.conversion, engine_of(trainer),
                 start=trainer.global_step, every_n_steps=self.every_n_steps,
             )  # fmt: skip
             self._writer.write("run", **record)
@@ -162,14 +162,16 @@ def check_level(trainer: pl.Trainer) -> None:
         raise ValueError("PrecisionMonitor needs a Trainer with a level of nemo_lowprec among its plugins.")
 
 
-def _folder_of(trainer: pl.Trainer) -> Path:
+def folder_of(trainer: pl.Trainer) -> Path:
+    """The folder of a run; see ``PrecisionMonitor``."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             return Path(callback.dirpath).parent
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
-def _subject_of(trainer: pl.Trainer) -> Subject:
+def subject_of(trainer: pl.Trainer) -> Subject:
+    """The model at work under ``trainer``."""
     if isinstance(trainer.strategy, MegatronStrategy):
         from nemo_lowprec.report.monitor.megatron_subject import MegatronSubject
 
@@ -178,7 +180,8 @@ def _subject_of(trainer: pl.Trainer) -> Subject:
     return Subject(plugin.engine)
 
 
-def _engine_of(trainer: pl.Trainer) -> str:
+def engine_of(trainer: pl.Trainer) -> str:
+    """How the processes of a run share the model: ``single``, ``ddp``, ``fsdp2`` or ``megatron``."""
     if isinstance(trainer.strategy, MegatronStrategy):
         return "megatron"
     plugin: Any = trainer.precision_plugin

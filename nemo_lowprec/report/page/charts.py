@@ -108,6 +108,33 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = 
     )
 
 
+def stacked_chart(pieces: Sequence[tuple[str, str, float]], parts: Sequence[str], unit: str) -> Chart:
+    """Horizontal bars of coloured pieces.
+
+    Args:
+        pieces: the bar of each, the part, and its length.
+        parts: in the order of the page's colours, and from left to right.
+        unit: of the lengths.
+    """
+    values = [
+        {"bar": bar, "part": part, "value": float(f"{value:.4g}"), "order": parts.index(part)}
+        for bar, part, value in pieces
+    ]
+    y = {"field": "bar", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260, "grid": False}}
+    return chart(
+        44 * len({bar for bar, _, _ in pieces}),
+        {"mark": {"type": "bar", "height": 24}},
+        data={"values": values},
+        encoding={
+            "y": y,
+            "x": {"field": "value", "type": "quantitative", "title": unit},
+            "color": {"field": "part", "type": "nominal", "scale": {"domain": list(parts)}, "legend": None},
+            "order": {"field": "order"},
+            "tooltip": [{"field": "bar"}, {"field": "part"}, {"field": "value", "title": unit}],
+        },
+    )
+
+
 def history_chart(title: str, metric: str, operands: Sequence[str]) -> Chart:
     """One metric of one layer, a line for each operand; the page fills in ``history``."""
     log = metric in ("amax", "scale")

@@ -12,6 +12,7 @@ from nemo_lowprec.report.monitor.runs import Run, read_run
 from nemo_lowprec.report.page.charts import Chart, bar_chart, curve, history_chart, line_chart, loss_chart
 from nemo_lowprec.report.page.heatmaps import layer_maps, param_maps
 from nemo_lowprec.report.page.page import page, write_page
+from nemo_lowprec.report.page.profile_section import profile_section
 from nemo_lowprec.report.page.said import told
 from nemo_lowprec.report.page.words import METRICS, size
 
@@ -43,8 +44,12 @@ def run_page(run: Run) -> str:
     layers, params = layer_maps(run), param_maps(run)
     operands = [choice["title"] for choice in layers["choices"]]
     charts, shown = _charts(run, list(layers["values"]), operands), bool(params["choices"])
+    profile = profile_section(run.folder)
+    if profile is not None:
+        charts["profile"] = profile.pop("chart")
     contents = {"charts": charts, "layers": layers, "params": params}
-    return page("run.html", contents, charts=charts, params_shown=shown, operands=operands, **told(run))
+    said = told(run) | {"operands": operands, "profile": profile}
+    return page("run.html", contents, charts=charts, params_shown=shown, **said)
 
 
 def _charts(run: Run, metrics: list[str], operands: list[str]) -> dict[str, Chart]:

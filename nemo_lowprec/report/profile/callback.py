@@ -1,0 +1,223 @@
+"""``StepProfiler``: a Lightning callback that measures where the time of training steps goes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from nemo_lowprec.compat.lightning import is_mid_step
+from nemo_lowprec.compat.profiler import Event, trace_of
+from nemo_lowprec.compute import gemm_plans
+from nemo_lowprec.observers import Observer
+from nemo_lowprec.plugins import LowPrecision
+from nemo_lowprec.report.monitor.about import about_run
+from nemo_lowprec.report.monitor.callback import engine_of, folder_of, subject_of
+from nemo_lowprec.report.monitor.subject import Subject
+from nemo_lowprec.report.profile.kinds import kind_of
+from nemo_lowprec.report.profile.layers import Kernel, kernels_of, layer_ranges, operations_of, optimizer_range
+from nemo_lowprec.report.profile.step_profile import FILE, StepProfile
+from nemo_lowprec.report.profile.timeline import WAITS, matched, shares_of, sums_of
+
+__all__ = ["StepProfiler"]
+
+
+class _Schedule(NamedTuple):
+    """Steps before and in each phase: timed without a profiler, traced as they run, traced with ranges of layers."""
+
+    warmup: int
+    timed: int
+    traced: int
+    ranged: int = 2  # the first one is not traced: kernels may be compiled in it
+
+    @property
+    def all(self) -> int:
+        return sum(self)
+
+
+_ON_GPU = _Schedule(14, 10, 3)  # CUDA graphs come at the 13th step at the latest
+_ON_CPU = _Schedule(2, 3, 0)
+
+
+class _WithoutGraphs(Observer):
+    """Has passes run without CUDA graphs: a replayed graph calls no layer."""
+
+    of_all_passes = True
+
+
+class StepProfiler(pl.Callback):
+    """Measures where the time of training steps goes: GEMMs, quantization, attention and so on, layer by layer.
+
+    It times ten steps after the first fourteen, traces three as they run, and one without CUDA graphs to learn which
+    layer launches which kernel. On a CPU it times three steps after the first two and traces one. Each process of a run
+    needs the callback; the first one measures itself.
+
+    Args:
+        path: the file of the profile; None for ``profile.json`` in the folder of ``PrecisionMonitor``.
+
+    Attributes:
+        profile: the result, on the first process once the steps are over.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = path
+        self.profile: StepProfile | None = None
+        self._phases = ExitStack()
+        self._is_over = True
+
+    @staticmethod
+    def steps() -> int:
+        """The optimizer steps that a run needs for a profile."""
+        return (_ON_GPU if torch.cuda.is_available() else _ON_CPU).all
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(trainer.precision_plugin, LowPrecision):
+            raise ValueError("StepProfiler needs a Trainer with a level of nemo_lowprec among its plugins.")
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._subject = subject_of(trainer)
+        self._device = self._subject.device
+        self._schedule = _ON_GPU if self._device.type == "cuda" else _ON_CPU
+        self._step, self._is_first = 0, True
+        self._raw: list[Kernel] = []
+        self._seconds = 0.0
+        self._profiler: profile | None = None
+        self._updates: ExitStack | None = None
+        self._is_over, self.profile = False, None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
+        if self._is_over or not self._is_first:
+            return
+        self._is_first = False
+        warmup, timed, traced, _ = self._schedule
+        step = self._step - warmup
+        if step == 0:
+            self._seconds = -self._now()
+        if step == timed:
+            self._seconds += self._now()
+            if traced:
+                self._trace(trainer, [ProfilerActivity.CUDA])
+        if step == timed + traced:
+            if traced and trainer.is_global_zero:
+                self._raw = [
+                    Kernel(event.name, kind_of(event.name), "", event.start, event.end)
+                    for event in trace_of(self._end_trace())
+                    if event.what == "kernel"
+                ]
+            self._phases.enter_context(self._subject.observers.watched_by(_WithoutGraphs()))
+        if step == timed + traced + 1:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (traced > 0)
+            self._trace(trainer, activities)
+            if trainer.is_global_zero:
+                self._phases.enter_context(layer_ranges(pl_module))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if self._profiler is not None and self._updates is None:
+            self._updates = ExitStack()
+            self._updates.enter_context(optimizer_range())
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        if self._is_over:
+            return
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
+        if is_mid_step(trainer):
+            return
+        self._step, self._is_first = self._step + 1, True
+        if self._step == self._schedule.all:
+            self._finish(trainer, pl_module)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._end()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._end()
+
+    def _trace(self, trainer: pl.Trainer, activities: list[ProfilerActivity]) -> None:
+        """Trace from here on, on the first process."""
+        if not trainer.is_global_zero:
+            return
+        self._now()
+        self._profiler = profile(activities=activities)
+        self._profiler.__enter__()
+
+    def _end_trace(self) -> profile:
+        self._now()
+        found, self._profiler = self._profiler, None
+        assert found is not None
+        found.__exit__(None, None, None)
+        return found
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._is_over = True
+        if trainer.is_global_zero:
+            events = trace_of(self._end_trace())
+            plugin: Any = trainer.precision_plugin
+            about = about_run(module, plugin.parsed, self._subject.conversion, engine_of(trainer))
+            self.profile = self._result(about, module, events)
+            self.profile.save(Path(self._path or folder_of(trainer) / FILE))
+        self._end()
+
+    def _result(self, about: dict[str, Any], module: nn.Module, events: list[Event]) -> StepProfile:
+        _, timed, traced, _ = self._schedule
+        ns = self._seconds / timed * 1e9
+        if traced:
+            kernels, share = matched(self._raw, kernels_of(events))
+            shares = shares_of(kernels)
+        else:
+            share, traced, shares = 1.0, 1, sums_of(operations_of(events))
+        busy, waits = (
+            sum(part for (_, kind), part in shares.ns.items() if (kind == WAITS) == of_waits) / traced
+            for of_waits in (False, True)
+        )
+        # The profiler slows the host: of the waits, and of a CPU's operations, their shares are right. The step tells
+        # their sum.
+        rest = max(0.0, ns - busy)
+        work = 1.0 if self._raw else min(1.0, ns / busy)
+        layers: dict[str, dict[str, float]] = {}
+        for (layer, kind), part in shares.ns.items():
+            us = part / traced / 1e3 * (work if kind != WAITS else rest / waits if waits else 0.0)
+            layers.setdefault(layer, {})[kind] = round(us, 3)
+        if not waits:
+            layers.setdefault("", {})[WAITS] = round(rest / 1e3, 3)
+        linears, low, groups = _linears(module, self._subject)
+        return StepProfile(
+            about=about, ms=round(ns / 1e6, 4), layers=layers,
+            launches={layer: count / traced for layer, count in shares.launches.items()},
+            linears=linears, low=low, groups=groups, matched=round(share, 4),
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        """Leave the run as it was, at the end or on an error."""
+        self._is_over = True
+        if self._profiler is not None:
+            self._end_trace()
+        self._phases.close()
+
+
+def _linears(model: nn.Module, subject: Subject) -> tuple[list[str], list[str], list[list[str]]]:
+    """Names of the linear layers, of those whose GEMMs run in FP8, and of those that compute as one."""
+    conversion = subject.conversion
+    converted = {*conversion.low, *conversion.half}
+    names = [n for n, module in model.named_modules() if n in converted or isinstance(module, nn.Linear)]
+    low = [name for name in names if name in set(conversion.low) and name not in conversion.left]
+    groups: dict[int, list[str]] = {}
+    for module in model.modules():
+        for plan in gemm_plans(module).values():
+            if plan.group is not None:
+                groups[id(plan.group)] = [one.name for one in plan.group.plans]
+    return names, low, list(groups.values())

@@ -1,0 +1,45 @@
+"""A profile on a GPU: training stays the same, all kernels have their layers, and the parts add up to the step."""
+
+import pytest
+import torch
+
+from nemo_lowprec import CHART
+from nemo_lowprec.report.profile.beside import beside
+from nemo_lowprec.report.profile.timeline import WAITS
+from tests.profiled import BLOCKS, LINEARS, profiled
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "te_fp8", "msamp_o2", "msamp_o3",
+          "bf16_with_fp8_subchannel_scaling_mixed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_profiled_training(level, graphs, tmp_path):
+    length = 512
+    losses, _ = profiled(level, None, "gpu", length=length, graphs=graphs)
+    watched, found = profiled(level, tmp_path / "found.json", "gpu", length=length, graphs=graphs)
+    assert watched == losses
+    assert found.matched > 0.97
+    parts = found.parts()
+    assert sum(parts.values()) == pytest.approx(found.ms, rel=0.02) or parts[WAITS] == 0
+    assert parts["gemm"] > 0 and parts["attention"] > 0 and parts["optimizer"] > 0 and parts["communication"] == 0
+    assert (parts["quantization"] > 0) == CHART[level].has_fp8
+    named = sum(sum(us.values()) - us.get(WAITS, 0) for layer, us in found.layers.items() if layer) / 1e3
+    assert named > 0.9 * (sum(parts.values()) - parts[WAITS] - parts["optimizer"])
+    assert sorted(found.low) == (sorted(LINEARS) if CHART[level].has_fp8 else [])
+    gemms = sum(us.get("gemm", 0) for layer, us in found.layers.items() if ".layers." in layer)
+    assert gemms > 0.5e3 * parts["gemm"]
+
+
+def test_layers_beside_bf16(tmp_path):
+    profiles = [profiled(level, tmp_path / level, "gpu", length=512)[1] for level in ("bf16_mixed", "msamp_o2")]
+    found = beside(*profiles)
+    of_linears = [one for one in found.layers if one.low]
+    assert sorted(name for one in of_linears for name in one.low) == sorted(LINEARS)
+    for one in of_linears:
+        assert one.half_us["gemm"] > 0 and one.low_us["gemm"] > 0, one
+    kinds = found.kinds_of_layers()
+    assert all(len(one.low) % BLOCKS == 0 for one in kinds)
+    # FP8 does not pay for layers of 128 features.
+    assert found.better_in_half
