@@ -38,7 +38,7 @@ def profiled(
     """The losses of a training of as many steps as a profile takes, and the profile; None without a ``path``."""
     torch.manual_seed(0)
     config = {"num_hidden_layers": BLOCKS}
-    model = CausalLM("llama_tiny", config, vocab_size=128, init_seed=1, schedule_steps=100)
+    model = CausalLM("llama_tiny", config=config, vocab_size=128, init_seed=1, schedule_steps=100)
     losses = Losses()
     callbacks: list[pl.Callback] = [losses]
     if path is not None:

@@ -1,5 +1,7 @@
 """Modules and optimizers of torch: base classes and hooks that are already there."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -192,3 +194,23 @@ def test_compiled_modules_run_outside_of_a_mode_that_the_others_see(by_method):
         assert torch.equal(found.detach(), wanted.detach())
     assert nn.functional.relu in seen and nn.functional.linear not in seen
     assert [dict(m.__dict__) for m in model.modules()] == before
+
+
+def test_something_around_each_call():
+    model, called = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
+
+    @contextmanager
+    def note(module):
+        called.append(("in", type(module).__name__))
+        yield
+        called.append(("out", type(module).__name__))
+
+    call, x = nn.Module.__call__, torch.randn(1, 2)
+    with modules.around_calls(note):
+        found = model(x)
+        assert not any(modules.all_hooks(model[0])) and not any(modules.global_hooks())
+    assert nn.Module.__call__ is call and torch.equal(found, model(x))
+    assert called == [
+        ("in", "Sequential"), ("in", "Linear"), ("out", "Linear"), ("in", "ReLU"), ("out", "ReLU"),
+        ("out", "Sequential"),
+    ]  # fmt: skip

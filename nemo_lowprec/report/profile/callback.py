@@ -68,6 +68,7 @@ class StepProfiler(pl.Callback):
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = path
         self.profile: StepProfile | None = None
+        self._profiler: profile | None = None
         self._phases = ExitStack()
         self._is_over = True
 
@@ -87,7 +88,6 @@ class StepProfiler(pl.Callback):
         self._step, self._is_first = 0, True
         self._raw: list[Kernel] = []
         self._seconds = 0.0
-        self._profiler: profile | None = None
         self._updates: ExitStack | None = None
         self._is_over, self.profile = False, None
 
@@ -147,7 +147,7 @@ class StepProfiler(pl.Callback):
         if not trainer.is_global_zero:
             return
         self._now()
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=activities, acc_events=True)
         self._profiler.__enter__()
 
     def _end_trace(self) -> profile:
