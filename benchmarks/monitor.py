@@ -3,11 +3,13 @@
     python -m benchmarks.monitor
 
 A model is trained in a plain loop at a level. Rounds of ``--every`` times ``--samples`` steps take turns: the monitor
-watches, or it is taken off the engine's observers. ``ms`` is the median wall time of a step without it,
-``overhead_percent`` the median over pairs of rounds of what it adds, and ``sample_ms`` the same for a sampled step.
-``gpu_percent`` is the part of the GPU's time: kernels of one sampled step beside one plain step, over ``every`` steps.
-``memory_mib`` is what the peak of allocated memory grows by. ``first_s`` is the time of the first two sampled steps,
-which compile kernels and capture graphs.
+watches, or the monitor is taken off the engine's observers. A figure has three pairs of rounds, or more, up to
+``--rounds``, as far as ``--seconds`` have room for them. ``ms`` is the median wall time of a step without the monitor,
+``overhead_percent`` the median over pairs of rounds of what the monitor adds, and ``sample_ms`` the same for a sampled
+step. ``gpu_percent`` is the part of the GPU's time: kernels of one sampled step beside one plain step, over ``every``
+steps. ``memory_mib`` is what the peak of reserved memory grows by: memory of a CUDA graph does not count as allocated
+while the graph is replayed. ``first_s`` is the time of the first two sampled steps, which compile kernels and capture
+graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.everyday import Runner
 from benchmarks.everyday_contestants import CONTESTANTS, OURS, forget
 from benchmarks.everyday_models import MODELS
-from benchmarks.measure import DEVICE, kernels_of, release, reset_peak, synchronize
+from benchmarks.measure import DEVICE, MIB, kernels_of, peaks, release, reset_peak, synchronize
 from benchmarks.record import Record, arguments
 from nemo_lowprec import monitor
 from nemo_lowprec.engine import Engine
@@ -84,23 +86,35 @@ class Watched:
         self._folder.cleanup()
 
 
-def measure(model: str, level: str, every: int, rounds: int, samples: int) -> dict[str, Any]:
+def rounds_within(seconds: float, first: float, most: int) -> int:
+    """How many pairs of rounds ``seconds`` have room for: at least 3 and at most ``most``.
+
+    Args:
+        seconds: for all rounds.
+        first: seconds of the first plain round; a watched round takes about as long.
+        most: pairs of rounds.
+    """
+    return min(most, max(3, int(seconds / (2 * first))))
+
+
+def measure(model: str, level: str, every: int, rounds: int, samples: int, seconds: float) -> dict[str, Any]:
     torch.manual_seed(0)
     task = MODELS[model]
     runner = Runner(CONTESTANTS[OURS + level], task, task.batch())
     count = every * samples
     reset_peak()
     runner.round(3)
-    before = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
-    reset_peak()
+    before = peaks()[1]
     watched = Watched(runner, every)
-    memory = (torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0) - before
-    plain, extra = [], []
-    for turn in range(rounds):
-        order = (False, True) if turn % 2 == 0 else (True, False)
+    memory = peaks()[1] - before
+    plain: list[float] = []
+    extra: list[float] = []
+    while len(plain) < rounds:
+        order = (False, True) if len(plain) % 2 == 0 else (True, False)
         found = {watches: watched.round(count, watches) for watches in order}
         plain.append(found[False])
         extra.append(found[True] - found[False])
+        rounds = rounds_within(seconds, plain[0] * count / 1e3, rounds)
     gpu = watched.gpu()
     watched.close()
     ms = statistics.median(plain)
@@ -111,7 +125,7 @@ def measure(model: str, level: str, every: int, rounds: int, samples: int) -> di
         "overheads": [round(100 * more / base, 2) for more, base in zip(extra, plain, strict=True)],
         "sample_ms": round(statistics.median(extra) * every, 3),
         "gpu_percent": None if gpu is None else round(100 * gpu / every / ms, 2),
-        "memory_mib": round(memory / 2**20, 1),
+        "memory_mib": round(memory / MIB, 1),
         "first_s": round(watched.first_s, 2),
         "rounds": rounds,
         "steps": count,
@@ -123,7 +137,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=CHOSEN, help="models whose name holds one of these")
     parser.add_argument("--levels", nargs="*", default=LEVELS)
     parser.add_argument("--every", nargs="*", type=int, default=EVERY)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="most pairs of rounds of a figure")
+    parser.add_argument("--seconds", type=float, default=20, help="of all rounds, if three pairs take less")
     parser.add_argument("--samples", type=int, default=1, help="sampled steps of a round")
     args = parser.parse_args()
     record = Record(args.out)
@@ -133,7 +148,7 @@ def main() -> None:
         for level in args.levels:
             for every in args.every:
                 samples = max(args.samples, 50 // every) if every < 50 else args.samples
-                figure = measure(model, level, every, args.rounds, samples)
+                figure = measure(model, level, every, args.rounds, samples, args.seconds)
                 record.add(benchmark="monitor", model=model, level=level, every=every, **figure)
                 forget()
                 release()

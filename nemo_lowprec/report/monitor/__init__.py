@@ -6,7 +6,7 @@ _HOMES = {
     "PlainMonitor": "plain",
     "PrecisionMonitor": "callback",
     "Run": "runs",
-    "Table": "runs",
+    "Table": "run_table",
     "monitor": "plain",
     "read_run": "runs",
 }

@@ -6,36 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from nemo_lowprec.report.monitor.run_table import Row, Sampled, Table, sampled, table_of
 from nemo_lowprec.report.monitor.run_writer import FILE, FORMAT
-
-Row = tuple[str, ...]  # (layer, operand), or (parameter,)
-
-
-@dataclass
-class Table:
-    """Numbers by row and sample.
-
-    Attributes:
-        rows: in the order of the model.
-        metrics: metric to the numbers of each row, one for each of ``Run.steps``; None where there is none. Empty
-            without rows.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    metrics: dict[str, dict[Row, list[float | None]]] = field(default_factory=dict)
-
-    def of(self, metric: str, row: Row) -> list[float | None]:
-        """The numbers of one row."""
-        return self.metrics[metric][row]
-
-    def matrix(self, metric: str) -> npt.NDArray[np.float64]:
-        """The numbers of all rows [rows, samples]; NaN where there is none."""
-        return np.array([self.metrics[metric][row] for row in self.rows], dtype=np.float64)
 
 
 @dataclass
@@ -48,7 +22,7 @@ class Run:
         steps: numbers of the sampled steps, ascending.
         operands: rows (layer, operand); metrics amax, scale, underflow, saturation, sqnr, binades, nonfinite.
         params: rows (name,); metrics lost, weight_sqnr, gradient_sqnr, first_sqnr, second_sqnr.
-        samples: the ``sample`` records of ``steps``.
+        samples: the ``sample`` records of ``steps``, without the numbers of operands and parameters.
         loss: of each step, where it is known and finite.
         nonfinite: the steps whose loss was infinite or NaN.
         rates: (last step, steps, seconds, tokens) of each stretch that was timed; tokens may be None.
@@ -128,10 +102,19 @@ def read_run(folder: str | Path) -> Run:
     if not run.attempts:
         raise ValueError(f"{path} has no record of a run.")
     run.steps = sorted(tables.samples)
-    run.samples = [tables.samples[step] for step in run.steps]
-    run.operands = _table("operands", run.samples)
-    run.params = _table("params", run.samples)
+    samples = [tables.samples[step] for step in run.steps]
+    run.samples = [sample.record for sample in samples]
+    run.operands = table_of([sample.operands for sample in samples])
+    run.params = table_of([sample.params for sample in samples])
     return run
+
+
+class _Sample(NamedTuple):
+    """A ``sample`` record, and apart from it the numbers of operands and parameters."""
+
+    record: dict[str, Any]
+    operands: Sampled
+    params: Sampled
 
 
 @dataclass
@@ -140,7 +123,7 @@ class _Tables:
 
     rows: list[Row] = field(default_factory=list)
     params: list[Row] = field(default_factory=list)
-    samples: dict[int, dict[str, Any]] = field(default_factory=dict)
+    samples: dict[int, _Sample] = field(default_factory=dict)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -171,12 +154,9 @@ def _start(run: Run, tables: _Tables, record: dict[str, Any]) -> None:
 
 def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
     if kind == "sample":
-        named = {"operands": tables.rows, "params": tables.params}
-        record |= {
-            part: {metric: dict(zip(rows, record[part][metric], strict=True)) for metric in record[part]}
-            for part, rows in named.items()
-        }
-        tables.samples[record["step"]] = record
+        operands, params = record.pop("operands"), record.pop("params")
+        found = sampled(tables.rows, operands), sampled(tables.params, params)
+        tables.samples[record["step"]] = _Sample(record, *found)
     elif kind == "steps":
         pairs = list(zip(record["at"], record["loss"], strict=True))
         run.loss |= {step: loss for step, loss in pairs if loss is not None}
@@ -195,12 +175,3 @@ def _add(run: Run, tables: _Tables, kind: str, record: dict[str, Any]) -> None:
             run.warnings.append(record)
     elif kind == "end":
         run.ended = True
-
-
-def _table(part: str, samples: list[dict[str, Any]]) -> Table:
-    rows = list(dict.fromkeys(row for sample in samples for numbers in sample[part].values() for row in numbers))
-    names = list(dict.fromkeys(metric for sample in samples for metric in sample[part])) if rows else []
-    metrics = {
-        name: {row: [sample[part].get(name, {}).get(row) for sample in samples] for row in rows} for name in names
-    }
-    return Table(rows, metrics)

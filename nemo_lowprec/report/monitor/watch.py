@@ -1,4 +1,4 @@
-"""Watches single steps of a training and writes what it has seen to the run's file."""
+"""Decides which steps of a training are sampled, and writes their samples to the run's file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nemo_lowprec.formats.errors import decibels
 from nemo_lowprec.observers import Observer
-from nemo_lowprec.report.monitor.operands import GradientErrors, OperandErrors
 from nemo_lowprec.report.monitor.records import Records
 from nemo_lowprec.report.monitor.run_writer import RunWriter
-from nemo_lowprec.report.monitor.sample import Sample, operands_of, params_of
-from nemo_lowprec.report.monitor.shared import Reading, names_of_all
+from nemo_lowprec.report.monitor.sample import Sample
+from nemo_lowprec.report.monitor.shared import Reading
+from nemo_lowprec.report.monitor.step_errors import StepErrors
 from nemo_lowprec.report.monitor.stretch import Stretch
 from nemo_lowprec.report.monitor.subject import Subject
-from nemo_lowprec.report.monitor.te_operands import TEOperands
-from nemo_lowprec.report.monitor.updates import UpdateErrors
-from nemo_lowprec.report.monitor.wire import WireErrors
 
 
 def check_every(every_n_steps: int) -> int:
@@ -63,26 +59,15 @@ class Monitor(Observer):
         self.steps, self._skipped_steps = start, 0
         self._is_updating, self._skips = False, False
         self.tokens: int | None = None
-        params = subject.params()
-        self._params = names_of_all(list(params))
-        ordered = [params.get(name) for name in self._params]
-        self._operands = OperandErrors(names_of_all(subject.layers()), subject.device)
-        layers, recipe = subject.te_layers(), subject.options.recipe
-        has_te = bool(layers) and recipe is not None
-        self._te = TEOperands(layers, recipe, self._operands, subject.device) if has_te else None  # type: ignore[arg-type]
-        self._gradients = GradientErrors(ordered, subject.device)
-        self._updates = UpdateErrors(ordered, subject.device)
-        self._wire = WireErrors(subject.device)
-        self._window = ExitStack()
+        self._errors = StepErrors(subject)
         self._is_open = False
         self._last: Optimizer | None = None  # the optimizer that has stepped last
-        self._norm: Tensor | None = None
         self._losses: list[tuple[int, Tensor]] = []  # with the numbers of their steps
         self._pending: _Pending | None = None
         self._stretch = Stretch(start)
         self._subscription = ExitStack()
         self._subscription.enter_context(subject.observers.watched_by(self))
-        self._records.params(self._params)
+        self._records.params(self._errors.params)
         self._open_if_due()
 
     # What the engine tells
@@ -90,18 +75,17 @@ class Monitor(Observer):
     def before_update(self, optimizer: Optimizer) -> None:
         self._is_updating = True
         if self._is_open:
-            self._norm = self.subject.grad_norm(optimizer)
-            for stepper in self.subject.steppers(optimizer):
-                self._updates.before(stepper, self.subject.grad_scale(optimizer))
+            self._errors.before_update(optimizer)
 
     def after_update(self, optimizer: Optimizer) -> None:
         self._write_pending()
         self._is_updating = False
         self.steps += 1
         if self._is_open:
-            self._updates.after()
+            self._errors.after_update()
             if self._last is None or self._last is optimizer:
-                self._close()
+                self._end_sample()
+                self._pending = self._reading(self.steps)
         if not self._is_open:  # else other optimizers step before the sample ends
             self._last = optimizer
             self._open_if_due()
@@ -119,7 +103,7 @@ class Monitor(Observer):
 
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of the last step, a scalar on the model's device."""
-        self._losses.append((self.steps, loss.detach().float().reshape(()).clone()))
+        self._losses.append((self.steps, loss.detach().float().reshape(1).clone()))
 
     def pause(self) -> None:
         """Stop the clock: what comes is no training."""
@@ -140,7 +124,7 @@ class Monitor(Observer):
         Args:
             finished: whether the training has ended in order.
         """
-        self._end_window()
+        self._end_sample()
         self._subscription.close()
         self._write_pending()
         if finished and self._losses:
@@ -156,68 +140,31 @@ class Monitor(Observer):
         if step % self._every and step != self._start + 2:
             return
         self._is_open = True
-        self._operands.table.clear()
-        self._gradients.begin(self.subject.owners())
-        self._updates.clear()
-        self._wire.clear()
-        for observer in (self._operands, self._gradients, self._wire):
-            self._window.enter_context(self.subject.observers.watched_by(observer))
-        if self._te is not None:
-            self._te.watch(self._window)
+        self._errors.begin()
 
-    def _end_window(self) -> None:
-        self._window.close()
+    def _end_sample(self) -> None:
         self._is_open = False
-
-    def _close(self) -> None:
-        """End the sample: its numbers go to the host."""
-        self._end_window()
-        self._pending = self._reading(self.steps)
-        self._norm = None
+        self._errors.end()
 
     def _reading(self, step: int | None) -> _Pending:
-        """The numbers of the sample of ``step``, or of no sample, and the losses so far, on their way to the host."""
-        device = self.subject.device
-        losses = (
-            torch.stack([loss for _, loss in self._losses])
-            if self._losses
-            else torch.zeros(0, dtype=torch.float32, device=device)
-        )
-        one, norm = torch.ones(1, dtype=torch.float32, device=device), self._norm
-        norm = (
-            torch.full((1,), torch.nan, dtype=torch.float32, device=device)
-            if norm is None
-            else norm.to(device).reshape(1)
-        )
-        operands, gradients = self._operands.table, self._gradients.table
-        sums = [operands.sums, gradients.sums, self._updates.sums, self._wire.sums, losses, one]
-        maxima = [_as_maxima(operands.extremes), norm]
+        """The errors of the sample of ``step``, or of no sample, and the losses so far, on their way to the host."""
+        one = torch.ones(1, dtype=torch.float32, device=self.subject.device)
+        losses = torch.cat([*(loss for _, loss in self._losses), one])
         at, self._losses = [number for number, _ in self._losses], []
-        reading, stretch = Reading(sums, maxima, self.subject.observers), self._stretch.cut(self.steps, self.tokens)
+        sums, maxima = self._errors.tensors()
+        reading = Reading([losses, *sums], maxima, self.subject.observers)
+        stretch = self._stretch.cut(self.steps, self.tokens)
         return _Pending(step, at, reading, stretch, self._skips, self._skipped_steps)
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        operands, gradients, updates, wire, losses, processes, extremes, norm = pending.reading.read()
-        self._records.steps(pending.at, losses / processes, pending.stretch, self.subject.device)
+        losses, *errors = pending.reading.read()
+        self._records.steps(pending.at, losses[:-1] / losses[-1], pending.stretch, self.subject.device)
         if pending.step is None:
             return
-        extremes[:, 1] = -extremes[:, 1]
-        rows, metrics = operands_of(self._operands.rows, operands, extremes)
-        sample = Sample(
-            pending.step,
-            rows,
-            metrics,
-            self._params,
-            params_of(updates, gradients, pending.skipped),
-            float(decibels(*wire)),
-            float(norm),
-            self.subject.loss_scale,
-            pending.skipped,
-            pending.skipped_steps,
-        )
+        sample = self._errors.sample(errors, pending.step, pending.skipped, pending.skipped_steps)
         self._records.sample(sample)
         for told in self._told:
             told(sample)
@@ -230,7 +177,7 @@ class _Pending:
     Attributes:
         step: the sampled step; None for losses alone.
         at: the numbers of the steps of the losses.
-        reading: the numbers.
+        reading: the losses, behind them the number of processes, and the errors of the step.
         stretch: of the steps since the last reading, as the file has it.
         skipped: whether the step was skipped.
         skipped_steps: skipped steps up to this one.
@@ -242,10 +189,3 @@ class _Pending:
     stretch: dict[str, Any]
     skipped: bool
     skipped_steps: int
-
-
-def _as_maxima(extremes: Tensor) -> Tensor:
-    """Extremes of which the processes take maxima: the smallest magnitude is negated."""
-    turned = extremes.clone()
-    turned[:, 1].neg_()
-    return turned

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from nemo_lowprec.report.curves import Numbers, bin_starts
-from nemo_lowprec.report.monitor.runs import Row, Run, Table
+from nemo_lowprec.report.monitor.run_table import Row, Table
+from nemo_lowprec.report.monitor.runs import Run
 from nemo_lowprec.report.page.charts import Chart, chart
 from nemo_lowprec.report.page.words import METRICS, OPERANDS, PARAM_METRICS
 

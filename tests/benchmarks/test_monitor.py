@@ -1,0 +1,25 @@
+"""The benchmark of the monitor: how many rounds it takes, and which memory it counts."""
+
+import pytest
+
+from benchmarks import monitor
+from benchmarks.everyday_models import SMALL
+from benchmarks.measure import MIB
+
+MODEL, LEVEL = "Llama 100M, 8 x 2048", "bf16_with_fp8_mixed"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "first", "most", "rounds"), [(20, 1.0, 30, 10), (20, 0.1, 5, 5), (20, 25.0, 5, 3), (20, 25.0, 2, 2)]
+)
+def test_rounds_are_as_many_as_the_seconds_have_room_for(seconds, first, most, rounds):
+    assert monitor.rounds_within(seconds, first, most) == rounds
+
+
+@pytest.mark.skipif(not SMALL, reason="models are small without a GPU only")
+@pytest.mark.parametrize(("seconds", "rounds"), [(0, 3), (1e6, 4)])
+def test_a_figure_has_its_rounds_and_the_growth_of_reserved_memory(seconds, rounds, monkeypatch):
+    peaks = iter([(90 * MIB, 100 * MIB), (91 * MIB, 164 * MIB)])  # allocated, reserved
+    monkeypatch.setattr(monitor, "peaks", lambda: next(peaks))
+    found = monitor.measure(MODEL, LEVEL, every=2, rounds=4, samples=1, seconds=seconds)
+    assert found["rounds"] == len(found["overheads"]) == rounds and found["memory_mib"] == 64
