@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from nemo_lowprec.conf.command_line import CommandLine
@@ -57,4 +58,5 @@ def _profile(line: CommandLine, level: str, folder: Path, is_json: bool) -> Step
     done = subprocess.run(command, check=False, stdout=sys.stderr if is_json else None, env=quiet)
     if done.returncode:
         raise SystemExit(done.returncode)
-    return read_profile(file)
+    found = read_profile(file)
+    return replace(found, about={**found.about, "command": shlex.join(["nemo-lowprec", "profile", *line.arguments])})

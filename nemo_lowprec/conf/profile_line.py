@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nemo_lowprec.chart import CHART
 from nemo_lowprec.conf.command_line import CommandLine
 from nemo_lowprec.conf.composed import check_composed
 from nemo_lowprec.conf.overrides import check_overrides, with_plus
@@ -65,8 +64,6 @@ class ProfileLine:
                 level = str(override.value())
             else:
                 (own if name.startswith("precision.") else both).append(word)
-        if level not in CHART and not line.folders:
-            raise ValueError(f"precision={level} is no level: {', '.join(CHART)}.")
         if level == HALF:
             raise ValueError(f"profile compares a level with {HALF}: choose another one with precision=LEVEL.")
         low = with_plus(replace(line, overrides=(f"precision={level}", *both, *own)))

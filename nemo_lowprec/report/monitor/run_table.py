@@ -79,7 +79,7 @@ class Sampled(NamedTuple):
 
 def sampled(rows: Sequence[Row], numbers: Mapping[str, Sequence[float | None]]) -> Sampled:
     """The numbers of one sample: of each metric one for each of ``rows``, None where there is none."""
-    return Sampled(rows, {metric: np.array(values, dtype=np.float64) for metric, values in numbers.items()})
+    return Sampled(rows, {metric: np.array(v, dtype=np.float64).reshape(len(rows)) for metric, v in numbers.items()})
 
 
 def table_of(samples: Sequence[Sampled]) -> Table:
