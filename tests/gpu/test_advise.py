@@ -42,8 +42,8 @@ def test_nothing_of_the_model_and_of_the_gpu_changes(device):
     rng, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     found = advise(model, batch, LEVELS)
     gc.collect()
-    # cuBLAS keeps a workspace for each stream that has called it.
-    assert torch.cuda.memory_allocated() - held < 100 * 2**20
+    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps one for each stream that has called it
+    assert torch.cuda.memory_allocated() - held < 2**20
     assert torch.equal(torch.cuda.get_rng_state(), rng)
     after = model.state_dict()
     assert all(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -29,20 +31,29 @@ __all__ = ["StepProfiler"]
 
 
 class _Schedule(NamedTuple):
-    """Steps before and in each phase: timed without a profiler, traced as they run, traced with ranges of layers."""
+    """Steps before and in each phase: timed without a profiler, traced as they run, traced with ranges of layers.
+
+    The timed steps are in ``windows``, whose median counts: Python's garbage collection or a checkpoint may fall into
+    one of them.
+    """
 
     warmup: int
-    timed: int
+    windows: int
+    timed: int  # of a window
     traced: int
     ranged: int = 2  # the first one is not traced: kernels may be compiled in it
 
     @property
+    def first_traced(self) -> int:
+        return self.warmup + self.windows * self.timed
+
+    @property
     def all(self) -> int:
-        return sum(self)
+        return self.first_traced + self.traced + self.ranged
 
 
-_ON_GPU = _Schedule(14, 10, 3)  # CUDA graphs come at the 13th step at the latest
-_ON_CPU = _Schedule(2, 3, 0)
+_ON_GPU = _Schedule(20, 5, 5, 3)  # CUDA graphs come at the 13th step at the latest
+_ON_CPU = _Schedule(2, 3, 1, 0)
 
 
 class _WithoutGraphs(Observer):
@@ -54,7 +65,7 @@ class _WithoutGraphs(Observer):
 class StepProfiler(pl.Callback):
     """Measures where the time of training steps goes: GEMMs, quantization, attention and so on, layer by layer.
 
-    It times ten steps after the first fourteen, traces three as they run, and one without CUDA graphs to learn which
+    After 20 steps it times 25 in five windows, traces three as they run, and one without CUDA graphs to learn which
     layer launches which kernel. On a CPU it times three steps after the first two and traces one. Each process of a run
     needs the callback; the first one measures itself.
 
@@ -87,7 +98,7 @@ class StepProfiler(pl.Callback):
         self._schedule = _ON_GPU if self._device.type == "cuda" else _ON_CPU
         self._step, self._is_first = 0, True
         self._raw: list[Kernel] = []
-        self._seconds = 0.0
+        self._marks: list[float] = []  # times at the edges of windows
         self._updates: ExitStack | None = None
         self._is_over, self.profile = False, None
 
@@ -95,24 +106,23 @@ class StepProfiler(pl.Callback):
         if self._is_over or not self._is_first:
             return
         self._is_first = False
-        warmup, timed, traced, _ = self._schedule
-        step = self._step - warmup
-        if step == 0:
-            self._seconds = -self._now()
-        if step == timed:
-            self._seconds += self._now()
-            if traced:
-                self._trace(trainer, [ProfilerActivity.CUDA])
-        if step == timed + traced:
-            if traced and trainer.is_global_zero:
+        plan = self._schedule
+        since = self._step - plan.warmup
+        if since >= 0 and since % plan.timed == 0 and len(self._marks) <= plan.windows:
+            self._marks.append(self._now())
+        step = self._step - plan.first_traced
+        if step == 0 and plan.traced:
+            self._trace(trainer, [ProfilerActivity.CUDA])
+        if step == plan.traced:
+            if plan.traced and trainer.is_global_zero:
                 self._raw = [
                     Kernel(event.name, kind_of(event.name), "", event.start, event.end)
                     for event in trace_of(self._end_trace())
                     if event.what == "kernel"
                 ]
             self._phases.enter_context(self._subject.observers.watched_by(_WithoutGraphs()))
-        if step == timed + traced + 1:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (traced > 0)
+        if step == plan.traced + 1:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (plan.traced > 0)
             self._trace(trainer, activities)
             if trainer.is_global_zero:
                 self._phases.enter_context(layer_ranges(pl_module))
@@ -173,10 +183,11 @@ class StepProfiler(pl.Callback):
         self._end()
 
     def _result(self, about: dict[str, Any], module: nn.Module, events: list[Event]) -> StepProfile:
-        _, timed, traced, _ = self._schedule
-        ns = self._seconds / timed * 1e9
+        traced = self._schedule.traced
+        windows = [end - start for start, end in pairwise(self._marks)]
+        ns = median(windows) / self._schedule.timed * 1e9
         if traced:
-            kernels, share = matched(self._raw, kernels_of(events))
+            kernels, share = matched(self._raw, kernels_of(events), traced)
             shares = shares_of(kernels)
         else:
             share, traced, shares = 1.0, 1, sums_of(operations_of(events))

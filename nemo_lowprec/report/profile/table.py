@@ -32,8 +32,12 @@ def summary(found: Beside) -> str:
     most = max(parts, key=lambda part: -parts[part] if low < half else parts[part])
     if parts[most] * (low - half) > 0:
         word = "less" if low < half else "more"
-        text += f" {OF_PARTS[most]} takes {abs(parts[most]):.2f} ms {word}, which is most of the difference."
+        text += f" The largest part of the difference: {_in_text(most)}, {abs(parts[most]):.2f} ms {word}."
     return text
+
+
+def _in_text(part: str) -> str:
+    return "GEMMs" if part == "gemm" else OF_PARTS[part].lower()
 
 
 def verdict(found: Beside) -> str:

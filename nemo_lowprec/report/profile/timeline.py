@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -79,36 +79,49 @@ def _fill(ns: dict[tuple[str, str], int], sent: list[Kernel], start: int, end: i
     return max(start, end)
 
 
-def matched(kernels: Sequence[Kernel], known: Sequence[Kernel]) -> tuple[list[Kernel], float]:
+def matched(kernels: Sequence[Kernel], known: Sequence[Kernel], steps: int) -> tuple[list[Kernel], float]:
     """Kernels of steps whose layers nobody knows, with the layers of a step that launches the same ones.
 
     A replayed CUDA graph has no ranges. Of each name the order of the kernels is the same with the graph and without.
 
     Args:
-        kernels: of one or more steps; their layers are not read.
+        kernels: of ``steps`` steps; their layers are not read.
         known: of one step.
+        steps: see above.
 
     Returns:
-        The kernels with layers and kinds, and the share of their time that was matched. A kernel whose name another
-        number of kernels has in ``known`` has no layer.
+        The kernels with layers and kinds, and the share of their time whose layers are known. A kernel whose name
+        another number of kernels has in ``known``, as copies into a graph have, belongs to the layer whose kernels run
+        before and after it; between two layers it belongs to none.
     """
     of_name: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in sorted(known, key=lambda kernel: kernel.start):
         of_name[kernel.name].append(kernel)
-    total: dict[str, int] = defaultdict(int)
-    for kernel in kernels:
-        total[kernel.name] += 1
-    seen: dict[str, int] = defaultdict(int)
-    found, matched_ns, all_ns = [], 0, 0
+    total = Counter(kernel.name for kernel in kernels)
+    seen: Counter[str] = Counter()
+    found, twins = [], list[Kernel | None]()
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
-        twins, index = of_name[kernel.name], seen[kernel.name]
+        alike, index = of_name[kernel.name], seen[kernel.name]
         seen[kernel.name] += 1
-        all_ns += kernel.end - kernel.start
-        if not twins or total[kernel.name] % len(twins):
-            kinds = {twin.kind for twin in twins}
-            found.append(kernel._replace(layer="", kind=kinds.pop() if len(kinds) == 1 else kernel.kind))
-            continue
-        twin = twins[index % len(twins)]
-        found.append(kernel._replace(layer=twin.layer, kind=twin.kind))
-        matched_ns += kernel.end - kernel.start
-    return found, matched_ns / all_ns if all_ns else 1.0
+        twins.append(alike[index % len(alike)] if alike and total[kernel.name] == steps * len(alike) else None)
+        kinds = {twin.kind for twin in alike}
+        found.append(kernel._replace(kind=kinds.pop() if len(kinds) == 1 else kernel.kind))
+    before = _last_known(twins)
+    after = _last_known(twins[::-1])[::-1]
+    unknown = 0
+    for place, twin in enumerate(twins):
+        between = before[place] if before[place] == after[place] else None
+        layer, kind = (twin.layer, twin.kind) if twin else (between, found[place].kind)
+        found[place] = found[place]._replace(layer=layer or "", kind=kind)
+        if layer is None:
+            unknown += found[place].end - found[place].start
+    time = sum(kernel.end - kernel.start for kernel in kernels)
+    return found, 1 - unknown / time if time else 1.0
+
+
+def _last_known(twins: Sequence[Kernel | None]) -> list[str | None]:
+    """At each place the layer of the last kernel so far whose layer is known."""
+    found: list[str | None] = []
+    for twin in twins:
+        found.append(twin.layer if twin else found[-1] if found else None)
+    return found

@@ -48,15 +48,17 @@ def test_kernels_of_a_graph_take_the_layers_of_a_step_without():
     known = [kernel(0, 1, "a", name="x"), kernel(2, 3, "b", name="x"), kernel(4, 5, "b", OTHER, name="y")]
     raw = [Kernel(name, "?", "", start, start + 2) for start, name in ((10, "x"), (20, "y"), (30, "x"))]
     raw += [one._replace(start=one.start + 100, end=one.end + 100) for one in raw]
-    found, share = matched(raw, known)
+    found, share = matched(raw, known, 2)
     assert [(one.layer, one.kind) for one in found] == [("a", GEMM), ("b", OTHER), ("b", GEMM)] * 2
     assert share == 1.0
 
 
-@pytest.mark.parametrize("names", ["xxx", "z"])
-def test_kernels_of_another_number_have_no_layer(names):
-    known = [kernel(0, 1, "a", name="x"), kernel(2, 3, "b", name="x"), kernel(4, 5, "b", OTHER, name="y")]
-    raw = [kernel(10 * i, 10 * i + 4, "", name=name) for i, name in enumerate(names)]
-    found, share = matched([*raw, kernel(90, 90 + 4 * len(names), "", name="y")], known)
-    assert [one.layer for one in found] == ["" for _ in names] + ["b"]
-    assert share == 0.5
+def test_kernels_of_another_number_belong_to_the_layer_around_them():
+    known = [kernel(0, 1, "a", name="x"), kernel(2, 3, "a", OTHER, name="y"), kernel(4, 5, "b", OTHER, name="z")]
+    raw = [Kernel(name, "?", "", 10 * i, 10 * i + 4) for i, name in enumerate(["c", "x", "c", "y", "c", "z"])]
+    found, share = matched(raw, known, 1)
+    assert [one.layer for one in found] == ["", "a", "a", "a", "", "b"]
+    assert [one.kind for one in found] == ["?", GEMM, "?", OTHER, "?", OTHER]
+    assert share == pytest.approx(4 / 6)
+    twice = [*raw, *(one._replace(start=one.start + 100, end=one.end + 104) for one in raw[1:2])]
+    assert [one.layer for one in matched(twice, known, 1)[0]] == ["", "", "", "a", "", "b", ""]
