@@ -71,7 +71,7 @@ def line_chart(
 ) -> Chart:
     """One line of ``value`` over ``step``, from zero on, with the last value at its end."""
     tooltip = [{"field": "step", "format": ",d"}, {"field": "value", "title": f"{title} {unit}".rstrip()}]
-    y = {"field": "value", "type": "quantitative", "title": None, "axis": {"format": "~s", "tickCount": 4}}
+    y = {"field": "value", "type": "quantitative", "title": None, "axis": {"format": ",~f", "tickCount": 4}}
     return chart(
         height,
         {"mark": {"type": "line", "point": len(points) <= 30}, "encoding": {"y": y, "tooltip": tooltip}},
@@ -89,7 +89,7 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = 
         coloured: names in the order of the page's colours; none: all bars have one colour.
     """
     values = [{"name": name, "value": value, "text": text} for name, value, text in bars]
-    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 230, "grid": False}}
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 260, "grid": False}}
     colour = {"field": "name", "type": "nominal", "scale": {"domain": list(coloured)}, "legend": None}
     top = max((value for _, value, _ in bars), default=0) * 1.35  # room for the text
     x = {"field": "value", "type": "quantitative", "axis": None, "scale": {"domain": [0, top or 1]}}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,14 @@ def test_the_table_fits_the_screen_and_holds_every_figure(
     assert f"±{comparison.outcomes[1].gap_half:.4f}" in printed
     assert "zero lies outside the 95 % interval" in " ".join(printed.split())
     assert "subchannel_scaling_" in printed
+
+
+def test_curves_go_on_to_the_last_step(comparison: Comparison, path: Path) -> None:
+    (packed,) = re.findall('id="packed">([^<]+)<', path.read_text())
+    charts = json.loads(gzip.decompress(base64.b64decode(packed)))["charts"]
+    for name, lines in (("losses", len(LEVELS)), ("gaps", len(LEVELS) - 1)):
+        last = [point for point in charts[name]["data"]["values"] if point["step"] == comparison.outcomes[0].steps[-1]]
+        assert len(last) == lines
 
 
 @pytest.mark.parametrize("dark", [False, True])
