@@ -95,6 +95,17 @@ def test_a_level_has_one_colour_on_the_whole_page(chromium: Any, path: Path) -> 
 def test_a_phone_shows_the_page_without_scrolling_sideways(chromium: Any, path: Path) -> None:
     with opened(chromium, path, width=390) as found:
         assert found.page.evaluate("document.documentElement.scrollWidth") == 390
+        for name in ("rates", "peaks", "bytes"):
+            chart = found.page.locator(f"[data-chart={name}] svg")
+            assert "".join(chart.locator(".role-axis-label tspan").all_text_contents()) == LONG
+            middle = "e => { const b = e.getBoundingClientRect(); return b.top + b.height / 2 }"
+            bars = chart.locator(".mark-rect.role-mark path").all()
+            labels = chart.locator(".role-axis-label text").all()
+            for bar, label in zip(bars, labels, strict=True):
+                assert bar.evaluate(middle) == pytest.approx(label.evaluate(middle), abs=3)
+            right = chart.evaluate("e => e.getBoundingClientRect().right")
+            ends = "all => all.map(e => e.getBoundingClientRect().right)"
+            assert max(chart.locator(".mark-text.role-mark text").evaluate_all(ends)) <= right
 
 
 def test_one_seed_a_level_is_compared_without_a_band(
