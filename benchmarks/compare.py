@@ -22,7 +22,7 @@ from nemo_lowprec.report.compare.comparison import Outcome, compare
 from nemo_lowprec.report.compare.groups import read_groups
 from nemo_lowprec.report.monitor.runs import Run
 
-__all__ = ["figures"]
+__all__ = ["figures", "main"]
 
 _ALIKE = ("device", "processes", "versions")  # of all runs
 _OF_COMPARE = ("monitor=on", "ckpt_path=last")  # words that compare gives each training
@@ -95,6 +95,7 @@ def _figure(outcome: Outcome) -> dict[str, Any]:
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.compare", description=__doc__)
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True, help="file of results")
