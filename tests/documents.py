@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Block", "block", "blocks", "inline_commands"]
+__all__ = ["DOCUMENTS", "ROOT", "Block", "block", "blocks", "inline_commands"]
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.rst", *sorted((ROOT / "docs").glob("*.rst"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,7 +16,13 @@ from tests.runs import write_run
 def test_a_picture_is_as_wide_as_asked_small_and_ends_behind_a_section(tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path))
     sizes = {}
-    for name, options in {"whole": {}, "layers": {"until": "layers"}, "dark": {"until": "loss", "dark": True}}.items():
+    wanted: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "layers": {"until": "layers"},
+        "dark": {"until": "loss", "dark": True},
+        "loss": {"since": "loss", "until": "loss"},
+    }
+    for name, options in wanted.items():
         out = tmp_path / f"{name}.png"
         screenshot(page, out, **options)
         assert out.stat().st_size <= MOST_BYTES
@@ -24,6 +31,7 @@ def test_a_picture_is_as_wide_as_asked_small_and_ends_behind_a_section(tmp_path:
             corner = image.convert("L").getpixel((2, 2))
             assert corner < 60 if name == "dark" else corner > 240
     assert {width for width, _ in sizes.values()} == {1200}
-    assert sizes["dark"][1] < sizes["layers"][1] < sizes["whole"][1]
-    with pytest.raises(ValueError, match="has no section 'nowhere'"):
-        screenshot(page, tmp_path / "none.png", until="nowhere")
+    assert sizes["loss"][1] + 100 < sizes["dark"][1] < sizes["layers"][1] < sizes["whole"][1]
+    for end in ("since", "until"):
+        with pytest.raises(ValueError, match="has no section 'nowhere'"):
+            screenshot(page, tmp_path / "none.png", **{end: "nowhere"})

@@ -197,6 +197,7 @@ def test_two_levels_are_really_trained_and_one_goes_on_from_its_checkpoint(
     levels = ["precision=bf16_mixed,bf16_with_fp8_mixed", "output_dir=out"]
     assert main(["compare", *levels, *settings]) == 0
     first = read_run("out/bf16_with_fp8_mixed_1")
+    assert first.about["command"].startswith("nemo-lowprec pretrain ")  # a shell takes it
     assert first.ended and first.about["seed"] == 1 and sorted(first.loss) == [1, 2, 3, 4, 5, 6]
     file = first.folder / "monitor.jsonl"
     lines = file.read_text().splitlines()

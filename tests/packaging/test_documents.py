@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,10 +24,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import nemo_lowprec
+from benchmarks.screenshots import MOST_BYTES
+from nemo_lowprec.conf.compare_line import CompareLine
 from nemo_lowprec.report.findings import LevelDiffersError
 from nemo_lowprec.report.monitor import read_run
 from tests.commands import answer
-from tests.documents import ROOT, Block, block, blocks, inline_commands
+from tests.documents import DOCUMENTS, ROOT, Block, block, blocks, inline_commands
 from tests.processes import of_a_shell
 
 SHORT = [
@@ -76,8 +79,10 @@ HERE = {
     ("advising.rst", "import nemo_lowprec\n\nadvice"),
     ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
     ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
-    ("watching.rst", "nemo-lowprec pretrain monitor=on"),
+    ("watching.rst", "nemo-lowprec pretrain monitor=on\n"),
     ("watching.rst", "from nemo_lowprec import PrecisionMonitor"),
+    ("watching.rst", "nemo-lowprec pretrain monitor=on hydra.run.dir"),
+    ("watching.rst", "nemo-lowprec compare"),
     ("watching.rst", "model, optimizer = nemo_lowprec.prepare("),
     ("watching.rst", "nemo-lowprec inspect"),
     ("watching.rst", "nemo-lowprec doctor"),
@@ -274,7 +279,7 @@ def test_several_processes_of_one_machine(place: Path) -> None:
     assert "Pretraining" in run(line, place, [*SHORT, *SMALL])
 
 
-@pytest.mark.parametrize("line", block("watching.rst", "nemo-lowprec pretrain monitor=on").lines)
+@pytest.mark.parametrize("line", block("watching.rst", "nemo-lowprec pretrain monitor=on\n").lines)
 def test_a_run_is_monitored(line: str, place: Path) -> None:
     before = set(place.rglob("monitor.jsonl"))
     sizes = [
@@ -288,6 +293,36 @@ def test_a_run_is_monitored(line: str, place: Path) -> None:
     found = [read_run(path.parent) for path in set(place.rglob("monitor.jsonl")) - before]
     assert len(found) == (2 if "," in line else 1)
     assert all(one.steps == [2] and one.ended for one in found)
+
+
+def test_a_run_has_a_page(place: Path) -> None:
+    pretrain, report, elsewhere = block("watching.rst", "nemo-lowprec pretrain monitor=on hydra.run.dir").lines
+    run(pretrain, place, [*SHORT[1:], *SMALL, "trainer.max_steps=2"])
+    assert run_at_once(report, place, []).strip() == "runs/first/report.html"
+    run_at_once(elsewhere, place, [])
+    assert (place / "first.html").read_bytes() == (place / "runs" / "first" / "report.html").read_bytes()
+
+
+def test_levels_are_trained_and_compared(place: Path) -> None:
+    compare, of_folders = block("watching.rst", "nemo-lowprec compare").lines
+    printed = CompareLine.of(shlex.split(compare)[2:])
+    assert len(printed.levels) == 5 and printed.seeds == (1, 2, 3)
+    fewer = ["precision=bf16_mixed,msamp_o2", "seeds=1", "data=stdlib_small", "trainer.max_steps=2"]
+    table = run(compare, place, [*SHORT[1:], *SMALL, *fewer])
+    assert "Levels beside bf16_mixed" in table and "msamp_o2: The loss is" in table
+    assert run(of_folders, place).split("first_seed")[0].strip() in table
+    assert (place / "first_seed.html").is_file()
+
+
+def test_pictures_are_there_and_small_and_have_words_in_their_place() -> None:
+    shown = set()
+    for document in DOCUMENTS:
+        text = document.read_text()
+        pictures = re.findall(r"^\.\. image:: (.+)\n   :alt: .{60}", text, re.MULTILINE)
+        assert len(pictures) == text.count(".. image::")
+        shown |= {(document.parent / picture).resolve() for picture in pictures}
+    assert all(picture.is_file() and picture.stat().st_size <= MOST_BYTES for picture in shown)
+    assert shown >= set((ROOT / "docs" / "pictures").iterdir())
 
 
 def test_a_monitor_among_callbacks_and_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

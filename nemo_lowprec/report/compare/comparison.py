@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Fall:
     Attributes:
         layer, operand: of the model.
         before: its median SQNR before the step, in dB.
-        after: its median over the three samples from that step on.
+        after: its median over the three samples from that step on; above ``before`` where no SQNR has fallen.
     """
 
     layer: str
@@ -48,7 +48,7 @@ class Outcome:
         gap_half: half the width of its 95 % interval; None with fewer than two pairs.
         nonfinite_from: the first step whose loss is infinite or NaN, in any of the runs.
         leaves: the step from which the mean lies outside the reference's band; None where it stays.
-        fall: of the layer that has lost most SQNR there.
+        fall: of the layer that has lost most SQNR there; None where the level stays, or no SQNR is known.
         tokens_per_second: the median of a run, the mean over the runs.
         peak_bytes: of the GPU, the largest of the runs.
         bytes_per_param: stored for weights, gradients and optimizer states on one process.
@@ -134,9 +134,9 @@ def _add_losses(found: Outcome, reference: Group, by_validation: bool) -> None:
 
 def _add_costs(found: Outcome) -> None:
     runs = found.group.runs
-    rates = [[tokens / seconds for _, _, seconds, tokens in run.rates if tokens is not None] for run in runs]
-    if all(rates):
-        found.tokens_per_second = fmean(median(of_run) for of_run in rates)
+    rates = [rate for run in runs if (rate := run.tokens_per_second) is not None]
+    if len(rates) == len(runs):
+        found.tokens_per_second = fmean(rates)
     found.peak_bytes = max((run.peak_bytes for run in runs if run.peak_bytes is not None), default=None)
     audits = [run.audit["total_bytes"] for run in runs if run.audit is not None]
     if audits:
@@ -188,4 +188,4 @@ def _fall(runs: Sequence[Run], step: int) -> Fall | None:
     if not means:
         return None
     (layer, operand), (before, after) = max(means.items(), key=lambda item: item[1][0] - item[1][1])
-    return Fall(layer, operand, before, after) if after < before else None
+    return Fall(layer, operand, before, after)

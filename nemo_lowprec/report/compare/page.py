@@ -78,7 +78,7 @@ def _points(
 ) -> list[dict[str, Any]]:
     """Points of the mean over the seeds, with the ends of its band."""
     low, high = band(numbers)
-    at = bin_starts(len(outcome.steps), _POINTS)
+    at = np.unique([*bin_starts(len(outcome.steps), _POINTS), len(outcome.steps) - 1])
     columns = zip([outcome.steps[i] for i in at], numbers.mean(axis=0)[at], low[at], high[at], strict=True)
     return [
         {"level": outcome.group.label, "step": step}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +9,7 @@ from rich.table import Table
 from nemo_lowprec.lines import WIDTH, text_lines
 from nemo_lowprec.report.compare.comparison import Comparison
 from nemo_lowprec.report.compare.words import HEADINGS, cells, sentences
+from nemo_lowprec.report.page.words import folded
 
 _LABEL = 20  # letters of a line
 
@@ -29,18 +28,8 @@ def print_comparison(comparison: Comparison) -> None:
         )
     for outcome in comparison.outcomes:
         label, *others = cells(outcome)
-        table.add_row(_folded(label), *others)
+        table.add_row("\n".join(folded(label, _LABEL)), *others)
     print("\n".join(text_lines(f"Levels beside {reference}: {loss}, gap with its 95 % interval over paired seeds.")))
     Console(width=WIDTH).print(table)
     for label, said, _ in sentences(comparison):
         print("\n".join(text_lines(f"{label}: {said}", hanging=2)))
-
-
-def _folded(label: str) -> str:
-    """A long label in several lines, each but the last ending behind an underscore or before an option."""
-    lines = [""]
-    for part in re.findall(r"[^_ ]+[_ ]?|[_ ]", label):
-        if lines[-1] and len(lines[-1]) + len(part) > _LABEL:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)

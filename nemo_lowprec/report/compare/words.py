@@ -5,6 +5,8 @@ from __future__ import annotations
 from nemo_lowprec.report.compare.comparison import Comparison, Outcome
 from nemo_lowprec.report.page.words import OPERANDS, size
 
+LEAST_FALL = 1.0  # dB of SQNR; a smaller fall is no reason to name a layer
+
 HEADINGS = ("Level", "Seeds", "Loss", "Gap", "Leaves band", "Tokens/s", "Peak", "Bytes/param")
 
 
@@ -49,11 +51,13 @@ def _band(outcome: Outcome, band: bool) -> str:
     if not band:
         return "The reference has one seed, and so no band to leave."
     if outcome.leaves is None:
-        return "It stays in the band of the reference's seeds."
+        return "The mean over the seeds stays in the band of the reference's seeds."
     fall = outcome.fall
-    text = f"It leaves the band of the reference's seeds at step {outcome.leaves:,}"
+    text = f"The mean over the seeds leaves the band of the reference's seeds at step {outcome.leaves:,}"
     if fall is None:
         return f"{text}."
+    if fall.before - fall.after < LEAST_FALL:
+        return f"{text}; there no layer's SQNR fell by {LEAST_FALL:g} dB or more."
     operand = OPERANDS.get(fall.operand, fall.operand)
     return (
         f"{text}; there the SQNR of {fall.layer} ({operand}) fell most, from {fall.before:.1f} to {fall.after:.1f} dB."
@@ -63,7 +67,7 @@ def _band(outcome: Outcome, band: bool) -> str:
 def _speed(outcome: Outcome, reference: Outcome) -> str:
     if outcome.tokens_per_second is None or reference.tokens_per_second is None:
         return ""
-    return f"It trains {outcome.tokens_per_second / reference.tokens_per_second:.2f} × as fast."
+    return f"A step is {outcome.tokens_per_second / reference.tokens_per_second:.2f} × as fast."
 
 
 def _signed(number: float) -> str:

@@ -55,7 +55,7 @@ def about_run(
         "processes": dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "layers": {
             "low": conversion.low,
             "half": conversion.half,
@@ -65,6 +65,12 @@ def about_run(
         },
         **further,
     }
+
+
+def _program() -> str:
+    """The name of what was started; ``python -m nemo_lowprec.cli`` is ``nemo-lowprec``."""
+    main = sys.modules["__main__"].__spec__
+    return "nemo-lowprec" if main is not None and main.name == "nemo_lowprec.cli" else Path(sys.argv[0]).name
 
 
 def _version(name: str) -> str | None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from nemo_lowprec.report.monitor.run_table import Row, Sampled, Table, sampled, table_of
@@ -57,6 +58,12 @@ class Run:
     def last_step(self) -> int:
         """The last step of which the file tells."""
         return max([0, *self.steps, *self.loss, *self.nonfinite, *(step for step, _ in self.validations)])
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the stretches whose tokens are known; None where there is none."""
+        rates = [tokens / seconds for _, _, seconds, tokens in self.rates if tokens is not None]
+        return median(rates) if rates else None
 
     @property
     def val_losses(self) -> list[tuple[int, float]]:

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from nemo_lowprec.report.curves import Numbers, bin_starts, smoothed
+from nemo_lowprec.report.page.words import folded
 
 Chart = dict[str, Any]
 
 _POINTS = 300  # that a line has at most
+_LABEL, _LINE = 26, 12  # letters of a line beside a bar, and pixels of its height
 _NO_ZERO = {"zero": False}
 
 
@@ -71,7 +73,7 @@ def line_chart(
 ) -> Chart:
     """One line of ``value`` over ``step``, from zero on, with the last value at its end."""
     tooltip = [{"field": "step", "format": ",d"}, {"field": "value", "title": f"{title} {unit}".rstrip()}]
-    y = {"field": "value", "type": "quantitative", "title": None, "axis": {"format": "~s", "tickCount": 4}}
+    y = {"field": "value", "type": "quantitative", "title": None, "axis": {"format": ",~f", "tickCount": 4}}
     return chart(
         height,
         {"mark": {"type": "line", "point": len(points) <= 30}, "encoding": {"y": y, "tooltip": tooltip}},
@@ -89,12 +91,17 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = 
         coloured: names in the order of the page's colours; none: all bars have one colour.
     """
     values = [{"name": name, "value": value, "text": text} for name, value, text in bars]
-    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": {"labelLimit": 230, "grid": False}}
+    lines = {name: folded(name, _LABEL) for name, _, _ in bars}
+    axis: Chart = {"labelExpr": "lines[datum.value]", "labelLimit": 180, "labelLineHeight": _LINE, "grid": False}
+    # Vega puts the first line beside the middle of the bar.
+    further = "length(lines[datum.value]) - 1"
+    axis["labelOffset"] = {"condition": {"test": f"{further} > 0", "expr": f"{-_LINE / 2} * ({further})"}, "value": 0}
+    y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
     colour = {"field": "name", "type": "nominal", "scale": {"domain": list(coloured)}, "legend": None}
-    top = max((value for _, value, _ in bars), default=0) * 1.35  # room for the text
+    top = max((value for _, value, _ in bars), default=0) * 1.45  # room for the text
     x = {"field": "value", "type": "quantitative", "axis": None, "scale": {"domain": [0, top or 1]}}
     return chart(
-        28 * len(bars),
+        max([28, *(_LINE * len(of_name) + 4 for of_name in lines.values())]) * len(bars),
         {
             "mark": {"type": "bar", "height": 14, "cornerRadiusEnd": 2},
             "encoding": {"color": colour} if coloured else {},
@@ -104,6 +111,7 @@ def bar_chart(bars: Sequence[tuple[str, float, str]], coloured: Sequence[str] = 
             "encoding": {"text": {"field": "text"}},
         },
         data={"values": values},
+        params=[{"name": "lines", "value": lines}],
         encoding={"y": y, "x": x},
     )
 

@@ -5,6 +5,7 @@ A long run is thinned: a cell stands for several samples, and holds the worst on
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from nemo_lowprec.report.monitor.runs import Run
 from nemo_lowprec.report.page.charts import Chart, chart
 from nemo_lowprec.report.page.words import METRICS, OPERANDS, PARAM_METRICS
 
+_NAME_HEIGHT = 11  # pixels
 _COLUMNS = 200
 _NUMBERS = 900_000  # of a page, which they make some 2 MB larger
 _LOWEST_IS_WORST = ("sqnr", "scale", "weight_sqnr", "gradient_sqnr", "first_sqnr", "second_sqnr")
@@ -105,30 +107,37 @@ def _panel(title: str, unit: str, names: list[str], noun: str) -> dict[str, Any]
     return {"title": title, "unit": unit, "chart": _heatmap(f"{title}, {unit}", names, noun, scale, values)}
 
 
-def _first_of_blocks(names: list[str]) -> dict[str, str]:
+def _first_of_blocks(names: list[str], apart: int) -> dict[str, str]:
     """The first name of each block, and the last two words of the block's name.
 
-    A block is what agrees up to its first number; a name without a number is a block of its own.
+    A block is what agrees up to its first number; a name without a number is a block of its own. Of two blocks that
+    begin fewer than ``apart`` rows apart the larger one has a name.
     """
-    blocks: dict[str, str] = {}
-    for name in names:
+    blocks: dict[str, list[int]] = {}
+    for row, name in enumerate(names):
         found = re.match(r".*?\.\d+(?=\.|$)", name)
-        blocks.setdefault(found[0] if found else name, name)
-    return {first: ".".join(block.split(".")[-2:]) for block, first in blocks.items()}
+        blocks.setdefault(found[0] if found else name, []).append(row)
+    named: dict[int, str] = {}
+    for block, rows in sorted(blocks.items(), key=lambda item: -len(item[1])):
+        if all(abs(rows[0] - other) >= apart for other in named):
+            named[rows[0]] = ".".join(block.split(".")[-2:])
+    return {names[row]: block for row, block in sorted(named.items())}
 
 
 def _heatmap(title: str, names: list[str], noun: str, scale: Chart, ticks: list[int]) -> Chart:
     height = next(pixels for rows, pixels in _ROW_HEIGHTS if len(names) <= rows)
     label: dict[str, Any] = {"labelExpr": "labels[datum.value]", "labelOverlap": False, "title": None, "grid": False}
     labels = dict(zip(names, short_names(names), strict=True))
-    if height < 11:  # too low for a name: the first row of each block has the block's
-        labels = _first_of_blocks(names)
+    if height < _NAME_HEIGHT:  # the first row of each block has the block's name
+        labels = _first_of_blocks(names, math.ceil(_NAME_HEIGHT / height))
         label["values"] = list(labels)
     y = {"field": "row", "type": "nominal", "sort": None, "scale": {"domain": names}, "axis": label}
     axis = {"title": None, "tickCount": 4, "format": ",d", "orient": "top", "grid": False}
     round_ = {"nice": False, "zero": False, "round": True}
     x = {"field": "first", "type": "quantitative", "scale": round_, "axis": axis}
-    legend = {"orient": "bottom", "title": None, "values": ticks, "gradientLength": 180, "gradientThickness": 8}
+    # On top: below a map that is scrolled the legend would be out of sight.
+    legend = {"orient": "top", "title": None, "values": ticks, "offset": 8}
+    legend |= {"gradientLength": 180, "gradientThickness": 8}
     colour = {"field": "value", "type": "quantitative", "scale": scale, "legend": legend}
     tooltip = [
         {"field": "row", "title": noun},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from nemo_lowprec.report.monitor.runs import Run
@@ -75,9 +74,8 @@ def _figures(run: Run) -> list[tuple[str, str, str]]:
         figures.append(
             ("Training loss", f"{sum(run.loss[s] for s in last) / len(last):.4f}", f"last {len(last)} steps")
         )
-    rates = [tokens / seconds for _, _, seconds, tokens in run.rates if tokens is not None]
-    if rates:
-        figures.append(("Tokens a second", f"{median(rates):,.0f}", "median"))
+    if run.tokens_per_second is not None:
+        figures.append(("Tokens a second", f"{run.tokens_per_second:,.0f}", "median"))
     if run.peak_bytes:
         figures.append(("Peak memory", size(run.peak_bytes), "of the GPU"))
     skipped = run.samples[-1]["skipped_steps"]

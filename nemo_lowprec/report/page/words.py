@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 METRICS = {
     "sqnr": ("SQNR", "dB"),
     "underflow": ("Underflow", "%"),
@@ -27,6 +29,16 @@ def size(bytes_: float) -> str:
         if bytes_ >= factor:
             return f"{bytes_ / factor:,.1f} {unit}"
     return f"{bytes_:,.0f} B"
+
+
+def folded(name: str, letters: int) -> list[str]:
+    """A name in lines of at most ``letters``, cut behind underscores and spaces; a longer word is one line."""
+    lines = [""]
+    for part in re.findall(r"[^_ ]+[_ ]?|[_ ]", name):
+        if lines[-1] and len(lines[-1]) + len(part) > letters:
+            lines.append("")
+        lines[-1] += part
+    return lines
 
 
 def duration(seconds: float) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +56,14 @@ def test_the_table_fits_the_screen_and_holds_every_figure(
     assert "subchannel_scaling_" in printed
 
 
+def test_curves_go_on_to_the_last_step(comparison: Comparison, path: Path) -> None:
+    (packed,) = re.findall('id="packed">([^<]+)<', path.read_text())
+    charts = json.loads(gzip.decompress(base64.b64decode(packed)))["charts"]
+    for name, lines in (("losses", len(LEVELS)), ("gaps", len(LEVELS) - 1)):
+        last = [point for point in charts[name]["data"]["values"] if point["step"] == comparison.outcomes[0].steps[-1]]
+        assert len(last) == lines
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_page_draws_every_level_without_a_word_or_network(chromium: Any, path: Path, dark: bool) -> None:
     with opened(chromium, path, dark=dark) as found:
@@ -83,6 +95,17 @@ def test_a_level_has_one_colour_on_the_whole_page(chromium: Any, path: Path) -> 
 def test_a_phone_shows_the_page_without_scrolling_sideways(chromium: Any, path: Path) -> None:
     with opened(chromium, path, width=390) as found:
         assert found.page.evaluate("document.documentElement.scrollWidth") == 390
+        for name in ("rates", "peaks", "bytes"):
+            chart = found.page.locator(f"[data-chart={name}] svg")
+            assert "".join(chart.locator(".role-axis-label tspan").all_text_contents()) == LONG
+            middle = "e => { const b = e.getBoundingClientRect(); return b.top + b.height / 2 }"
+            bars = chart.locator(".mark-rect.role-mark path").all()
+            labels = chart.locator(".role-axis-label text").all()
+            for bar, label in zip(bars, labels, strict=True):
+                assert bar.evaluate(middle) == pytest.approx(label.evaluate(middle), abs=3)
+            right = chart.evaluate("e => e.getBoundingClientRect().right")
+            ends = "all => all.map(e => e.getBoundingClientRect().right)"
+            assert max(chart.locator(".mark-text.role-mark text").evaluate_all(ends)) <= right
 
 
 def test_one_seed_a_level_is_compared_without_a_band(

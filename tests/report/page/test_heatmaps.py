@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
-from nemo_lowprec.report.monitor.runs import read_run
+import pytest
+
+from nemo_lowprec.report.monitor.runs import Table, read_run
 from nemo_lowprec.report.page.heatmaps import layer_maps, param_maps, short_names
 from nemo_lowprec.report.page.run_page import write_report
 from tests.runs import layer_names, write_run
@@ -51,6 +54,21 @@ def test_metrics_of_parameters_that_nothing_rounds_are_not_offered(tmp_path: Pat
 def test_a_page_of_a_thousand_layers_can_be_mailed(tmp_path: Path) -> None:
     path = write_report(write_run(tmp_path, blocks=167, steps=120, every=2))
     assert 1.5e6 < path.stat().st_size < 3e6
+
+
+@pytest.mark.parametrize(("before", "behind"), [(0, 0), (1, 1), (1, 12)])
+def test_names_of_blocks_stand_apart_and_the_larger_block_is_named(tmp_path: Path, before: int, behind: int) -> None:
+    run = read_run(write_run(tmp_path, "msamp_o2", blocks=12))
+    names = [(f"model.{i}_embed.weight",) for i in range(before)]
+    names += [*run.params.rows, *[(f"model.{i}_norm.weight",) for i in range(behind)]]
+    run.params = Table(names, {"lost": {name: [1.0] * len(run.steps) for name in names}})
+    chart = param_maps(run)["panels"]["lost"]["chart"]
+    rows = [names.index((name,)) for name in chart["encoding"]["y"]["axis"]["values"]]
+    height = chart["height"] / len(names)
+    labels = next(param["value"] for param in chart["params"] if param["name"] == "labels")
+    assert {f"layers.{i}" for i in range(12)} <= set(labels.values()) and len(labels) == len(rows)
+    assert height < 11 and all(later - row >= 11 / height for row, later in pairwise(rows))
+    assert ("0_norm.weight" in "".join(labels.values())) is (behind > 0)
 
 
 def test_names_are_shown_without_what_they_share() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_an_operand_is_chosen(chromium: Any, spoiled: Path) -> None:
             red, green, _ = (int(part) for part in last.get_attribute("fill")[4:-1].split(","))
             assert (red - green > 100) is (operand == "input")  # it is the spoiled one
         assert found.said == []
+
+
+def test_the_colours_of_a_map_that_is_scrolled_are_in_sight(chromium: Any, tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path, "msamp_o2", blocks=60, steps=60))
+    with opened(chromium, path) as found:
+        place = found.page.locator("[data-maps=params]")
+        assert place.evaluate("e => e.scrollHeight > e.clientHeight + 100")
+        colours, sight = place.locator(".role-legend").bounding_box(), place.bounding_box()
+        assert sight["y"] < colours["y"] < colours["y"] + colours["height"] < sight["y"] + 100
+
+
+def test_tokens_a_second_are_whole_numbers(chromium: Any, spoiled: Path) -> None:
+    with opened(chromium, spoiled) as found:
+        texts = found.page.locator("[data-chart=rate] .role-axis-label text").all_text_contents()
+        assert "0" in texts and any(re.fullmatch(r"\d\d,000", text) for text in texts)
 
 
 def luminance(colour: str) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_lowprec.report.page.words import amount, count, duration, parameters, size
+from nemo_lowprec.report.page.words import amount, count, duration, folded, parameters, size
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,9 @@ from nemo_lowprec.report.page.words import amount, count, duration, parameters, 
         (parameters(101_234_176), "101 M"),
         (parameters(8_030_261_248), "8.03 B"),
         (parameters(999), "999"),
+        (" | ".join(folded("bf16_with_fp8_mixed fp8_margin=1", 20)), "bf16_with_fp8_mixed  | fp8_margin=1"),
+        (" | ".join(folded("msamp_o2", 20)), "msamp_o2"),
+        (" | ".join(folded("a_very-long-word_b", 6)), "a_ | very-long-word_ | b"),
     ],
 )
 def test_a_number_reads_as_people_write_it(said: str, wanted: str) -> None:
