@@ -26,15 +26,23 @@ def cells(found: Outcome) -> list[str]:
     ]
 
 
-def sentences(comparison: Comparison) -> list[tuple[str, str, bool]]:
-    """For each level but the reference: its label, a sentence about it, and whether it is safe."""
+def sentences(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """For each level but the reference: its label, a sentence about it, and ``good``, ``unclear`` or ``bad``."""
     reference = comparison.outcomes[0]
     found = []
     for outcome in comparison.outcomes[1:]:
-        safe = outcome.nonfinite_from is None and (outcome.leaves is None or (outcome.gap or 0) < 0)
         parts = [_loss(outcome), _band(outcome, comparison.band), _speed(outcome, reference)]
-        found.append((outcome.group.label, " ".join(part for part in parts if part), safe))
+        found.append((outcome.group.label, " ".join(part for part in parts if part), _state(outcome)))
     return found
+
+
+def _state(outcome: Outcome) -> str:
+    """``bad`` where a level trains worse than the reference, ``unclear`` where the seeds cannot tell."""
+    if outcome.gap is None or outcome.nonfinite_from is not None:
+        return "bad"
+    if outcome.gap_half is not None and outcome.gap > outcome.gap_half:
+        return "bad"
+    return "unclear" if outcome.leaves is not None and outcome.gap > 0 else "good"
 
 
 def _loss(outcome: Outcome) -> str:

@@ -47,5 +47,22 @@ def test_runs_whose_loss_rises_while_every_sqnr_stays_name_no_layer(tmp_path: Pa
     comparison = compare(read_groups(folders))
     found = comparison.outcomes[1]
     assert found.leaves is not None and 380 < found.leaves <= 401 and abs(found.fall.before - found.fall.after) < 1
-    ((_, sentence, safe),) = sentences(comparison)
-    assert "no layer's SQNR fell by 1 dB or more" in sentence and "down_proj" not in sentence and not safe
+    ((_, sentence, state),) = sentences(comparison)
+    assert "no layer's SQNR fell by 1 dB or more" in sentence and "down_proj" not in sentence and state == "bad"
+
+
+@pytest.mark.parametrize(
+    ("gap", "half", "leaves", "nonfinite_from", "state"),
+    [
+        (0.01, 0.02, None, None, "good"), (-0.03, 0.02, 300, None, "good"), (0.01, None, None, None, "good"),
+        (0.01, 0.02, 300, None, "unclear"), (0.01, None, 300, None, "unclear"),
+        (0.03, 0.02, 300, None, "bad"), (0.03, 0.02, None, None, "bad"), (None, None, None, 400, "bad"),
+    ],
+)  # fmt: skip
+def test_the_state_of_a_level(
+    gap: float | None, half: float | None, leaves: int | None, nonfinite_from: int | None, state: str
+) -> None:
+    reference, other = (Outcome(Group(name, []), [1], np.zeros((2, 1))) for name in ("reference", "other"))
+    other.gap, other.gap_half, other.leaves, other.nonfinite_from = gap, half, leaves, nonfinite_from
+    ((_, _, found),) = sentences(Comparison([reference, other], by_validation=True, band=True))
+    assert found == state

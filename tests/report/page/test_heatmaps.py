@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_lowprec.report.monitor.runs import Table, read_run
+from nemo_lowprec.report.monitor.run_table import sampled, table_of
+from nemo_lowprec.report.monitor.runs import read_run
 from nemo_lowprec.report.page.heatmaps import layer_maps, param_maps, short_names
 from nemo_lowprec.report.page.run_page import write_report
 from tests.runs import layer_names, write_run
@@ -61,7 +62,7 @@ def test_names_of_blocks_stand_apart_and_the_larger_block_is_named(tmp_path: Pat
     run = read_run(write_run(tmp_path, "msamp_o2", blocks=12))
     names = [(f"model.{i}_embed.weight",) for i in range(before)]
     names += [*run.params.rows, *[(f"model.{i}_norm.weight",) for i in range(behind)]]
-    run.params = Table(names, {"lost": {name: [1.0] * len(run.steps) for name in names}})
+    run.params = table_of([sampled(names, {"lost": [1.0] * len(names)}) for _ in run.steps])
     chart = param_maps(run)["panels"]["lost"]["chart"]
     rows = [names.index((name,)) for name in chart["encoding"]["y"]["axis"]["values"]]
     height = chart["height"] / len(names)
