@@ -80,6 +80,8 @@ HERE = {
     ("fine_tuning.rst", "import torch\nfrom lightning.pytorch import"),
     ("fine_tuning.rst", "import nemo_lowprec\nfrom peft import PeftModel"),
     ("watching.rst", "nemo-lowprec pretrain monitor=on\n"),
+    ("profiling.rst", "nemo-lowprec profile"),
+    ("profiling.rst", "from nemo_lowprec import bf16_with_fp8_mixed"),
     ("watching.rst", "from nemo_lowprec import PrecisionMonitor"),
     ("watching.rst", "nemo-lowprec pretrain monitor=on hydra.run.dir"),
     ("watching.rst", "nemo-lowprec compare"),
@@ -335,6 +337,22 @@ def test_a_monitor_among_callbacks_and_in_a_loop(tmp_path: Path, monkeypatch: py
     names |= {"batches": batches(), "loss_of": lambda model, batch: model(batch).float().square().mean()}
     python(block("watching.rst", "model, optimizer = nemo_lowprec.prepare("), **names)
     assert read_run("runs/first").steps == [2] and read_run("runs/first").ended
+
+
+def test_steps_are_profiled(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, kept = block("profiling.rst", "nemo-lowprec profile").lines
+    fewer = [*SHORT[1:], *SMALL, "data=stdlib_small"]
+    printed = run(beside, place, fewer)
+    assert "ms of a step" in printed and "by layer" in printed
+    assert json.loads(run(kept, place, fewer))["level"]["about"]["level"] == "msamp_o2"
+    assert sorted(path.name for path in (place / "outputs" / "profile").iterdir()) == [
+        "profile.json",
+        "profile_bf16.json",
+    ]
+    monkeypatch.chdir(tmp_path)
+    names = {"MyModel": Lit, "my_data": batches, "Trainer": lambda **given: Trainer(**given | QUIET)}
+    found = python(block("profiling.rst", "from nemo_lowprec import bf16_with_fp8_mixed"), **names)
+    assert found["profiler"].profile.ms > 0 and (tmp_path / "profile.json").is_file()
 
 
 def test_a_checkpoint_is_inspected_and_the_machine_is_looked_at(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def stacked_chart(pieces: Sequence[tuple[str, str, float]], parts: Sequence[str]
         data={"values": values},
         encoding={
             "y": y,
-            "x": {"field": "value", "type": "quantitative", "title": unit},
+            "x": {"field": "value", "type": "quantitative", "title": unit, "axis": {"tickCount": 8}},
             "color": {"field": "part", "type": "nominal", "scale": {"domain": list(parts)}, "legend": None},
             "order": {"field": "order"},
             "tooltip": [{"field": "bar"}, {"field": "part"}, {"field": "value", "title": unit}],

@@ -32,9 +32,9 @@ def profile_section(folder: Path) -> dict[str, Any] | None:
         "summary": summary(found) if half else f"A step takes {low.ms:.2f} ms.",
         "verdict": verdict(found) if half else "",
         "is_better": bool(half) and not found.better_in_half,
+        "level": low.about["level"],
         "beside": half is not None,
         "rows": rows,
-        "left_out": len(kinds) - len(rows),
         "parts": [OF_PARTS[part] for part in parts],
         "chart": _chart(profiles, parts),
     }
