@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from nemo_lowprec.report.profile import kinds
+
 __all__ = ["KINDS", "kind_of", "milliseconds"]
 
-# Parts of kernel names, in lower case. Attention is first: some of its kernels have "cutlass" in their names, too.
-_PARTS = {
-    "attention": ("flash", "fmha", "sdpa", "cudnn::fusion"),
-    "gemm": ("nvjet", "gemm", "cutlass", "cublas"),
-    "optimizer": ("adam", "step_kernel"),
-}
-KINDS = (*_PARTS, "other")
+_OPTIMIZER = ("adam", "step_kernel")  # parts of kernel names, in lower case
+KINDS = ("attention", "gemm", "optimizer", "other")
 
 
 def kind_of(kernel: str) -> str:
     """One of ``KINDS``; convolutions are GEMMs."""
-    name = kernel.lower()
-    return next((kind for kind, parts in _PARTS.items() if any(part in name for part in parts)), "other")
+    if any(part in kernel.lower() for part in _OPTIMIZER):
+        return "optimizer"
+    found = kinds.kind_of(kernel)
+    return found if found in KINDS else "other"
 
 
 def milliseconds(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:

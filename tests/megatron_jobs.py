@@ -22,7 +22,7 @@ from nemo_lowprec.models import CausalLM
 from nemo_lowprec.models.loss import IGNORE
 from nemo_lowprec.models.megatron_gpt import MegatronGPT
 from nemo_lowprec.plugins import LEVELS
-from nemo_lowprec.report import Audit
+from nemo_lowprec.report import Audit, StepProfiler
 from nemo_lowprec.report.monitor import PrecisionMonitor
 from nemo_lowprec.strategies import MegatronStrategy
 from tests.support import level_of
@@ -159,7 +159,8 @@ def train(
     rank: int, case: str, sizes: dict[str, Any], weights: str | None = None, steps: int = 6,
     save: tuple[str, int] | None = None, ckpt: str | None = None, kind: str = "gpt", data_parallel: int = 1,
     world: int = 1, again: bool = False, masked: bool = False, infinite: int | None = None,
-    transformer: dict[str, Any] | None = None, watched: str | None = None, **options: Any,
+    transformer: dict[str, Any] | None = None, watched: str | None = None,
+    profiled: str | None = None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """A few steps on this process; what they came to."""
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
@@ -181,6 +182,8 @@ def train(
         callbacks.append(Spoiler(infinite))
     if watched is not None:
         callbacks.append(PrecisionMonitor(2, watched))
+    if profiled is not None:
+        callbacks.append(StepProfiler(profiled))
     if save is not None:
         folder, step = save
         callbacks.append(ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=step, save_top_k=-1))

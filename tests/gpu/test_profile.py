@@ -3,10 +3,17 @@
 import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.report.profile.test_processes")
+
 from nemo_lowprec import CHART
 from nemo_lowprec.report.profile.beside import beside
 from nemo_lowprec.report.profile.timeline import WAITS
+from nemo_lowprec.report import StepProfiler
+from nemo_lowprec.report.profile.step_profile import read_profile
+from tests.megatron_cases import results
+from tests.processes import on_processes
 from tests.profiled import BLOCKS, LINEARS, profiled
+from tests.report.profile.test_processes import CASES, fit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LEVELS = ["bf16_mixed", "bf16_with_fp8_mixed", "bf16_with_fp8_current_scaling_mixed", "te_fp8", "msamp_o2", "msamp_o3",
@@ -44,3 +51,38 @@ def test_layers_beside_bf16(tmp_path):
     assert all(len(one.low) % BLOCKS == 0 for one in kinds)
     # FP8 does not pay for layers of 128 features.
     assert found.better_in_half
+
+
+@pytest.fixture(scope="module")
+def on_megatron(megatron_weights, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiled")
+    jobs = {}
+    for case in ("bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2+fp16"):
+        common = {"case": case, "sizes": {}, "weights": megatron_weights, "kind": "gpt", "steps": StepProfiler.steps()}
+        jobs |= {case: common, f"{case} profiled": {**common, "profiled": str(folder / case)}}
+    return folder, results(1, folder, jobs)
+
+
+@pytest.mark.parametrize("case", ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2+fp16"])
+def test_a_model_on_megatron_core(case, on_megatron):
+    folder, found = on_megatron
+    assert found(f"{case} profiled")["losses"] == found(case)["losses"]
+    profile = read_profile(folder / case)
+    parts = profile.parts()
+    assert profile.about["engine"] == "megatron" and profile.matched > 0.9
+    assert parts["gemm"] > 0 and parts["attention"] > 0 and parts["optimizer"] > 0
+    assert (parts["quantization"] > 0) == (case != "bf16_mixed")
+    gemms = sum(us.get("gemm", 0) for layer, us in profile.layers.items() if "linear_" in layer)
+    assert gemms > 0.5e3 * parts["gemm"]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("strategy", ["lowprec_ddp", "ddp", "lowprec_sharded"])
+def test_two_processes(strategy, tmp_path):
+    on_processes(2, tmp_path, fit, str(tmp_path), strategy, "gpu", backend="nccl")
+    for case in CASES:
+        found = read_profile(tmp_path / f"{case}.json")
+        parts = found.parts()
+        assert found.about["processes"] == 2 and parts["communication"] > 0 and parts["gemm"] > 0, parts
+        assert sum(parts.values()) == pytest.approx(found.ms, rel=0.02) or parts[WAITS] == 0

@@ -14,7 +14,7 @@ OPTIMIZER, COMMUNICATION = "optimizer", "communication"
 _NAMES = {
     "attention": r"flash|fmha|sdpa|attention|cudnn::fusion",
     COMMUNICATION: r"nccl|c10d::|gloo:|_wire_",
-    "gemm": r"nvjet|gemm|cutlass|cublas|xmma|cudnn|implicit_convolve|splitk|::(add|b|baddb|_scaled_|_grouped_)?mm$"
+    "gemm": r"nvjet|gemm|cutlass|cublas|xmma|convolve|cudnn_generated|splitk|::(add|b|baddb|_scaled_|_grouped_)?mm$"
     r"|_convolution|convolution_backward$|grouped_rows|grouped_weights",
     "quantization": r"quantize|_amax_kernel|^_cast_kernel|_whole_rows_kernel|_tiles_kernel|^_transpose_kernel"
     r"|^_weights_kernel|^_rows_kernel|cast_transpose|compute_amax|fp8_transpose",

@@ -8,25 +8,32 @@ import torch
 from nemo_lowprec.report import StepProfiler
 from nemo_lowprec.report.profile.step_profile import read_profile
 from tests.processes import on_processes
-from tests.support import Net, loader, plugin, trainer
+from tests.support import Net, loader, plugin_on, trainer
 
 CASES = ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o2"]
 
 
-def fit(rank, folder, strategy):
-    """Losses of a profiled training, and of one without the profiler."""
+def fit(rank, folder, strategy, accelerator="cpu"):
+    """Train with the profiler and without: the weights are the same, bit for bit."""
     for case in CASES:
-        losses = []
+        weights = []
         for path in (None, Path(folder) / f"{case}.json"):
             torch.manual_seed(0)
             model = Net()
             profiler = StepProfiler(path)
             callbacks = [] if path is None else [profiler]
-            options = {"strategy": strategy, "devices": 2, "max_steps": profiler.steps() + 1, "max_epochs": -1}
-            trainer(plugin(case), *callbacks, **options).fit(model, loader())
-            losses.append({name: value.detach().clone() for name, value in model.named_parameters()})
+            options = {
+                "strategy": strategy,
+                "accelerator": accelerator,
+                "devices": 2,
+                "max_steps": profiler.steps() + 1,
+                "max_epochs": -1,
+            }
+            level = plugin_on("auto" if accelerator == "gpu" else None, case)
+            trainer(level, *callbacks, **options).fit(model, loader())
+            weights.append({name: value.detach().clone() for name, value in model.named_parameters()})
             assert (profiler.profile is not None) == (rank == 0 and path is not None)
-        assert all(torch.equal(losses[1][name], value) for name, value in losses[0].items())
+        assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
 @pytest.mark.parametrize("strategy", ["lowprec_ddp", "ddp", "lowprec_sharded"])
