@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.report.profile.test_processes")
-
 from nemo_lowprec import CHART
-from nemo_lowprec.report.profile.beside import beside
-from nemo_lowprec.report.profile.timeline import WAITS
 from nemo_lowprec.report import StepProfiler
+from nemo_lowprec.report.profile.beside import beside
 from nemo_lowprec.report.profile.step_profile import read_profile
+from nemo_lowprec.report.profile.timeline import WAITS
 from tests.megatron_cases import results
 from tests.processes import on_processes
 from tests.profiled import BLOCKS, LINEARS, profiled
