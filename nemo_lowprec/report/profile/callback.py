@@ -11,21 +11,19 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import ProfilerActivity, profile
 
 from nemo_lowprec.compat.lightning import is_mid_step
-from nemo_lowprec.compat.profiler import Event, trace_of
-from nemo_lowprec.compute import gemm_plans
+from nemo_lowprec.compat.profiler import trace_of
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.monitor.about import about_run
 from nemo_lowprec.report.monitor.callback import engine_of, folder_of, subject_of
-from nemo_lowprec.report.monitor.subject import Subject
 from nemo_lowprec.report.profile.kinds import kind_of
-from nemo_lowprec.report.profile.layers import Kernel, kernels_of, layer_ranges, operations_of, optimizer_range
+from nemo_lowprec.report.profile.layers import Kernel, layer_ranges, optimizer_range
+from nemo_lowprec.report.profile.result import of_cpu, of_gpu, step_profile
 from nemo_lowprec.report.profile.step_profile import FILE, StepProfile
-from nemo_lowprec.report.profile.timeline import WAITS, matched, shares_of, sums_of
 
 __all__ = ["StepProfiler"]
 
@@ -80,6 +78,7 @@ class StepProfiler(pl.Callback):
         self._path = path
         self.profile: StepProfile | None = None
         self._profiler: profile | None = None
+        self._updates: ExitStack | None = None
         self._phases = ExitStack()
         self._is_over = True
 
@@ -99,8 +98,12 @@ class StepProfiler(pl.Callback):
         self._step, self._is_first = 0, True
         self._raw: list[Kernel] = []
         self._marks: list[float] = []  # times at the edges of windows
-        self._updates: ExitStack | None = None
         self._is_over, self.profile = False, None
+        if trainer.max_steps >= 0 and trainer.max_steps - trainer.global_step < self._schedule.all:
+            raise ValueError(
+                f"StepProfiler needs {self._schedule.all} steps, and max_steps={trainer.max_steps} leaves "
+                f"{trainer.max_steps - trainer.global_step}."
+            )
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, i: int) -> None:
         if self._is_over or not self._is_first:
@@ -137,20 +140,27 @@ class StepProfiler(pl.Callback):
     ) -> None:
         if self._is_over:
             return
-        if self._updates is not None:
-            self._updates.close()
-            self._updates = None
+        self._end_update()
         if is_mid_step(trainer):
             return
         self._step, self._is_first = self._step + 1, True
         if self._step == self._schedule.all:
             self._finish(trainer, pl_module)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._is_over:
+            rank_zero_warn(f"The training has ended after {self._step} steps. A profile takes {self._schedule.all}.")
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._end()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._end()
+
+    def _end_update(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
 
     def _trace(self, trainer: pl.Trainer, activities: list[ProfilerActivity]) -> None:
         """Trace from here on, on the first process."""
@@ -178,57 +188,17 @@ class StepProfiler(pl.Callback):
             events = trace_of(self._end_trace())
             plugin: Any = trainer.precision_plugin
             about = about_run(module, plugin.parsed, self._subject.conversion, engine_of(trainer))
-            self.profile = self._result(about, module, events)
+            windows = [end - start for start, end in pairwise(self._marks)]
+            seconds = median(windows) / self._schedule.timed
+            found = of_gpu(self._raw, events, self._schedule.traced) if self._schedule.traced else of_cpu(events)
+            self.profile = step_profile(about, module, self._subject.conversion, seconds, found)
             self.profile.save(Path(self._path or folder_of(trainer) / FILE))
         self._end()
-
-    def _result(self, about: dict[str, Any], module: nn.Module, events: list[Event]) -> StepProfile:
-        traced = self._schedule.traced
-        windows = [end - start for start, end in pairwise(self._marks)]
-        ns = median(windows) / self._schedule.timed * 1e9
-        if traced:
-            kernels, share = matched(self._raw, kernels_of(events), traced)
-            shares = shares_of(kernels)
-        else:
-            share, traced, shares = 1.0, 1, sums_of(operations_of(events))
-        busy, waits = (
-            sum(part for (_, kind), part in shares.ns.items() if (kind == WAITS) == of_waits) / traced
-            for of_waits in (False, True)
-        )
-        # The profiler slows the host: of the waits, and of a CPU's operations, their shares are right. The step tells
-        # their sum.
-        rest = max(0.0, ns - busy)
-        work = 1.0 if self._raw else min(1.0, ns / busy)
-        layers: dict[str, dict[str, float]] = {}
-        for (layer, kind), part in shares.ns.items():
-            us = part / traced / 1e3 * (work if kind != WAITS else rest / waits if waits else 0.0)
-            layers.setdefault(layer, {})[kind] = round(us, 3)
-        if not waits:
-            layers.setdefault("", {})[WAITS] = round(rest / 1e3, 3)
-        linears, low, groups = _linears(module, self._subject)
-        return StepProfile(
-            about=about, ms=round(ns / 1e6, 4), layers=layers,
-            launches={layer: count / traced for layer, count in shares.launches.items()},
-            linears=linears, low=low, groups=groups, matched=round(share, 4),
-        )  # fmt: skip
 
     def _end(self) -> None:
         """Leave the run as it was, at the end or on an error."""
         self._is_over = True
+        self._end_update()
         if self._profiler is not None:
             self._end_trace()
         self._phases.close()
-
-
-def _linears(model: nn.Module, subject: Subject) -> tuple[list[str], list[str], list[list[str]]]:
-    """Names of the linear layers, of those whose GEMMs run in FP8, and of those that compute as one."""
-    conversion = subject.conversion
-    converted = {*conversion.low, *conversion.half}
-    names = [n for n, module in model.named_modules() if n in converted or isinstance(module, nn.Linear)]
-    low = [name for name in names if name in set(conversion.low) and name not in conversion.left]
-    groups: dict[int, list[str]] = {}
-    for module in model.modules():
-        for plan in gemm_plans(module).values():
-            if plan.group is not None:
-                groups[id(plan.group)] = [one.name for one in plan.group.plans]
-    return names, low, list(groups.values())

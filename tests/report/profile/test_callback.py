@@ -11,6 +11,7 @@ from nemo_lowprec.report import StepProfiler
 from nemo_lowprec.report.profile.beside import beside
 from nemo_lowprec.report.profile.step_profile import PARTS, read_profile
 from tests.profiled import LINEARS, profiled
+from tests.support import Net, loader, plugin, trainer
 
 
 @pytest.mark.parametrize("level", ["bf16_mixed", "bf16_with_fp8_mixed", "msamp_o3"])
@@ -50,6 +51,21 @@ def test_a_precision_of_lightnings_own_is_refused():
     )  # fmt: skip
     with pytest.raises(ValueError, match="StepProfiler needs a Trainer with a level of nemo_lowprec"):
         trainer.fit(BoringModel())
+
+
+def fit(**limits):
+    """Train ``Net`` on a CPU with a profiler."""
+    trainer(plugin("bf16_with_fp8_mixed"), StepProfiler(), **limits).fit(Net(), loader())
+
+
+def test_too_few_steps_are_refused_before_the_first_one():
+    with pytest.raises(ValueError, match=r"StepProfiler needs 7 steps, and max_steps=6 leaves 6\."):
+        fit(max_steps=6)
+
+
+def test_a_training_that_ends_too_early_is_warned_of():
+    with pytest.warns(UserWarning, match=r"has ended after 3 steps\. A profile takes 7\."):
+        fit(limit_train_batches=3)
 
 
 @pytest.mark.parametrize("text", [None, "", "[]", json.dumps({"ms": 1})])
