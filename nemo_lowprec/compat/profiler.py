@@ -1,4 +1,4 @@
-"""torch's profiler: the events of a trace with what links them, which ``profile.events()`` leaves out."""
+"""torch's profiler: the events of a trace and their links, which ``profile.events()`` leaves out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Event(NamedTuple):
 
     Attributes:
         name: of the range, the operation, the function of CUDA, or the kernel.
-        what: ``range`` (of ``record_function``), ``op`` (of torch), ``launch`` (a function of CUDA on the host), or
+        kind: ``range`` (of ``record_function``), ``op`` (of torch), ``launch`` (a function of CUDA on the host), or
             ``kernel`` (a kernel, copy or fill on the GPU).
         start, end: ns.
         thread: of the host, as torch numbers threads.
@@ -26,7 +26,7 @@ class Event(NamedTuple):
     """
 
     name: str
-    what: str
+    kind: str
     start: int
     end: int
     thread: int
@@ -43,16 +43,16 @@ def trace_of(profiler: profile) -> list[Event]:
         if event.device_type() == DeviceType.CUDA:
             if event.is_user_annotation():  # a range of the host, seen from the GPU
                 continue
-            what = "kernel"
+            kind = "kernel"
         elif event.is_user_annotation():
-            what = "range"
+            kind = "range"
         else:
-            what = "launch" if _LAUNCH.match(event.name()) else "op"
+            kind = "launch" if _LAUNCH.match(event.name()) else "op"
         start = event.start_ns()
         found.append(
             Event(
                 event.name(),
-                what,
+                kind,
                 start,
                 start + event.duration_ns(),
                 event.start_thread_id(),

@@ -170,7 +170,7 @@ class Computation(Column):
             compute_in_half(model)
         if self._half_weights or self.options.level.is_low_bit:
             convert_embeddings(model)
-        if self.device.type == "cpu" and self.half == torch.float16:
+        if self.device.type == "cpu":
             take_fp32_input_in_lstm(model)
         if self._half_weights:
             take_fp32_input(model, self.device.type == "cpu")

@@ -3,7 +3,8 @@
 On a GPU autocast casts the input of most layers. A CPU has no autocast rule for norms and for ``Bilinear``, and no
 device has a rule for the ``per_sample_weights`` of an ``EmbeddingBag``: these layers get a class that casts.
 
-A CPU's LSTM fails under autocast to FP16 with FP32 input, whatever its weights are: it gets its input in FP16.
+A CPU's LSTM fails under autocast with FP32 input, whatever its weights are: to FP16 on every CPU, to BF16 on those
+without AVX-512. It gets its input in half precision.
 
 Outside of a step autocast is off: a callback that calls the model, or a part of it, would pass FP32 input to half
 weights. Modules with parameters of their own open autocast then, by hooks.
@@ -59,16 +60,16 @@ class HalfEmbeddingBag(nn.EmbeddingBag):
         return super().forward(input, offsets, per_sample_weights)
 
 
-class Fp16LSTM(nn.LSTM):
+class HalfLSTM(nn.LSTM):
     def forward(self, input: Any, hx: Any = None) -> Any:
-        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16:
-            input, hx = tree_map(_to_fp16, (input, hx))
+        if torch.is_autocast_enabled("cpu"):
+            input, hx = tree_map(partial(_narrow, torch.get_autocast_dtype("cpu")), (input, hx))
         return super().forward(input, hx)
 
 
-def _to_fp16(leaf: Any) -> Any:
+def _narrow(half: torch.dtype, leaf: Any) -> Any:
     narrow = isinstance(leaf, PackedSequence) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return leaf.to(torch.float16) if narrow else leaf
+    return leaf.to(half) if narrow else leaf
 
 
 _CASTING: dict[type[nn.Module], type[nn.Module]] = {
@@ -94,8 +95,8 @@ def _swap_all(model: nn.Module, own: type[nn.Module], cls: type[nn.Module]) -> N
 
 
 def take_fp32_input_in_lstm(model: nn.Module) -> None:
-    """Let the LSTMs of ``model``, which runs on a CPU, take FP32 input under autocast to FP16."""
-    _swap_all(model, nn.LSTM, Fp16LSTM)
+    """Let the LSTMs of ``model``, which runs on a CPU, take FP32 input under autocast."""
+    _swap_all(model, nn.LSTM, HalfLSTM)
 
 
 class _Opened(local):

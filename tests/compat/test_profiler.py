@@ -16,10 +16,10 @@ def test_operations_ranges_and_nodes_of_autograd():
     events = trace_of(profiler)
     assert all(isinstance(event, Event) and event.start <= event.end for event in events)
     assert [event.start for event in events] == sorted(event.start for event in events)
-    (mine,) = (event for event in events if event.what == "range")
+    (mine,) = (event for event in events if event.kind == "range")
     assert mine.name == "mine"
     forward = next(event for event in events if event.name == "aten::addmm")
     node = next(event for event in events if event.name.endswith("evaluate_function: AddmmBackward0"))
-    assert forward.what == node.what == "op" and mine.start <= forward.start <= forward.end <= mine.end
+    assert forward.kind == node.kind == "op" and mine.start <= forward.start <= forward.end <= mine.end
     assert forward.sequence == node.sequence >= 0
     assert node.forward_thread == forward.thread and not forward.forward_thread

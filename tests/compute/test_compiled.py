@@ -171,9 +171,11 @@ def both(case, make=vit, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_llama_blocks_train_bit_for_bit_as_without(case):
+def test_compiled_llama_blocks_train_bit_for_bit_as_without(case, request):
     if level_of(case).scaling in ("rowwise", "blockwise") and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        pytest.skip("Inductor's code for AVX2 rounds otherwise: losses differ in the seventh digit")
+        # A defect at every level, which only here moves a weight within six steps.
+        reason = "AOTAutograd rounds the gradient of a norm's weight to BF16, and autograd keeps FP32"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=False))
     runs = both(case, llama)
     for run in runs:
         for _ in range(6):

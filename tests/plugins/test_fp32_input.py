@@ -7,8 +7,6 @@ from torch import nn
 
 import nemo_lowprec
 
-# oneDNN's LSTM takes BF16 on CPUs with AVX-512 alone; torch has no other one.
-HAS_BF16_LSTM = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 LAYERS = {
     "LayerNorm": lambda: nn.LayerNorm(32),
     "LayerNorm without bias": lambda: nn.LayerNorm(32, bias=False),
@@ -86,7 +84,7 @@ EVERYWHERE = {
     "Conv3d": lambda: nn.Conv3d(8, 8, 1),
     "ConvTranspose1d": lambda: nn.ConvTranspose1d(8, 8, 3),
     "RNN": lambda: nn.RNN(32, 16),
-    **({"LSTM": lambda: nn.LSTM(32, 16, bidirectional=True)} if HAS_BF16_LSTM else {}),
+    "LSTM": lambda: nn.LSTM(32, 16, bidirectional=True),
     "GRU": lambda: nn.GRU(32, 16),
     "RNNCell": lambda: nn.RNNCell(32, 16),
     "LSTMCell": lambda: nn.LSTMCell(32, 16),

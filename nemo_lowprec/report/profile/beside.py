@@ -53,7 +53,7 @@ class Beside:
     Attributes:
         half: in BF16.
         low: at the level.
-        layers: in the order of the model; first what belongs to no layer.
+        layers: in the order of the model; first the kernels without a layer.
     """
 
     half: StepProfile
@@ -107,7 +107,7 @@ def beside(half: StepProfile, low: StepProfile) -> Beside:
 
 
 def _units(names: list[str], half: StepProfile, low: StepProfile) -> dict[str, list[str]]:
-    """Names of layers by what both runs compute apart.
+    """Names of layers by the units that both runs compute apart.
 
     A layer whose GEMMs another one computes in one of the runs has no time of its own there: the layers of the group
     become one unit, and where the group's parent computes them all, the parent with all that it holds.

@@ -121,7 +121,7 @@ class StepProfiler(pl.Callback):
                 self._raw = [
                     Kernel(event.name, kind_of(event.name), "", event.start, event.end)
                     for event in trace_of(self._end_trace())
-                    if event.what == "kernel"
+                    if event.kind == "kernel"
                 ]
             self._phases.enter_context(self._subject.observers.watched_by(_WithoutGraphs()))
         if step == plan.traced + 1:

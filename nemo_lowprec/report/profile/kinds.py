@@ -1,6 +1,6 @@
-"""What a kernel does, which its name tells.
+"""Kinds of kernels, told by their names.
 
-A kernel that quantizes what it computes, as the norm before a linear layer may, counts as ``elementwise``.
+A kernel that quantizes its own result, as the norm before a linear layer may, counts as ``elementwise``.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def layer_ranges(model: nn.Module) -> Iterator[None]:
 
 def kernels_of(events: Sequence[Event]) -> list[Kernel]:
     """The kernels of a trace of a GPU, in the order in which they have begun."""
-    launched = {event.launch: event.start for event in events if event.what == "launch"}
-    kernels = [event for event in events if event.what == "kernel"]
+    launched = {event.launch: event.start for event in events if event.kind == "launch"}
+    kernels = [event for event in events if event.kind == "kernel"]
     times = sorted(launched.get(kernel.launch, kernel.start) for kernel in kernels)
     places = dict(zip(times, _places(events, times), strict=True))
     found = []
@@ -81,7 +81,7 @@ def kernels_of(events: Sequence[Event]) -> list[Kernel]:
 
 def operations_of(events: Sequence[Event]) -> list[Kernel]:
     """The operations of a trace of a CPU, each with the time that its own inner operations leave."""
-    ops = [event for event in events if event.what == "op" and not event.name.startswith(_NODE)]
+    ops = [event for event in events if event.kind == "op" and not event.name.startswith(_NODE)]
     places = _places(events, [op.start for op in ops])
     found, open_ops, inner = [], list[tuple[Event, int]](), dict[int, int]()
     for index, op in enumerate(ops):
@@ -101,7 +101,7 @@ def operations_of(events: Sequence[Event]) -> list[Kernel]:
 def _places(events: Sequence[Event], times: Sequence[int]) -> list[tuple[str, bool]]:
     """The layer at each of the ascending ``times``, and whether it is the optimizer's time."""
     of_nodes = _layers_of_nodes(events)
-    ranges = [e for e in events if e.what == "range" and e.name.startswith((_LAYER, _OPTIMIZER))]
+    ranges = [e for e in events if e.kind == "range" and e.name.startswith((_LAYER, _OPTIMIZER))]
     ranges += [e for e in events if e.name.startswith(_NODE)]
     ranges.sort(key=lambda e: (e.start, -e.end))
     starts = [e.start for e in ranges]
@@ -136,8 +136,8 @@ def _layers_of_nodes(events: Sequence[Event]) -> dict[tuple[int, int], str]:
         layers = open_layers.setdefault(event.thread, [])
         while layers and layers[-1].end <= event.start:
             layers.pop()
-        if event.what == "range" and event.name.startswith(_LAYER):
+        if event.kind == "range" and event.name.startswith(_LAYER):
             layers.append(event)
-        elif event.what == "op" and event.sequence >= 0 and not event.forward_thread:
+        elif event.kind == "op" and event.sequence >= 0 and not event.forward_thread:
             found[event.thread, event.sequence] = layers[-1].name.removeprefix(_LAYER) if layers else ""
     return found

@@ -58,7 +58,7 @@ def verdict(found: Beside) -> str:
 
 
 def print_profiles(found: Beside) -> None:
-    """Print what each part and each kind of layer takes."""
+    """Print the time of each part, and of each kind of layer."""
     console = Console(width=WIDTH)
     print("\n".join(text_lines(summary(found))))
     console.print(_parts(found))
