@@ -69,6 +69,11 @@ def kind_of(module: Any) -> type:
     return cls
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that ``module`` has unconverted, which its user knows."""
+    return module.__dict__.get(_ORIGINAL, (type(module),))[0]  # type: ignore[no-any-return]
+
+
 def _pickled(cls: Any) -> Any:
     return derive, cls.__bases__
 

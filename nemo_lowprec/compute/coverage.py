@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from nemo_lowprec.compute.class_swap import own_class
 from nemo_lowprec.compute.conversion import Conversion
 from nemo_lowprec.compute.experts.blocks import blocks_of
 from nemo_lowprec.compute.filters import full_name
@@ -136,7 +137,7 @@ def _found(
             return 2, _kept(layer, conversion), layer
     if name in conversion.norms or isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return 3, Fate("norm"), name
-    kind = type(module).__name__.removeprefix("FSDP")
+    kind = own_class(module).__name__.removeprefix("FSDP")
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) or kind.endswith(("Embedding", "Embeddings")):
         return 4, Fate("embedding", "an embedding", _pattern(full)), full
     reason = "computed by a parametrization" if outside != name else f"a parameter of {kind}"

@@ -171,11 +171,7 @@ def both(case, make=vit, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_llama_blocks_train_bit_for_bit_as_without(case, request):
-    if level_of(case).scaling in ("rowwise", "blockwise") and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # A defect at every level, which only here moves a weight within six steps.
-        reason = "AOTAutograd rounds the gradient of a norm's weight to BF16, and autograd keeps FP32"
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=False))
+def test_compiled_llama_blocks_train_bit_for_bit_as_without(case):
     runs = both(case, llama)
     for run in runs:
         for _ in range(6):
@@ -184,8 +180,9 @@ def test_compiled_llama_blocks_train_bit_for_bit_as_without(case, request):
 
 
 @pytest.mark.parametrize("case", SOME)
-def test_gradients_of_a_compiled_vit_block_are_those_without(case):
-    runs = both(case)
+@pytest.mark.parametrize("make", [vit, llama])
+def test_gradients_of_a_compiled_block_are_those_without(make, case):
+    runs = both(case, make)
     for run in runs:
         run.step()
         run.backward()

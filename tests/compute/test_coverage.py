@@ -98,8 +98,8 @@ ODD = {
         lambda: nn.MultiheadAttention(32, 4, add_bias_kv=True),
         {
             ("low", "", "in_proj_weight", "out_proj"): 4096,
-            ("half", "a parameter of LowPrecisionMultiheadAttention", "bias_k"): 32,
-            ("half", "a parameter of LowPrecisionMultiheadAttention", "bias_v"): 32,
+            ("half", "a parameter of MultiheadAttention", "bias_k"): 32,
+            ("half", "a parameter of MultiheadAttention", "bias_v"): 32,
         },
     ),
     "parameters in a list": (

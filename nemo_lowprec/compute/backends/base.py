@@ -82,21 +82,27 @@ def plain_norm(
     """The norm by torch's operations, which defines its roundings.
 
     Half input is not cast; FP32 parameters are rounded to its dtype, since torch's kernels take one dtype. FP32 input
-    is normalized in FP32. The result is rounded to ``out``.
+    is normalized in FP32. The result is rounded to ``out``, a parameter's gradient to the dtypes of the normalized
+    values and of the parameter.
 
     Args:
         rms_norm: a backend's, for one dimension; None for the reference's.
     """
     half = x.dtype in (torch.float16, torch.bfloat16)
     dtype = x.dtype if half or weight is None or weight.dtype == x.dtype else torch.float32
-    x, weight = x.to(dtype), None if weight is None else weight.to(dtype)
+    x, weight, bias = x.to(dtype), _of_dtype(weight, dtype), _of_dtype(bias, dtype)
     if kind.layer:
-        y = F.layer_norm(x, kind.shape, weight, None if bias is None else bias.to(dtype), kind.eps)
+        y = F.layer_norm(x, kind.shape, weight, bias, kind.eps)
     elif len(kind.shape) == 1:
         y = (_rms_norm if rms_norm is None else rms_norm)(x, weight, kind.eps, kind.zero_centered)
     else:
         y = F.rms_norm(x, kind.shape, weight, kind.eps)
     return y.to(out)
+
+
+def _of_dtype(param: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``param`` as a tensor of ``dtype`` whose gradient has that dtype, too, whatever dtype a parameter's has."""
+    return param if param is None else param.view_as(param) if param.dtype == dtype else param.to(dtype)
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:
