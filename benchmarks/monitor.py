@@ -2,30 +2,34 @@
 
     python -m benchmarks.monitor
 
-A model is trained in a plain loop at a level. Rounds of ``--every`` times ``--samples`` steps take turns: the monitor
-watches, or the monitor is taken off the engine's observers. A figure has three pairs of rounds, or more, up to
-``--rounds``, as far as ``--seconds`` have room for them. ``ms`` is the median wall time of a step without the monitor,
-``overhead_percent`` the median over pairs of rounds of what the monitor adds, and ``sample_ms`` the same for a sampled
-step. ``gpu_percent`` is the part of the GPU's time: kernels of one sampled step beside one plain step, over ``every``
-steps. ``memory_mib`` is what the peak of reserved memory grows by: memory of a CUDA graph does not count as allocated
-while the graph is replayed. ``first_s`` is the time of the first two sampled steps, which compile kernels and capture
-graphs.
+A model is trained in a plain loop at a level. Rounds take turns: the monitor watches, or the monitor is taken off the
+engine's observers. A round has a whole number of samples, and at least ``--least`` seconds. A figure has three pairs of
+rounds, or more, up to ``--rounds``, as far as ``--seconds`` have room for them. ``ms`` is the median wall time of a
+step without the monitor, ``overhead_percent`` the median over pairs of rounds of what the monitor adds, and
+``sample_ms`` the same for a sampled step. ``gpu_percent`` is the part of the GPU's time: kernels of one sampled step
+beside one plain step, over ``every`` steps. ``first_s`` is the time of the first two sampled steps, which compile
+kernels and capture graphs.
+
+``peak_mib`` are the peaks of reserved memory of two trainings from their first step, one that is watched and one that
+is not: memory of a CUDA graph does not count as allocated while the graph is replayed.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.everyday import Runner
-from benchmarks.everyday_contestants import CONTESTANTS, OURS, forget
-from benchmarks.everyday_models import MODELS
-from benchmarks.measure import DEVICE, MIB, kernels_of, peaks, release, reset_peak, synchronize
+from benchmarks.everyday_contestants import CONTESTANTS, OURS, Contestant, Training, forget
+from benchmarks.everyday_models import MODELS, Task
+from benchmarks.measure import DEVICE, MIB, kernels_of, peaks, reset_peak, synchronize
 from benchmarks.record import Record, arguments
 from nemo_lowprec import monitor
 from nemo_lowprec.engine import Engine
@@ -97,16 +101,13 @@ def rounds_within(seconds: float, first: float, most: int) -> int:
     return min(most, max(3, int(seconds / (2 * first))))
 
 
-def measure(model: str, level: str, every: int, rounds: int, samples: int, seconds: float) -> dict[str, Any]:
+def measure(model: str, level: str, every: int, rounds: int, least: float, seconds: float) -> dict[str, Any]:
+    """The figures of a model at a level. ``least``: seconds of a round; the rest as on the command line."""
     torch.manual_seed(0)
     task = MODELS[model]
     runner = Runner(CONTESTANTS[OURS + level], task, task.batch())
-    count = every * samples
-    reset_peak()
-    runner.round(3)
-    before = peaks()[1]
     watched = Watched(runner, every)
-    memory = peaks()[1] - before
+    count = every * max(1, math.ceil(least / (watched.round(every, watches=False) / 1e3 * every)))
     plain: list[float] = []
     extra: list[float] = []
     while len(plain) < rounds:
@@ -125,11 +126,27 @@ def measure(model: str, level: str, every: int, rounds: int, samples: int, secon
         "overheads": [round(100 * more / base, 2) for more, base in zip(extra, plain, strict=True)],
         "sample_ms": round(statistics.median(extra) * every, 3),
         "gpu_percent": None if gpu is None else round(100 * gpu / every / ms, 2),
-        "memory_mib": round(memory / MIB, 1),
         "first_s": round(watched.first_s, 2),
         "rounds": rounds,
         "steps": count,
     }
+
+
+def peak(model: str, level: str, every: int | None) -> float:
+    """MiB of reserved memory at most in a training up to its third sample, the first in a graph; None: not watched."""
+    torch.manual_seed(0)
+    task, plain = MODELS[model], CONTESTANTS[OURS + level]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def make(task: Task) -> Training:
+            training = plain.make(task)
+            if every is not None:
+                stack.enter_context(monitor(training.model, folder, every))
+            return training
+
+        reset_peak()
+        Runner(Contestant(make), task, task.batch()).round(3 * EVERY[-1])
+        return round(peaks()[1] / MIB, 1)
 
 
 def main() -> None:
@@ -139,19 +156,22 @@ def main() -> None:
     parser.add_argument("--every", nargs="*", type=int, default=EVERY)
     parser.add_argument("--rounds", type=int, default=5, help="most pairs of rounds of a figure")
     parser.add_argument("--seconds", type=float, default=20, help="of all rounds, if three pairs take less")
-    parser.add_argument("--samples", type=int, default=1, help="sampled steps of a round")
+    parser.add_argument("--least", type=float, default=1, help="seconds of a round")
     args = parser.parse_args()
     record = Record(args.out)
     for model in MODELS:
         if not any(part in model for part in args.models):
             continue
         for level in args.levels:
+            peaks_of = {}
+            for name, sampled in (("plain", None), ("watched", EVERY[-1])):
+                peaks_of[name] = peak(model, level, sampled)
+                forget()
+            record.add(benchmark="monitor_memory", model=model, level=level, peak_mib=peaks_of)
             for every in args.every:
-                samples = max(args.samples, 50 // every) if every < 50 else args.samples
-                figure = measure(model, level, every, args.rounds, samples, args.seconds)
+                figure = measure(model, level, every, args.rounds, args.least, args.seconds)
                 record.add(benchmark="monitor", model=model, level=level, every=every, **figure)
                 forget()
-                release()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Tables of what users see of their runs: the monitor's cost, profiles of a step, and ``advise`` beside real steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS, read
+from benchmarks.rst import block, failure, origin, simple_table
+from nemo_lowprec.report.profile.step_profile import PARTS
+from nemo_lowprec.report.profile.table import OF_PARTS
+
+__all__ = ["advice", "monitor", "profiles"]
+
+_BF16 = "BF16"
+
+
+def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
+    """What the monitor adds to a step, and to the peak of memory."""
+    origins, figures = read(path)
+    memory = {(f["model"], f["level"]): f["peak_mib"] for f in figures if f["benchmark"] == "monitor_memory"}
+    found: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for f in figures:
+        if f["benchmark"] == "monitor":
+            found.setdefault((f["model"], f["level"]), {})[f["every"]] = f
+    intervals = sorted({every for of in found.values() for every in of}, reverse=True)
+    most = [max(of[every]["overhead_percent"] for of in found.values()) for every in intervals]
+    costs = " and ".join(f"{cost:.1f} % at every {every}" for cost, every in zip(most, intervals, strict=True))
+    rows = [
+        (
+            model,
+            level,
+            f"{of[intervals[0]]['ms']:.1f}",
+            *(f"{of[every]['overhead_percent']:.2f}" for every in intervals),
+            *(f"{memory[model, level][name] / 1024:.1f}" for name in ("plain", "watched")),
+        )
+        for (model, level), of in found.items()
+    ]
+    header = ("Model", "Level", "ms", *(f"% at {every}" for every in intervals), "GiB", "watched")
+    takeaway = f"The monitor takes up to {costs} steps."
+    return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
+
+
+def profiles(path: Path = RESULTS / "profile_h200.jsonl") -> str:
+    """ms of a step by part, in BF16 and at each level."""
+    origins, figures = read(path)
+    shown = [part for part in PARTS if any(f[of]["parts"][part] for f in figures for of in ("bf16", "low"))]
+    rows, cases = [], set()
+    for f in figures:
+        case = f"{f['preset']}, {f['batch']} × {f['sequence']}"
+        runs = {} if case in cases else {_BF16: f["bf16"]}
+        cases.add(case)
+        for name, of in {**runs, f["level"]: f["low"]}.items():
+            gain = "" if name == _BF16 else f"{f['bf16']['ms'] / f['low']['ms']:.2f}"
+            rows.append((case, name, f"{of['ms']:.1f}", gain, *(f"{of['parts'][part]:.1f}" for part in shown)))
+    gains = [f["bf16"]["ms"] / f["low"]["ms"] for f in figures]
+    takeaway = f"A step is {min(gains):.2f} × to {max(gains):.2f} × as fast as in BF16, and the parts say why."
+    header = ("Model", "Run", "ms", "× BF16", *(OF_PARTS[part] for part in shown))
+    return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
+
+
+def advice(path: Path = RESULTS / "advise_h200.jsonl") -> str:
+    """Bytes and time that ``advise`` expects, beside those of real steps."""
+    origins, figures = read(path)
+    levels = [f for f in figures if f["benchmark"] == "advise_level"]
+    rows = []
+    for f in levels:
+        real = _ratios(f, "peak_gib", "bytes_of_real", 1), _ratios(f, "ms", "time_of_real", 0)
+        expected = f"{f['expected_gib']:.1f}", "–" if f["expected_ms"] is None else f"{f['expected_ms']:.0f}"
+        rows.append((f["case"], f["level"], expected[0], *real[0], expected[1], *real[1]))
+    by = {key: [abs(100 * (f[key] - 1)) for f in levels if key in f] for key in ("bytes_of_real", "time_of_real")}
+    takeaway = (
+        f"``advise`` was at most {max(by['bytes_of_real']):.1f} % off in bytes and {max(by['time_of_real']):.0f} % off "
+        "in time."
+    )
+    header = ("Case", "Level", "GiB expected", "real", "ratio", "ms expected", "real", "ratio")
+    return block(takeaway, simple_table(header, rows), origin(origins, "transformers"))
+
+
+def _ratios(figure: dict[str, Any], of: str, ratio: str, digits: int) -> tuple[str, str]:
+    if ratio not in figure:
+        return failure(figure) if "error" in figure else "–", ""
+    return f"{figure[of]:.{digits}f}", f"{figure[ratio]:.3f}"

@@ -1,0 +1,61 @@
+"""Tables of the monitor's cost, of profiles and of advice: what the sentence above says, and one row a figure."""
+
+import json
+
+import pytest
+
+from benchmarks import watch_tables
+
+ORIGIN = {"command": "python -m benchmarks.x", "date": "2026-01-02", "gpu": "A", "gpus": 1, "versions": {"torch": "2"}}
+PARTS = dict.fromkeys(("gemm", "quantization", "attention", "elementwise", "optimizer", "communication", "waits"), 0.0)
+
+
+@pytest.fixture
+def table(tmp_path):
+    """The table that a function makes of figures: its sentence, and the cells of its rows."""
+
+    def made(make, *figures):
+        path = tmp_path / "results.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in (ORIGIN, *figures)))
+        sentence, lines, measured, _, command = make(path).split("\n\n")
+        assert measured == "Measured on A, 2026-01-02, torch 2:" and command.strip() == ORIGIN["command"]
+        return sentence, [line.split() for line in lines.splitlines()[3:-1]]
+
+    return made
+
+
+def test_the_cost_of_the_monitor_is_the_largest_at_each_interval(table):
+    memory = {"benchmark": "monitor_memory", "peak_mib": {"plain": 1024.0, "watched": 1536.0}}
+    costs = {("A", 50): 0.5, ("A", 10): 2.0, ("B", 50): 0.25, ("B", 10): 2.5}
+    figures = [
+        {"benchmark": "monitor", "model": model, "level": "x", "every": every, "ms": 3.0, "overhead_percent": cost}
+        for (model, every), cost in costs.items()
+    ]
+    sentence, rows = table(watch_tables.monitor, *({**memory, "model": m, "level": "x"} for m in "AB"), *figures)
+    assert sentence == "The monitor takes up to 0.5 % at every 50 and 2.5 % at every 10 steps."
+    assert rows == [["A", "x", "3.0", "0.50", "2.00", "1.0", "1.5"], ["B", "x", "3.0", "0.25", "2.50", "1.0", "1.5"]]
+
+
+def test_profiles_have_one_row_of_bf16_a_case_and_no_column_of_a_part_that_takes_no_time(table):
+    bf16, low = ({"ms": ms, "parts": {**PARTS, "gemm": ms - 1, "waits": 1.0}} for ms in (6.0, 4.0))
+    case = {"benchmark": "profile", "preset": "llama", "batch": 1, "sequence": 8, "bf16": bf16}
+    sentence, rows = table(watch_tables.profiles, *({**case, "level": x, "low": low} for x in ("one", "two")))
+    assert sentence.startswith("A step is 1.50 × to 1.50 × as fast as in BF16")
+    name = ["llama,", "1", "×", "8"]
+    assert rows == [
+        [*name, "BF16", "6.0", "5.0", "1.0"],
+        [*name, "one", "4.0", "1.50", "3.0", "1.0"],
+        [*name, "two", "4.0", "1.50", "3.0", "1.0"],
+    ]
+
+
+def test_advice_is_off_by_the_largest_difference_of_either_sign(table):
+    told = {"benchmark": "advise_level", "case": "llama", "expected_gib": 9.8, "expected_ms": 110.0}
+    real = {"ms": 100.0, "peak_gib": 10.0, "bytes_of_real": 0.98, "time_of_real": 1.1}
+    error = {"error": "not run: does not fit by the plan"}
+    sentence, rows = table(watch_tables.advice, {**told, "level": "a", **real}, {**told, "level": "b", **error})
+    assert sentence == "``advise`` was at most 2.0 % off in bytes and 10 % off in time."
+    assert rows == [
+        ["llama", "a", "9.8", "10.0", "0.980", "110", "100", "1.100"],
+        ["llama", "b", "9.8", "not", "run", "110", "not", "run"],
+    ]
