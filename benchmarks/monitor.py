@@ -133,7 +133,7 @@ def measure(model: str, level: str, every: int, rounds: int, least: float, secon
 
 
 def peak(model: str, level: str, every: int | None) -> float:
-    """MiB of reserved memory at most in a training up to its third sample, the first in a graph; None: not watched."""
+    """The peak of reserved memory in MiB, up to a sample that runs in a graph. ``every``: None for no monitor."""
     torch.manual_seed(0)
     task, plain = MODELS[model], CONTESTANTS[OURS + level]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

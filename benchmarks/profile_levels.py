@@ -14,7 +14,7 @@ import sys
 from typing import Any, NamedTuple
 
 from benchmarks.record import Record, arguments
-from nemo_lowprec.report.profile.step_profile import PARTS
+from nemo_lowprec.report.profile.step_profile import StepProfile
 
 __all__ = ["CASES", "Case", "measure"]
 
@@ -57,22 +57,21 @@ def measure(case: Case, level: str, settings: list[str]) -> dict[str, Any]:
         return {"error": done.stderr.strip()[-_STATED:]}
     found = json.loads(done.stdout.splitlines()[-1])
     return {
-        "bf16": _figures(found["bf16"]),
-        "low": _figures(found["level"]),
+        "bf16": _figures(StepProfile(**found["bf16"])),
+        "low": _figures(StepProfile(**found["level"])),
         "better_in_bf16": len(found["better_in_bf16"]),
         "summary": found["summary"],
         "verdict": found["verdict"],
     }
 
 
-def _figures(profile: dict[str, Any]) -> dict[str, Any]:
-    parts = {part: sum(us.get(part, 0.0) for us in profile["layers"].values()) / 1e3 for part in PARTS}
+def _figures(profile: StepProfile) -> dict[str, Any]:
     return {
-        "ms": round(profile["ms"], 3),
-        "parts": {part: round(ms, 3) for part, ms in parts.items()},
-        "launches": round(sum(profile["launches"].values())),
-        "matched": round(profile["matched"], 4),
-        "layers_in_fp8": len(profile["low"]),
+        "ms": round(profile.ms, 3),
+        "parts": {part: round(ms, 3) for part, ms in profile.parts().items()},
+        "launches": round(sum(profile.launches.values())),
+        "matched": profile.matched,
+        "layers_in_fp8": len(profile.low),
     }
 
 

@@ -26,6 +26,7 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
     intervals = sorted({every for of in found.values() for every in of}, reverse=True)
     most = [max(of[every]["overhead_percent"] for of in found.values()) for every in intervals]
     costs = " and ".join(f"{cost:.1f} % at every {every}" for cost, every in zip(most, intervals, strict=True))
+    takeaway = f"The monitor adds up to {costs} steps to the time of a training."
     rows = [
         (
             model,
@@ -37,7 +38,6 @@ def monitor(path: Path = RESULTS / "monitor_h200.jsonl") -> str:
         for (model, level), of in found.items()
     ]
     header = ("Model", "Level", "ms", *(f"% at {every}" for every in intervals), "GiB", "watched")
-    takeaway = f"The monitor takes up to {costs} steps."
     return block(takeaway, simple_table(header, rows), origin(origins, "transformers", "timm"))
 
 

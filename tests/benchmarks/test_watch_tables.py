@@ -32,7 +32,7 @@ def test_the_cost_of_the_monitor_is_the_largest_at_each_interval(table):
         for (model, every), cost in costs.items()
     ]
     sentence, rows = table(watch_tables.monitor, *({**memory, "model": m, "level": "x"} for m in "AB"), *figures)
-    assert sentence == "The monitor takes up to 0.5 % at every 50 and 2.5 % at every 10 steps."
+    assert sentence == "The monitor adds up to 0.5 % at every 50 and 2.5 % at every 10 steps to the time of a training."
     assert rows == [["A", "x", "3.0", "0.50", "2.00", "1.0", "1.5"], ["B", "x", "3.0", "0.25", "2.50", "1.0", "1.5"]]
 
 

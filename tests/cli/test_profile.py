@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from nemo_lowprec.cli import main
 from nemo_lowprec.conf import profile_both
+from nemo_lowprec.report.page.profile_section import profile_section
 from nemo_lowprec.report.page.run_page import write_report
 from nemo_lowprec.report.profile.step_profile import FILE, HALF_FILE, read_profile
 from tests.called import printed, refusal
@@ -104,3 +106,19 @@ def test_profiles_in_the_folder_of_a_run_are_a_part_of_its_page(has_half: bool, 
     page = write_report(folder).read_text()
     assert "Where the time goes" in page and "<code>layers.*.mlp</code>" in page
     assert ("BF16 / level" in page) == has_half
+
+
+@pytest.mark.parametrize(
+    ("device", "slower", "state"), [("CPU", 9.0, "unclear"), ("GPU", 9.0, "bad"), ("GPU", 0.5, "good")]
+)
+def test_the_page_is_red_only_where_a_gpu_is_faster_in_bf16(
+    device: str, slower: float, state: str, tmp_path: Path
+) -> None:
+    kept = read_profile(Path(__file__).parents[1] / "report" / "profile" / HALF_FILE)
+    half = replace(kept, about={**kept.about, "device": device})
+    layers = {name: {part: slower * us for part, us in of.items()} for name, of in half.layers.items()}
+    about = half.about | {"level": "bf16_with_fp8_mixed"}
+    replace(half, about=about, layers=layers, low=half.linears).save(tmp_path / FILE)
+    half.save(tmp_path / HALF_FILE)
+    section = profile_section(tmp_path)
+    assert section is not None and section["state"] == state

@@ -102,7 +102,9 @@ def plain_norm(
 
 def _of_dtype(param: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """``param`` as a tensor of ``dtype`` whose gradient has that dtype, too, whatever dtype a parameter's has."""
-    return param if param is None else param.view_as(param) if param.dtype == dtype else param.to(dtype)
+    if param is None or param.dtype != dtype:
+        return None if param is None else param.to(dtype)
+    return param.view_as(param)
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_lowprec.report.page.charts import Chart, stacked_chart
-from nemo_lowprec.report.profile.beside import beside
+from nemo_lowprec.report.profile.beside import Beside, beside
 from nemo_lowprec.report.profile.step_profile import FILE, HALF_FILE, PARTS, StepProfile, read_profile
 from nemo_lowprec.report.profile.table import OF_PARTS, layer_name, ratio, summary, verdict
 
@@ -31,13 +31,20 @@ def profile_section(folder: Path) -> dict[str, Any] | None:
     return {
         "summary": summary(found) if half else f"A step takes {low.ms:.2f} ms.",
         "verdict": verdict(found) if half else "",
-        "is_better": bool(half) and not found.better_in_half,
+        "state": _state(found),
         "level": low.about["level"],
         "beside": half is not None,
         "rows": rows,
         "parts": [OF_PARTS[part] for part in parts],
         "chart": _chart(profiles, parts),
     }
+
+
+def _state(found: Beside) -> str:
+    """``bad`` where layers are better left in BF16, ``unclear`` where the profiles cannot tell."""
+    if not found.low.low or found.low.about["device"] == "CPU":
+        return "unclear"
+    return "bad" if found.better_in_half else "good"
 
 
 def _chart(profiles: dict[str, StepProfile], parts: list[str]) -> Chart:
