@@ -2,8 +2,9 @@
 
 python -m benchmarks.gpu_tests
 
-Most of their time goes into compiling kernels, so each file has a process of its own, all at once. With ``--files``,
-figures of the others stay.
+Most of their time goes into compiling kernels, so each file has a process of its own, as many at once as the GPU's
+memory has room for. A file that measures times has the GPU to itself, first. Figures are written as they come. With
+``--files``, figures of the others stay.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.record import Record, arguments, lines
+
+_ALONE = {"test_auto.py"}  # measures times
+_BYTES_OF_FILE = 6 * 2**30
 
 
 class Outcomes:
@@ -40,6 +46,20 @@ def outcomes_of(file: Path) -> tuple[int, Outcomes]:
     return int(code), outcomes
 
 
+def in_a_process(file: Path) -> tuple[Path, int, Outcomes]:
+    """The file, pytest's exit code and what it counted, in a process that ends with it."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return file, *pool.submit(outcomes_of, file).result()
+
+
+def in_turns(files: Sequence[Path]) -> Iterator[tuple[Path, int, Outcomes]]:
+    """The results of ``in_a_process`` for all files, in their order, each as soon as it is there."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
+    for alone, count in ((True, 1), (False, max(1, memory // _BYTES_OF_FILE))):
+        with ThreadPoolExecutor(count) as pool:
+            yield from pool.map(in_a_process, [file for file in files if (file.name in _ALONE) == alone])
+
+
 def main() -> None:
     parser = arguments(__doc__.split("\n")[0], "gpu_tests_h200.jsonl")
     parser.add_argument("--files", nargs="*", type=Path, help="files of tests; all without")
@@ -47,16 +67,14 @@ def main() -> None:
     files = args.files or sorted(Path("tests/gpu").glob("test_*.py"))
     names = {str(file) for file in files}
     others = [f for f in lines(args.out) if f.get("file") not in names] if args.files and args.out.exists() else []
-    with ProcessPoolExecutor(len(files), multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(outcomes_of, files))
-    record = Record(args.out, others)
-    for _, outcomes in results:
-        for file, counts in outcomes.by_file.items():
-            record.add(benchmark="gpu_tests", file=file, **{k: counts[k] for k in ("passed", "failed", "skipped")})
-    for file, (_, outcomes) in zip(files, results, strict=True):
+    record, worst = Record(args.out, others), 0
+    for file, code, outcomes in in_turns(files):
+        worst = max(worst, code)
+        counts = sum(outcomes.by_file.values(), Counter[str]())
+        record.add(benchmark="gpu_tests", file=str(file), **{k: counts[k] for k in ("passed", "failed", "skipped")})
         for reason, count in outcomes.reasons.most_common():
             record.add(benchmark="gpu_tests_skipped", file=str(file), reason=reason, tests=count)
-    sys.exit(max(code for code, _ in results))
+    sys.exit(worst)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,18 @@ class Losses(pl.Callback):
 
 
 def profiled(
-    level: str, path: Path | None, accelerator: str, accumulate: int = 1, length: int = 32, **options: Any
+    level: str,
+    path: Path | None,
+    accelerator: str,
+    accumulate: int = 1,
+    length: int = 32,
+    validates: bool = False,
+    **options: Any,
 ) -> tuple[list[float], StepProfile | None]:
-    """The losses of a training of as many steps as a profile takes, and the profile; None without a ``path``."""
+    """The losses of a training of as many steps as a profile takes, and the profile; None without a ``path``.
+
+    ``validates``: whether two batches are validated after each micro-batch.
+    """
     torch.manual_seed(0)
     config = {"num_hidden_layers": BLOCKS}
     model = CausalLM("llama_tiny", config=config, vocab_size=128, init_seed=1, schedule_steps=100)
@@ -47,10 +56,12 @@ def profiled(
     trainer = pl.Trainer(
         accelerator=accelerator, devices=1, max_steps=steps + 2, plugins=LEVELS[level](**options), callbacks=callbacks,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        accumulate_grad_batches=accumulate,
+        accumulate_grad_batches=accumulate, val_check_interval=1, limit_val_batches=2 * validates,
+        num_sanity_val_steps=0,
     )  # fmt: skip
     tokens = torch.randint(128, (2 * accumulate * (steps + 2), length + 1), generator=torch.Generator().manual_seed(1))
     batches = [{"input_ids": rows[:, :-1], "labels": rows[:, 1:]} for rows in tokens.split(2)]
-    trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    trainer.fit(model, loader, loader)
     profiler = next((one for one in trainer.callbacks if isinstance(one, StepProfiler)), None)
     return torch.stack(losses.found).tolist(), None if profiler is None else profiler.profile

@@ -11,6 +11,7 @@ sum rounded to nearest does not change where a micro-batch adds less than a sixt
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
@@ -199,9 +200,7 @@ class GradientTensor(BlockScaledTensor):
 
     def own_factor(self) -> Tensor:
         """The factor, FP32 [1], for a change in place. The first call gives this tensor a factor of its own."""
-        if not self.multiplied:
-            self.factor, self.multiplied = torch.ones(1, device=self.device, dtype=torch.float32), True
-        return self.factor
+        return _own_factors([self])[0]
 
     def renewed_(self) -> GradientTensor:
         """Note that a graph has stored values in the blocks, and share the factor 1 again."""
@@ -255,11 +254,32 @@ def _any_nonfinite(values: Tensor) -> Tensor:
     return (~values.isfinite()).any().float().reshape(1)
 
 
+def _own_factors(grads: list[GradientTensor]) -> list[Tensor]:
+    """The factors of ``grads``, FP32 [1] each, for a change in place. Factors that were shared are made at once."""
+    by_device: dict[torch.device, list[GradientTensor]] = defaultdict(list)
+    for grad in grads:
+        if not grad.multiplied:
+            by_device[grad.device].append(grad)
+    for device, sharing in by_device.items():
+        # Each at a multiple of 16 bytes, as a tensor of its own: a kernel is compiled once more for other addresses.
+        made = torch.ones(len(sharing), 4, device=device, dtype=torch.float32)[:, :1].unbind()
+        for grad, factor in zip(sharing, made, strict=True):
+            grad.factor, grad.multiplied = factor, True
+    return [grad.factor for grad in grads]
+
+
 def _scale_each(func: Any, tensors: list[Tensor], by: Any) -> None:
+    ours, plain = list[GradientTensor](), list[Tensor]()
     for tensor in tensors:
-        if isinstance(tensor, GradientTensor):
+        if type(tensor) is GradientTensor:
+            ours.append(tensor)
+        elif isinstance(tensor, GradientTensor):  # of a class that has other uses for a factor
             tensor._set_factor(_FOREACH_SCALED_BY[func], by)
-    plain = [t for t in tensors if not isinstance(t, GradientTensor)]
+        else:
+            plain.append(tensor)
+    if ours:
+        factors = _own_factors(ours)
+        func(factors, by.reshape(()).to(factors[0]) if isinstance(by, Tensor) else by)
     if plain:
         func(plain, by)
 
@@ -283,8 +303,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     """torch's unscaling for GradScaler: multiply by ``inv_scale``, raise ``found_inf`` where one is not finite."""
     ours = [t for t in tensors if isinstance(t, GradientTensor)]
     plain = [t for t in tensors if not isinstance(t, GradientTensor)]
-    factors = [g.own_factor() for g in ours]
-    torch._foreach_mul_(factors, inv_scale.reshape(()))
+    torch._foreach_mul_(_own_factors(ours), inv_scale.reshape(()))
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))

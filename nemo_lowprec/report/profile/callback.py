@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from nemo_lowprec.compat.lightning import is_mid_step
-from nemo_lowprec.compat.profiler import trace_of
 from nemo_lowprec.observers import Observer
 from nemo_lowprec.plugins import LowPrecision
 from nemo_lowprec.report.monitor.about import about_run
@@ -24,6 +22,7 @@ from nemo_lowprec.report.profile.kinds import kind_of
 from nemo_lowprec.report.profile.layers import Kernel, layer_ranges, optimizer_range
 from nemo_lowprec.report.profile.result import of_cpu, of_gpu, step_profile
 from nemo_lowprec.report.profile.step_profile import FILE, StepProfile
+from nemo_lowprec.report.profile.tracer import Tracer
 
 __all__ = ["StepProfiler"]
 
@@ -64,8 +63,8 @@ class StepProfiler(pl.Callback):
     """Measures where the time of training steps goes: GEMMs, quantization, attention and so on, layer by layer.
 
     After 20 steps it times 25 in five windows, traces three as they run, and one without CUDA graphs to learn which
-    layer launches which kernel. On a CPU it times three steps after the first two and traces one. Each process of a run
-    needs the callback; the first one measures itself.
+    layer launches which kernel. On a CPU it times three steps after the first two and traces one. A validation between
+    steps is left out. Each process of a run needs the callback; the first one measures itself.
 
     Args:
         path: the file of the profile; None for ``profile.json`` in the folder of ``PrecisionMonitor``.
@@ -77,7 +76,7 @@ class StepProfiler(pl.Callback):
     def __init__(self, path: str | Path | None = None) -> None:
         self._path = path
         self.profile: StepProfile | None = None
-        self._profiler: profile | None = None
+        self._tracer: Tracer | None = None
         self._updates: ExitStack | None = None
         self._phases = ExitStack()
         self._is_over = True
@@ -93,8 +92,8 @@ class StepProfiler(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._subject = subject_of(trainer)
-        self._device = self._subject.device
-        self._schedule = _ON_GPU if self._device.type == "cuda" else _ON_CPU
+        self._tracer = Tracer(self._subject.device, trainer.is_global_zero)
+        self._schedule = _ON_GPU if self._subject.device.type == "cuda" else _ON_CPU
         self._step, self._is_first = 0, True
         self._raw: list[Kernel] = []
         self._marks: list[float] = []  # times at the edges of windows
@@ -109,29 +108,28 @@ class StepProfiler(pl.Callback):
         if self._is_over or not self._is_first:
             return
         self._is_first = False
-        plan = self._schedule
+        plan, tracer = self._schedule, self._tracer
+        assert tracer is not None
         since = self._step - plan.warmup
         if since >= 0 and since % plan.timed == 0 and len(self._marks) <= plan.windows:
-            self._marks.append(self._now())
+            self._marks.append(tracer.now())
         step = self._step - plan.first_traced
         if step == 0 and plan.traced:
-            self._trace(trainer, [ProfilerActivity.CUDA])
+            tracer.start([ProfilerActivity.CUDA])
         if step == plan.traced:
-            if plan.traced and trainer.is_global_zero:
-                self._raw = [
-                    Kernel(event.name, kind_of(event.name), "", event.start, event.end)
-                    for event in trace_of(self._end_trace())
-                    if event.kind == "kernel"
-                ]
+            self._raw = [
+                Kernel(event.name, kind_of(event.name), "", event.start, event.end)
+                for event in tracer.stop()
+                if event.kind == "kernel"
+            ]
             self._phases.enter_context(self._subject.observers.watched_by(_WithoutGraphs()))
         if step == plan.traced + 1:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (plan.traced > 0)
-            self._trace(trainer, activities)
+            tracer.start([ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (plan.traced > 0))
             if trainer.is_global_zero:
                 self._phases.enter_context(layer_ranges(pl_module))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        if self._profiler is not None and self._updates is None:
+        if self._tracer is not None and self._tracer.is_tracing and self._updates is None:
             self._updates = ExitStack()
             self._updates.enter_context(optimizer_range())
 
@@ -146,6 +144,14 @@ class StepProfiler(pl.Callback):
         self._step, self._is_first = self._step + 1, True
         if self._step == self._schedule.all:
             self._finish(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._tracer is not None:
+            self._tracer.pause()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._tracer is not None:
+            self._tracer.resume()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_over:
@@ -162,30 +168,11 @@ class StepProfiler(pl.Callback):
             self._updates.close()
             self._updates = None
 
-    def _trace(self, trainer: pl.Trainer, activities: list[ProfilerActivity]) -> None:
-        """Trace from here on, on the first process."""
-        if not trainer.is_global_zero:
-            return
-        self._now()
-        self._profiler = profile(activities=activities, acc_events=True)
-        self._profiler.__enter__()
-
-    def _end_trace(self) -> profile:
-        self._now()
-        found, self._profiler = self._profiler, None
-        assert found is not None
-        found.__exit__(None, None, None)
-        return found
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def _finish(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._is_over = True
         if trainer.is_global_zero:
-            events = trace_of(self._end_trace())
+            assert self._tracer is not None
+            events = self._tracer.stop()
             plugin: Any = trainer.precision_plugin
             about = about_run(module, plugin.parsed, self._subject.conversion, engine_of(trainer))
             windows = [end - start for start, end in pairwise(self._marks)]
@@ -199,6 +186,7 @@ class StepProfiler(pl.Callback):
         """Leave the run as it was, at the end or on an error."""
         self._is_over = True
         self._end_update()
-        if self._profiler is not None:
-            self._end_trace()
+        if self._tracer is not None:
+            self._tracer.stop()
+            self._tracer = None
         self._phases.close()

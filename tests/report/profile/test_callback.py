@@ -36,6 +36,15 @@ def test_a_step_of_several_batches_is_one_step(tmp_path):
     assert several.launches[name] > 2.5 * single.launches[name]
 
 
+def test_a_validation_is_no_part_of_a_step(tmp_path):
+    without, found = (
+        profiled("bf16_with_fp8_mixed", tmp_path / f"{validates}", "cpu", accumulate=2, validates=validates)[1]
+        for validates in (False, True)
+    )
+    for name in ("model.model.norm", "model.model.embed_tokens"):
+        assert found.launches[name] == without.launches[name] > 0
+
+
 def test_layers_beside_bf16(tmp_path):
     half, low = (profiled(level, tmp_path / level, "cpu")[1] for level in ("bf16_mixed", "bf16_with_fp8_mixed"))
     found = beside(half, low)
