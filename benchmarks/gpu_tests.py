@@ -47,13 +47,13 @@ def outcomes_of(file: Path) -> tuple[int, Outcomes]:
 
 
 def in_a_process(file: Path) -> tuple[Path, int, Outcomes]:
-    """The file, pytest's exit code and what it counted, in a process that ends with it."""
+    """The file, pytest's exit code and the outcomes, from a process that ends with the tests of the file."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return file, *pool.submit(outcomes_of, file).result()
 
 
 def in_turns(files: Sequence[Path]) -> Iterator[tuple[Path, int, Outcomes]]:
-    """The results of ``in_a_process`` for all files, in their order, each as soon as it is there."""
+    """The results of ``in_a_process``, in the order of ``files``, and each without waiting for later ones."""
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
     for alone, count in ((True, 1), (False, max(1, memory // _BYTES_OF_FILE))):
         with ThreadPoolExecutor(count) as pool:

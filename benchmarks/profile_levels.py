@@ -3,7 +3,7 @@
     python -m benchmarks.profile_levels
 
 Llama 100M at 1 x 512 tokens, where the host is the limit, and at 8 x 2048, and Llama 3.2 1B at 2 x 2048. ``--settings``
-are passed on. Of ``bf16`` and of ``low``, which is the level, ``parts`` are ms of a step.
+are passed to the command. Of ``bf16`` and of ``low``, which is the level, ``parts`` are ms of a step.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ calls that function while NCCL operations are being coalesced, and a coalesced o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +30,12 @@ from nemo_lowprec.tensors import GradientTensor
 class _WithoutFactor(GradientTensor):
     """Multiplies the stored values at once: the optimizer reads other views of the buffer, which lack the factor."""
 
-    def _set_factor(self, change: Any, by: Any) -> GradientTensor:
-        values = self.dequantize()
-        return self.quantize_(change(values, by.reshape(()) if isinstance(by, Tensor) else by))
+    @classmethod
+    def scale(cls, grads: Sequence[GradientTensor], change: Callable[..., None], by: Any) -> None:
+        for grad in grads:
+            values = grad.dequantize()
+            change([values], by)
+            grad.quantize_(values)
 
 
 class MainGradient(_WithoutFactor):

@@ -12,6 +12,7 @@ sum rounded to nearest does not change where a micro-batch adds less than a sixt
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -85,13 +86,14 @@ def take_quantized(param: Tensor, grad: Tensor) -> GradientTensor | None:
     return quantized if address == grad.data_ptr() and graph == current_backward() else None
 
 
-_SCALED_BY = {
-    **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), Tensor.mul_),
-    **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), Tensor.div_),
+# Operations that multiply or divide by a number, each as one on a list of tensors.
+_SCALES = {
+    **dict.fromkeys((aten.mul_.Tensor, aten.mul_.Scalar), torch._foreach_mul_),
+    **dict.fromkeys((aten.div_.Tensor, aten.div_.Scalar), torch._foreach_div_),
 }
-_FOREACH_SCALED_BY = {
-    **dict.fromkeys((aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor), Tensor.mul_),
-    **dict.fromkeys((aten._foreach_div_.Scalar, aten._foreach_div_.Tensor), Tensor.div_),
+_SCALES_EACH = {
+    **dict.fromkeys((aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor), torch._foreach_mul_),
+    **dict.fromkeys((aten._foreach_div_.Scalar, aten._foreach_div_.Tensor), torch._foreach_div_),
 }
 
 
@@ -187,9 +189,16 @@ class GradientTensor(BlockScaledTensor):
         values = dequantize_rows(self.data_blocks, self.exponent) * self.factor
         return values.view(self.shape).to(dtype or self.dtype)
 
-    def _set_factor(self, change: Any, by: Any) -> GradientTensor:
-        change(self.own_factor(), by.reshape(()) if isinstance(by, Tensor) else by)
-        return self
+    @classmethod
+    def scale(cls, grads: Sequence[GradientTensor], change: Callable[..., None], by: Any) -> None:
+        """Multiply or divide ``grads`` of this class, all at once.
+
+        Args:
+            grads: on one device.
+            change: ``torch._foreach_mul_`` or ``torch._foreach_div_``.
+            by: a number, or a scalar tensor on the device.
+        """
+        change(own_factors(grads), by)
 
     @staticmethod
     def any_nonfinite(grads: list[GradientTensor]) -> Tensor:
@@ -197,10 +206,6 @@ class GradientTensor(BlockScaledTensor):
         factors = [g.factor for g in grads if g.multiplied]
         bad = torch.cat([g.nonfinite for g in grads]).amax()
         return (bad + (~torch.cat(factors).isfinite()).any() > 0).float() if factors else bad
-
-    def own_factor(self) -> Tensor:
-        """The factor, FP32 [1], for a change in place. The first call gives this tensor a factor of its own."""
-        return _own_factors([self])[0]
 
     def renewed_(self) -> GradientTensor:
         """Note that a graph has stored values in the blocks, and share the factor 1 again."""
@@ -220,8 +225,9 @@ class GradientTensor(BlockScaledTensor):
     def _special(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         this = args[0] if args else None
         if isinstance(this, GradientTensor):
-            if func in _SCALED_BY and _is_number(args[1]):
-                return this._set_factor(_SCALED_BY[func], args[1])
+            if func in _SCALES and _is_number(args[1]):
+                _scale_each(_SCALES[func], [this], args[1])
+                return this
             if func is aten.add_.Tensor and isinstance(args[1], Tensor) and args[1].shape == this.shape:
                 other = args[1].dequantize() if isinstance(args[1], QuantizedTensor) else args[1]
                 return this.accumulate_(other, kwargs.get("alpha", 1))
@@ -231,9 +237,9 @@ class GradientTensor(BlockScaledTensor):
                 this.nonfinite.zero_()
                 return this.written_()
             if func in (aten.detach.default, aten.alias.default):
-                this.own_factor()  # the alias shares the factor: multiplying one multiplies the other
-        if func in _FOREACH_SCALED_BY and _is_number(args[1]):
-            return _scale_each(func, *args)
+                own_factors([this])  # the alias shares the factor: multiplying one multiplies the other
+        if func in _SCALES_EACH and _is_number(args[1]):
+            return _scale_each(_SCALES_EACH[func], *args)
         if func is aten._foreach_norm.Scalar and (args[1] if len(args) > 1 else kwargs.get("ord", 2)) == 2:
             return _norms(args[0], kwargs.get("dtype") or (args[2] if len(args) > 2 else None))
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
@@ -254,34 +260,30 @@ def _any_nonfinite(values: Tensor) -> Tensor:
     return (~values.isfinite()).any().float().reshape(1)
 
 
-def _own_factors(grads: list[GradientTensor]) -> list[Tensor]:
-    """The factors of ``grads``, FP32 [1] each, for a change in place. Factors that were shared are made at once."""
+def own_factors(grads: Sequence[GradientTensor]) -> list[Tensor]:
+    """The factors of ``grads``, FP32 [1] each, for a change in place; shared factors are replaced first."""
     by_device: dict[torch.device, list[GradientTensor]] = defaultdict(list)
     for grad in grads:
         if not grad.multiplied:
             by_device[grad.device].append(grad)
     for device, sharing in by_device.items():
-        # Each at a multiple of 16 bytes, as a tensor of its own: a kernel is compiled once more for other addresses.
+        # Each factor begins at a multiple of 16 bytes, as allocations do: Triton compiles kernels for other addresses
+        # once more.
         made = torch.ones(len(sharing), 4, device=device, dtype=torch.float32)[:, :1].unbind()
         for grad, factor in zip(sharing, made, strict=True):
             grad.factor, grad.multiplied = factor, True
     return [grad.factor for grad in grads]
 
 
-def _scale_each(func: Any, tensors: list[Tensor], by: Any) -> None:
-    ours, plain = list[GradientTensor](), list[Tensor]()
+def _scale_each(change: Callable[..., None], tensors: Sequence[Tensor], by: Any) -> None:
+    members: dict[Any, list[Any]] = defaultdict(list)
     for tensor in tensors:
-        if type(tensor) is GradientTensor:
-            ours.append(tensor)
-        elif isinstance(tensor, GradientTensor):  # of a class that has other uses for a factor
-            tensor._set_factor(_FOREACH_SCALED_BY[func], by)
+        members[type(tensor) if isinstance(tensor, GradientTensor) else None].append(tensor)
+    for kind, group in members.items():
+        if kind is None:
+            change(group, by)
         else:
-            plain.append(tensor)
-    if ours:
-        factors = _own_factors(ours)
-        func(factors, by.reshape(()).to(factors[0]) if isinstance(by, Tensor) else by)
-    if plain:
-        func(plain, by)
+            kind.scale(group, change, by.reshape(()).to(group[0].device) if isinstance(by, Tensor) else by)
 
 
 def _norms(tensors: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
@@ -303,7 +305,7 @@ def _unscale(tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Non
     """torch's unscaling for GradScaler: multiply by ``inv_scale``, raise ``found_inf`` where one is not finite."""
     ours = [t for t in tensors if isinstance(t, GradientTensor)]
     plain = [t for t in tensors if not isinstance(t, GradientTensor)]
-    torch._foreach_mul_(_own_factors(ours), inv_scale.reshape(()))
+    torch._foreach_mul_(own_factors(ours), inv_scale.reshape(()))
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     bad = torch.maximum(GradientTensor.any_nonfinite(ours), found_inf.float().reshape(()))

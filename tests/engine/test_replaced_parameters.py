@@ -91,13 +91,15 @@ def test_modules_of_a_sharded_model_that_are_replaced_are_freed(tmp_path):
 def test_a_new_parameter_with_the_id_of_one_that_is_gone_is_watched():
     passes = ManualPasses(nn.Linear(2, 2), Engine(parse_options(get_level("fp16_mixed"), {})), averages=False)
     gc.freeze()  # a collection then looks at what is new alone
-    for _ in range(50):
-        param = nn.Parameter(torch.zeros(2))
-        passes.cover([param])
-        assert len(param._post_accumulate_grad_hooks or ()) == 1
-        del param
-        gc.collect()
-    gc.unfreeze()
+    try:
+        for _ in range(50):
+            param = nn.Parameter(torch.zeros(2))
+            passes.cover([param])
+            assert len(param._post_accumulate_grad_hooks or ()) == 1
+            del param
+            gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 def test_the_gradients_of_a_layer_that_is_new_are_averaged(tmp_path):

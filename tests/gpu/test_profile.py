@@ -33,9 +33,12 @@ def test_a_profiled_training(level, graphs, tmp_path):
     of_layers = {part: sum(us.get(part, 0) for layer, us in found.layers.items() if layer) / 1e3 for part in parts}
     assert of_layers["attention"] == pytest.approx(parts["attention"], rel=0.02)
     assert of_layers["gemm"] > 0.95 * parts["gemm"]
-    # The captured backward pass of the model stores all gradients in FP8 at its end, which belongs to no layer.
-    share = 0.6 if graphs and level in ("msamp_o2", "msamp_o3") else 0.8
-    assert of_layers["quantization"] >= share * parts["quantization"]
+    if CHART[level].has_fp8:
+        plain = found
+        if graphs and CHART[level].weight_grad == "fp8":
+            # Gradients are stored by launches that belong to no layer: one for all, and one for each in a graph.
+            plain = profiled(level, tmp_path / "plain.json", "gpu", length=length, graphs=False)[1]
+        assert of_layers["quantization"] > 0.8 * plain.parts()["quantization"]
     assert sorted(found.low) == (sorted(LINEARS) if CHART[level].has_fp8 else [])
     gemms = sum(us.get("gemm", 0) for layer, us in found.layers.items() if ".layers." in layer)
     assert gemms > 0.5e3 * parts["gemm"]
