@@ -3,8 +3,8 @@
 python -m benchmarks.gpu_tests
 
 Most of their time goes into compiling kernels, so each file has a process of its own, as many at once as the GPU's
-memory has room for. A file that measures times has the GPU to itself, first. Figures are written as they come. With
-``--files``, figures of the others stay.
+memory has room for. A file whose results depend on times has the GPU to itself, first. Figures are written as they
+come. With ``--files``, figures of the others stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.record import Record, arguments, lines
 
-_ALONE = {"test_auto.py"}  # measures times
+# They compare times, or hold what is decided by times: which blocks become graphs.
+_ALONE = {"test_auto.py", "test_doctor.py", "test_graphs_recomputed.py", "test_profile.py"}
 _BYTES_OF_FILE = 6 * 2**30
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.tensors import tree_map
-from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
+from nemo_lowprec.tensors.quantized_tensor import MASTER, QuantizedTensor, aten
 
 
 class Fp16Weight(QuantizedTensor):
@@ -59,6 +59,9 @@ class Fp16Weight(QuantizedTensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as a plain tensor (of FP16, the storage itself)."""
         return self.data_fp16.to(dtype or self.dtype)
+
+    def exact_storage(self) -> Tensor:
+        return super().exact_storage() if MASTER in self.__dict__ else self.data_fp16
 
     def _exactly(self, x: Any) -> Any:
         """FP32 in place of the dtype that this tensor reads as."""

@@ -96,6 +96,13 @@ class QuantizedTensor(Tensor):
             return master.dequantize(torch.float32)
         return master.detach().to(self.device, torch.float32, copy=True)
 
+    def exact_storage(self) -> Tensor:
+        """The values of ``exact``, to read: the plain tensor that stores them, in its dtype, where there is one."""
+        master = self.__dict__.get(MASTER, self)
+        if isinstance(master, QuantizedTensor):
+            return self.exact() if master is self else master.exact_storage()
+        return master.detach().to(self.device)
+
     @torch.no_grad()
     def write_(self, values: Tensor) -> Any:
         """Store ``values`` (same shape) here and in the master, if there is one; returns the tensor itself."""

@@ -155,14 +155,17 @@ def test_accumulated_gradients(level, tmp_path):
 
 def test_observed_graphs_take_the_memory_of_the_others(tmp_path):
     """A second pass of a whole model in the memory of the first one's: gradients and results are all that is added."""
-    reserved = []
+    reserved, peaks = [], []
     for folder in (None, tmp_path):
         gc.collect()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
         kept = run("bf16_with_fp8_mixed", "whole", folder, rows=16384)
         assert (passes(kept[2])["observed"] > 0) == (folder is not None)
+        peaks.append(torch.cuda.max_memory_reserved() - before)
         torch.cuda.empty_cache()
         reserved.append(torch.cuda.memory_reserved() - before)
         del kept
     assert reserved[0] > 2**28 and reserved[1] < 1.25 * reserved[0]
+    assert peaks[1] < 1.25 * peaks[0]

@@ -33,6 +33,12 @@ def linear(dtype=torch.bfloat16):
 
 
 @READS
+def test_its_exact_values_are_read_where_they_are_stored(dtype):
+    _, stored = make(dtype=dtype)
+    assert stored.exact_storage() is stored.data_fp16 and torch.equal(stored.exact_storage().float(), stored.exact())
+
+
+@READS
 @pytest.mark.parametrize("shape", [(8, 16), (), (3,), (0, 4), (2, 3, 4, 5)])
 def test_stores_fp16_and_reads_as_its_dtype(dtype, shape):
     values, stored = make(shape, dtype)

@@ -72,6 +72,18 @@ def test_operations_read_the_values_and_return_plain_tensors():
     assert stored.abs().max().item() == stored.dequantize().abs().max().item()
 
 
+@pytest.mark.parametrize("came_as", [torch.bfloat16, torch.float32])
+def test_exact_values_are_read_from_the_master_where_there_is_one(came_as):
+    _, stored = make()
+    assert torch.equal(stored.exact_storage(), plain(stored))
+    frozen = Fp8Weight(stored.data_fp8, stored.scale_inv, E4M3, torch.bfloat16, came_as=came_as)
+    frozen.write_(torch.randn(8, 16, generator=torch.Generator().manual_seed(4)))
+    found = frozen.exact_storage()
+    assert found.dtype == came_as and torch.equal(found.float(), frozen.exact())
+    frozen.write_(torch.zeros(8, 16))
+    assert not found.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_place_operations_write_back_and_return_the_tensor_itself(dtype):
     _, stored = make(dtype=dtype)

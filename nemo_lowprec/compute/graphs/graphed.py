@@ -199,17 +199,17 @@ class GraphedForward:
     ) -> CapturedPass | None:  # fmt: skip
         """A captured pass that tells ``observers``; None where the pass runs without a graph.
 
-        The first observed pass runs without a graph, and compiles the kernels of the observers.
+        The first observed pass runs without a graph, and compiles the kernels of the observers: best before there are
+        graphs, beside whose memory a pass without a graph needs as much again.
         """
-        others = self._passes.get(key)
-        if not others:
-            return None
         own = key, *observers
         found = self._find(own)
         if found is not None:
             return found
         self._observed[own] += 1
-        if self._observed[own] != 2 or not self._layers.are_warm() or not self.pool.has_room():
+        others, was_tried = self._passes.get(key), own in self._passes
+        is_due = self._observed[own] > 1 and not was_tried and self._layers.are_warm() and self.pool.has_room()
+        if not others or not is_due:
             return None
         try:
             return self._capture(block, own, leaves, structure, recomputes, beside=others[0])

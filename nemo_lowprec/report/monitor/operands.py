@@ -47,7 +47,7 @@ class OperandErrors(Observer):
         else:
             part, columnwise = backend.stored(operand)
         if isinstance(values, QuantizedTensor):  # a weight in low-bit storage: compared with its master, if it has one
-            values = values.exact()
+            values = values.exact_storage()
         values = values.reshape(-1, values.shape[-1])
         if columnwise:
             values = values.t()
