@@ -23,7 +23,7 @@ from benchmarks.record import Record, arguments, lines
 
 # They compare times, or hold what is decided by times: which blocks become graphs.
 _ALONE = {"test_auto.py", "test_doctor.py", "test_graphs_recomputed.py", "test_profile.py"}
-_BYTES_OF_FILE = 6 * 2**30
+_BYTES_OF_FILE = 6 * 2**30  # room for the tensors of a file's tests and for CUDA's context
 
 
 class Outcomes:

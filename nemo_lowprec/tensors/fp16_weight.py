@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nemo_lowprec.compat.tensors import tree_map
-from nemo_lowprec.tensors.quantized_tensor import MASTER, QuantizedTensor, aten
+from nemo_lowprec.tensors.quantized_tensor import QuantizedTensor, aten
 
 
 class Fp16Weight(QuantizedTensor):
@@ -61,7 +61,7 @@ class Fp16Weight(QuantizedTensor):
         return self.data_fp16.to(dtype or self.dtype)
 
     def exact_storage(self) -> Tensor:
-        return super().exact_storage() if MASTER in self.__dict__ else self.data_fp16
+        return self.data_fp16  # which is its own master
 
     def _exactly(self, x: Any) -> Any:
         """FP32 in place of the dtype that this tensor reads as."""

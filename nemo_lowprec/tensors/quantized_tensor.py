@@ -97,7 +97,7 @@ class QuantizedTensor(Tensor):
         return master.detach().to(self.device, torch.float32, copy=True)
 
     def exact_storage(self) -> Tensor:
-        """The values of ``exact``, to read: the plain tensor that stores them, in its dtype, where there is one."""
+        """The values of ``exact`` for reading alone: a plain tensor that stores these values is returned itself."""
         master = self.__dict__.get(MASTER, self)
         if isinstance(master, QuantizedTensor):
             return self.exact() if master is self else master.exact_storage()

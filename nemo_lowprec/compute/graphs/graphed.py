@@ -199,17 +199,18 @@ class GraphedForward:
     ) -> CapturedPass | None:  # fmt: skip
         """A captured pass that tells ``observers``; None where the pass runs without a graph.
 
-        The first observed pass runs without a graph, and compiles the kernels of the observers: best before there are
-        graphs, beside whose memory a pass without a graph needs as much again.
+        The first observed pass runs without a graph, and compiles the kernels of the observers. It counts before the
+        block has graphs, too: beside the memory of graphs, a pass without a graph needs as much memory again.
         """
         own = key, *observers
         found = self._find(own)
         if found is not None:
             return found
         self._observed[own] += 1
-        others, was_tried = self._passes.get(key), own in self._passes
-        is_due = self._observed[own] > 1 and not was_tried and self._layers.are_warm() and self.pool.has_room()
-        if not others or not is_due:
+        others, was_tried = self._passes.get(key), own in self._passes  # a capture that failed leaves an empty list
+        if not others or was_tried or self._observed[own] < 2:
+            return None
+        if not self._layers.are_warm() or not self.pool.has_room():
             return None
         try:
             return self._capture(block, own, leaves, structure, recomputes, beside=others[0])
