@@ -16,9 +16,11 @@ from torch import Tensor
 
 from nemo_lowprec.kernels.launcher import Launcher
 
-_TM, _TN = 8, 128  # of a tile, which lies in one block of scales along a row
+_TM, _TN = 16, 128  # of a tile, which lies in one block of scales along a row
 _ALL = 2**22
-_PROGRAMS = 1056  # eight for each multiprocessor of an H200; each goes down some tiles of one column of tiles
+# Two for each multiprocessor of an H100 or H200, which run at once; each goes down some tiles of one column of tiles.
+# All programs add to the same numbers, one after the other: more programs wait longer than they read.
+_PROGRAMS = 264
 _WARPS = 8
 
 
@@ -40,6 +42,18 @@ def _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.con
 
 
 @triton.jit
+def _add(sum_ptr, number):
+    """Add a number that is not negative, unless it is 0."""
+    tl.atomic_add(sum_ptr, number.to(tl.float64), mask=number != 0, sem="relaxed")
+
+
+@triton.jit
+def _raise(largest_ptr, number):
+    """Raise the largest number. Most programs find a larger one there, and do not write."""
+    tl.atomic_max(largest_ptr, number, mask=number > tl.load(largest_ptr), sem="relaxed")
+
+
+@triton.jit
 def _errors_kernel(
     x_ptr, q_ptr, scale_ptr, sums_ptr, extremes_ptr, rows, cols, x_m, x_n, q_m, q_n, s_m, s_n, depth, step, limit,
     BLOCK_ROWS: tl.constexpr, EXPONENTS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
@@ -56,6 +70,7 @@ def _errors_kernel(
     inside_n = n < cols
     x_columns, q_columns = n[None, :] * x_n, n[None, :] * q_n
     scale_ptr += column.to(tl.int64) * s_n
+    scale = _scales(scale_ptr, tl.arange(0, TM), s_m, rows, BLOCK_ROWS, EXPONENTS)
     compared = tl.zeros([TM, TN], dtype=tl.int32)  # values that are not zero, and from bit 8 on underflows
     counted = tl.zeros([TM, TN], dtype=tl.int32)  # clipped values, and from bit 16 on values that are not finite
     signal = tl.zeros([TM, TN], dtype=tl.float32)
@@ -68,7 +83,8 @@ def _errors_kernel(
         m = first + tl.arange(0, TM)
         x = _values(x_ptr, m, x_m, x_columns, rows, inside_n)
         q = _values(q_ptr, m, q_m, q_columns, rows, inside_n)
-        scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
+        if BLOCK_ROWS:
+            scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
         stored = q * scale[:, None]
         magnitude = tl.abs(x)
         finite = (magnitude < INF) & (tl.abs(stored) < INF)  # false for NaN
@@ -85,7 +101,8 @@ def _errors_kernel(
         for other in range(first + down, tl.minimum(first + down * step, rows), down):
             m = other + tl.arange(0, TM)
             x = _values(x_ptr, m, x_m, x_columns, rows, inside_n)
-            scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
+            if BLOCK_ROWS:
+                scale = _scales(scale_ptr, m, s_m, rows, BLOCK_ROWS, EXPONENTS)
             magnitude = tl.abs(x)
             finite = magnitude < INF
             magnitude = tl.where(finite, magnitude, 0.0)
@@ -94,16 +111,17 @@ def _errors_kernel(
             largest_scale = tl.maximum(largest_scale, scale)
     if tl.program_id(0) == 0:
         tl.atomic_add(sums_ptr + 0, tl.full((), 1.0, tl.float64) * rows * cols, sem="relaxed")
-    tl.atomic_add(sums_ptr + 1, tl.sum(compared & 255).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 2, tl.sum(compared >> 8).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 3, tl.sum(counted & 65535).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 4, tl.sum(counted >> 16).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 5, tl.sum(signal).to(tl.float64), sem="relaxed")
-    tl.atomic_add(sums_ptr + 6, tl.sum(noise).to(tl.float64), sem="relaxed")
+    _add(sums_ptr + 1, tl.sum(compared & 255))
+    _add(sums_ptr + 2, tl.sum(compared >> 8))
+    _add(sums_ptr + 3, tl.sum(counted & 65535))
+    _add(sums_ptr + 4, tl.sum(counted >> 16))
+    _add(sums_ptr + 5, tl.sum(signal))
+    _add(sums_ptr + 6, tl.sum(noise))
     # As bits of integers, non-negative FP32 numbers order alike.
-    tl.atomic_max(extremes_ptr + 0, tl.max(largest).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_min(extremes_ptr + 1, tl.min(smallest).to(tl.int32, bitcast=True), sem="relaxed")
-    tl.atomic_max(extremes_ptr + 2, tl.max(largest_scale).to(tl.int32, bitcast=True), sem="relaxed")
+    _raise(extremes_ptr + 0, tl.max(largest).to(tl.int32, bitcast=True))
+    low = tl.min(smallest).to(tl.int32, bitcast=True)
+    tl.atomic_min(extremes_ptr + 1, low, mask=low < tl.load(extremes_ptr + 1), sem="relaxed")
+    _raise(extremes_ptr + 2, tl.max(largest_scale).to(tl.int32, bitcast=True))
 
 
 _launch = Launcher(_errors_kernel, num_warps=_WARPS)

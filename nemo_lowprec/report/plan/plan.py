@@ -30,8 +30,8 @@ from nemo_lowprec.report.tensor_storage import format_of
 from nemo_lowprec.report.traffic import sent_bytes
 
 NOT_PLANNED = (
-    "Not planned: workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, buffers of "
-    "the model."
+    "Not planned: CUDA graphs, workspaces of libraries, what the allocator keeps. Not counted as sent: amaxes, flags, "
+    "buffers of the model."
 )
 _CHOICES = {True: "with recomputation", False: "without recomputation"}
 
